@@ -1,0 +1,25 @@
+"""The training tricks that everybody copies into Lightning code, each correct, free and one line long."""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.gradient_clipping import GradientClipping as GradientClipping
+    from lightning_tricks.gradient_clipping import clip_grad_norm_ as clip_grad_norm_
+    from lightning_tricks.mixin import Tricks as Tricks
+    from lightning_tricks.mixin import TricksMixin as TricksMixin
+    from lightning_tricks.seeding import SeedEverything as SeedEverything
+    from lightning_tricks.seeding import capture_rng_state as capture_rng_state
+    from lightning_tricks.seeding import isolated_rng as isolated_rng
+    from lightning_tricks.seeding import restore_rng_state as restore_rng_state
+    from lightning_tricks.seeding import seed_everything as seed_everything
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "gradient_clipping": ("GradientClipping", "clip_grad_norm_"),
+        "mixin": ("Tricks", "TricksMixin"),
+        "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
+    },
+)

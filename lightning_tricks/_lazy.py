@@ -1,0 +1,30 @@
+"""Lazy public names (PEP 562): importing a package costs nothing until one of its names is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, table: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make a package's `__getattr__`, `__dir__` and `__all__` from a table of names.
+
+    Args:
+        package: The package's `__name__`.
+        table: Submodule of `package` -> the public names that it holds.
+
+    Returns:
+        What to bind to `__getattr__`, `__dir__` and `__all__` in the package's namespace.
+    """
+    home = {name: submodule for submodule, names in table.items() for name in names}
+    public = sorted(home)
+
+    def __getattr__(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(public)}")
+        return getattr(import_module(f"{package}.{home[name]}"), name)
+
+    return __getattr__, lambda: public, public

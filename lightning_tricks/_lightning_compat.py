@@ -1,0 +1,33 @@
+"""Every use of a private Lightning symbol, one guarded function each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def logs_at_this_step(trainer: Trainer) -> bool:
+    """Whether the Trainer sends this step's values to its loggers (`log_every_n_steps`)."""
+    try:
+        return bool(trainer._logger_connector.should_update_logs or trainer.fast_dev_run)  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise _unknown_lightning("logging at the logger's interval", error) from error
+
+
+def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> None:
+    """Replace a saved hyper-parameter, both in `hparams` and in the frozen copy that the loggers get."""
+    try:
+        module._hparams[name] = value
+        module._hparams_initial[name] = value
+    except AttributeError as error:
+        raise _unknown_lightning("TricksMixin.save_hyperparameters", error) from error
+
+
+def _unknown_lightning(trick: str, error: AttributeError) -> RuntimeError:
+    import lightning
+
+    return RuntimeError(
+        f"{trick} does not know lightning {lightning.__version__} ({error}); install a version between 2.5 and 2.6."
+    )

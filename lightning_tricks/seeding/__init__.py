@@ -1,0 +1,35 @@
+"""Seed every random stream of a run, say so in its records, and give each rank its own stream where it matters.
+
+When to use it: in every run whose result you want to see again. `seed_everything` before the model is built, or the
+callback `SeedEverything` when the model is built in `configure_model` (or by the mixin).
+
+What it covers: `random`, `numpy.random`, torch on CPU and on all CUDA devices, DataLoader workers, and, on request, the
+switches that make cuDNN, cuBLAS and torch choose deterministic kernels.
+
+Caveats: the same seed gives the same bits only on the same versions and hardware; atomics on a GPU stay
+nondeterministic unless `deterministic=True`; a resumed run continues with a stream of its own, derived from the seed
+and the step it resumes at, so it is reproducible but not equal to the uninterrupted run.
+
+Source: PyTorch's notes on reproducibility and Lightning's `seed_everything`, of which this one is a superset. Many
+blogs set `torch.backends.cudnn.enable = True`: a silent no-op, because the flag is called `enabled`.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.seeding.callback import SeedEverything as SeedEverything
+    from lightning_tricks.seeding.functional import capture_rng_state as capture_rng_state
+    from lightning_tricks.seeding.functional import derive_seed as derive_seed
+    from lightning_tricks.seeding.functional import isolated_rng as isolated_rng
+    from lightning_tricks.seeding.functional import restore_rng_state as restore_rng_state
+    from lightning_tricks.seeding.functional import seed_everything as seed_everything
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "callback": ("SeedEverything",),
+        "functional": ("capture_rng_state", "derive_seed", "isolated_rng", "restore_rng_state", "seed_everything"),
+    },
+)
