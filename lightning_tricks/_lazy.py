@@ -22,7 +22,7 @@ def lazy_names(
     home = {name: submodule for submodule, names in table.items() for name in names}
     public = sorted(home)
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(public)}")
         return getattr(import_module(f"{package}.{home[name]}"), name)

@@ -20,7 +20,7 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
     """Replace a saved hyper-parameter, both in `hparams` and in the frozen copy that the loggers get."""
     try:
         module._hparams[name] = value
-        module._hparams_initial[name] = value
+        module._hparams_initial[name] = value  # type: ignore[operator, index]
     except AttributeError as error:
         raise _unknown_lightning("TricksMixin.save_hyperparameters", error) from error
 

@@ -21,10 +21,6 @@ else:
     _Base = object
 
 
-def _trick(callback: type[Callback]) -> Any:
-    return field(default=None, metadata={"callback": callback})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tricks:
     """What `TricksMixin` switches on: one field for each room, None when it is off.
@@ -44,8 +40,8 @@ class Tricks:
         {'max_norm': 1.0, 'log_layers': True}
     """
 
-    seeding: int | dict[str, Any] | None = _trick(SeedEverything)
-    gradient_clipping: float | dict[str, Any] | None = _trick(GradientClipping)
+    seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": SeedEverything})
+    gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": GradientClipping})
 
     def __post_init__(self) -> None:
         self.callbacks()  # raises where an argument is wrong
@@ -60,13 +56,13 @@ class Tricks:
 
 
 def _build(name: str, callback: type[Callback], value: Any) -> Callback:
-    if not isinstance(value, Mapping):
-        value = {next(iter(inspect.signature(callback).parameters)): value}
+    parameters = inspect.signature(callback).parameters
+    arguments = value if isinstance(value, Mapping) else {next(iter(parameters)): value}
     try:
-        return callback(**value)
+        return callback(**arguments)
     except (TypeError, ValueError) as error:
-        accepted = ", ".join(inspect.signature(callback).parameters)
-        raise type(error)(f"Tricks({name}={value!r}): {error} ({callback.__name__} takes {accepted}.)") from error
+        known = f"{callback.__name__} takes {', '.join(parameters)}."
+        raise type(error)(f"Tricks({name}={value!r}): {error} {known}") from error
 
 
 class TricksMixin(_Base):
@@ -107,7 +103,7 @@ class TricksMixin(_Base):
         """Keep the tricks when a module defines `configure_callbacks` without calling `super()`."""
         super().__init_subclass__(**kwargs)
         if "configure_callbacks" in vars(cls):
-            cls.configure_callbacks = _with_tricks(cls.configure_callbacks)  # type: ignore[method-assign]
+            cls.configure_callbacks = _with_tricks(cls.configure_callbacks)  # type: ignore[method-assign, assignment]
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the next class's callbacks and those of the tricks that neither it nor the Trainer has."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -80,7 +80,8 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
     if not gradients:
         return GradientNorms(torch.tensor(0.0), torch.zeros(0))
     device = gradients[0].device
-    norms, order = [], []
+    norms: list[Tensor] = []
+    order: list[int] = []
     for batch, indices in _foreach_batches(gradients):
         norms.append(_stacked_norms(batch, norm_type).to(device))
         order += indices
@@ -91,9 +92,7 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
 
 
 @torch.no_grad()
-def clip_grads_with_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor
-) -> None:
+def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
     """Scale gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
     Args:
@@ -122,7 +121,7 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
 
 def check_positive(name: str, value: object, neutral: str) -> float:
     """Return `value` as a float, or raise an error that names it and its neutral value."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number > 0 ({neutral}), got {value!r} ({type(value).__name__}).")
     if not value > 0:  # NaN, too
         raise ValueError(f"{name} must be > 0 ({neutral}), got {value!r}.")
@@ -155,9 +154,8 @@ def _stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
     dtype = torch.float32 if gradients[0].dtype in _HALF else None
     if dtype and type(gradients[0]) is not Tensor:
         # DTensor's _foreach_norm takes no dtype
-        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients]
+        stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
     else:
-        norms = torch._foreach_norm(gradients, norm_type, dtype=dtype)
-    stacked = torch.stack(list(norms))
+        stacked = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
     # one collective for a whole mesh, not one for each gradient
     return stacked.full_tensor() if hasattr(stacked, "full_tensor") else stacked

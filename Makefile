@@ -1,0 +1,51 @@
+# Needs python3 (3.10 or newer) with pip and venv, and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DECLARED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench constraints clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
+	$(BIN)/lightning-tricks demo
+
+test: $(VENV)/installed-test ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-test ## Lint, format, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: $(VENV)/installed-test ## Mend what ruff can mend, and the generated tables of README.md
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python -m tests.contract.readme_tables
+
+bench: $(VENV)/installed-test ## Run the benchmarks; each prints ratios and writes JSON to benchmarks/results
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+
+constraints: $(VENV)/installed-test ## Pin the versions that are installed now
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/$$/ ; python_version == "3.11" and sys_platform == "linux"/' > constraints.txt
+
+clean: ## Remove .venv and everything else that these commands made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf benchmarks/results lightning_logs lightning_tricks_demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-test: $(DECLARED) | $(VENV)/bin/python
+	$(INSTALL) --editable ".[test]"
+	touch $@ $(VENV)/installed-package

@@ -1,0 +1,76 @@
+"""The `lightning-tricks` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit status: 0 on success. Wrong arguments exit with status 2 and a sentence that names them.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except _UsageError as error:
+        parser.exit(2, f"lightning-tricks {arguments.command}: error: {error}\n")
+
+
+class _UsageError(Exception):
+    """An argument that only the library could judge."""
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-epochs", type=_positive, default=10, metavar="N", help="default: %(default)s")
+    parser.add_argument("--accelerator", default="auto", help="as in Trainer: auto, cpu, gpu, ... (%(default)s)")
+    parser.add_argument(
+        "--devices", type=_devices, default=1, help="as in Trainer: a number, '0,1' or auto (%(default)s)"
+    )
+    parser.add_argument("--precision", default="32-true", help="as in Trainer: 32-true, bf16-mixed, ... (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="in [0, 2**32 - 1] (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("lightning_tricks_demo"), metavar="DIR", help="report folder (./%(default)s)"
+    )
+    parser.set_defaults(run=_run_demo)
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_tricks import demo
+
+    try:
+        trainer, tricks = demo.prepare(
+            out=arguments.out,
+            seed=arguments.seed,
+            max_epochs=arguments.max_epochs,
+            accelerator=arguments.accelerator,
+            devices=arguments.devices,
+            precision=arguments.precision,
+        )
+    except (MisconfigurationException, OSError, TypeError, ValueError) as error:
+        raise _UsageError(error) from error
+    demo.run(trainer, tricks, arguments.out)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _devices(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,215 @@
+"""`lightning-tricks demo`: a small classifier on real digits, trained with every trick of the collection.
+
+A room joins by bringing a module `demo.py` with two functions: `specs(seed)`, the fields of `Tricks` it fills, and
+`rows(trainer, history)`, what to say of it afterwards.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_tricks
+from lightning_tricks.mixin import Tricks, TricksMixin
+
+
+class Digits(LightningDataModule):
+    """The 1,797 handwritten digits of scikit-learn, 8 x 8 pixels in [0, 1], split 1,197 / 300 / 300.
+
+    Args:
+        batch_size: Images in a batch.
+    """
+
+    def __init__(self, batch_size: int = 32) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        """Load and split; the split is the same whatever the seed."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        dataset = TensorDataset(images, torch.tensor(digits.target))
+        self._splits = random_split(dataset, [1197, 300, 300], torch.Generator().manual_seed(0))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the training images, shuffled."""
+        return self._loader(self._splits[0], shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return the validation images."""
+        return self._loader(self._splits[1])
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test images."""
+        return self._loader(self._splits[2])
+
+    def _loader(self, split: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(split, batch_size=self.batch_size, shuffle=shuffle)
+
+
+class DigitsClassifier(TricksMixin, LightningModule):
+    """A small convolutional net for 8 x 8 digits.
+
+    Args:
+        tricks: What to switch on.
+    """
+
+    def __init__(self, tricks: Tricks | None = None) -> None:
+        super().__init__(tricks=tricks)
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(64, 10),
+        )
+        self.loss = nn.CrossEntropyLoss()
+        self.val_accuracy = MulticlassAccuracy(10, average="micro")
+        self.test_accuracy = MulticlassAccuracy(10, average="micro")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the cross-entropy of a batch of images (n, 1, 8, 8) and labels (n,)."""
+        images, labels = batch
+        loss: Tensor = self.loss(self.net(images), labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy."""
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy."""
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    def _evaluate(self, batch: list[Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+        images, labels = batch
+        scores = self.net(images)
+        accuracy(scores, labels)
+        self.log(f"{stage}/loss", self.loss(scores, labels), on_epoch=True, sync_dist=True, batch_size=len(labels))
+        self.log(f"{stage}/acc", accuracy, on_epoch=True)
+
+
+def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Trainer, Tricks]:
+    """Check the arguments, make the report folder and the Trainer.
+
+    Args:
+        out: The report folder, made when it is not there.
+        seed: The seed of the run.
+        **trainer_arguments: For the Trainer: `max_epochs`, `accelerator`, `devices`, `precision`.
+
+    Returns:
+        What `run` takes beside `out`.
+
+    Raises:
+        OSError: If `out` cannot be a folder.
+        MisconfigurationException, TypeError, ValueError: If the Trainer or a trick refuses an argument.
+    """
+    _quieten_lightning()
+    fields: dict[str, Any] = {}
+    for part in _parts().values():
+        fields |= part.specs(seed)
+    tricks = Tricks(**fields)
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(
+        logger=CSVLogger(out, name="logs"), log_every_n_steps=1, enable_model_summary=False, **trainer_arguments
+    )
+    return trainer, tricks
+
+
+def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
+    """Train, test, print the table of what each trick did, and write the report.
+
+    Writes `report.json`, `report.html`, and the logs and checkpoint of the run under `logs/`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # the loaders need no workers
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        model, data = DigitsClassifier(tricks), Digits()
+        trainer.fit(model, data)
+        values = dict(trainer.callback_metrics)
+        trainer.test(model, data, verbose=False)
+        values |= trainer.callback_metrics
+    folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
+    if trainer.is_global_zero:
+        report = _report(trainer, _read_history(folder / "metrics.csv"), {k: v.item() for k, v in values.items()})
+        _print_and_write(report, out, folder)
+
+
+def _report(
+    trainer: Trainer, history: Sequence[Mapping[str, float]], values: Mapping[str, float]
+) -> dict[str, dict[str, str]]:
+    losses = [step["train/loss"] for step in history if "train/loss" in step]
+    report: dict[str, dict[str, str]] = {
+        "training": {
+            "steps": f"{trainer.global_step} in {trainer.current_epoch} epochs, {trainer.precision}, "
+            f"{trainer.world_size} x {type(trainer.accelerator).__name__}",
+            "train loss": f"{losses[0]:.3f} at the first step, {losses[-1]:.3f} at the last",
+            "loss": f"val {values['val/loss']:.3f}, test {values['test/loss']:.3f}",
+            "accuracy": f"val {values['val/acc']:.1%}, test {values['test/acc']:.1%}",
+        }
+    }
+    return report | {room: part.rows(trainer, history) for room, part in _parts().items()}
+
+
+def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path, folder: Path) -> None:
+    table = Table("trick", "what", "in this run", title="1,797 digits, one small net, every trick")
+    for room, rows in report.items():
+        for position, (what, text) in enumerate(rows.items()):
+            table.add_row(room if position == 0 else "", what, text, end_section=position == len(rows) - 1)
+    console = Console(record=True)
+    console.print(table)
+    console.save_html(str(out / "report.html"), clear=False)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
+    (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n")
+    Console(soft_wrap=True).print(f"Report: {out / 'report.html'}, {out / 'report.json'}; logs: {folder}")
+
+
+def _parts() -> dict[str, ModuleType]:
+    """Return the demo modules of the rooms that have one, by room."""
+    rooms = [module.name for module in iter_modules(lightning_tricks.__path__) if module.ispkg]
+    names = {room: f"lightning_tricks.{room}.demo" for room in rooms}
+    return {room: import_module(name) for room, name in names.items() if find_spec(name)}
+
+
+def _read_history(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def _quieten_lightning() -> None:
+    """Leave the screen to the progress bar and the table: no tips for other products, no device list."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,28 @@
+"""What the demo shows of gradient clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+_MAX_NORM = 2.0
+
+
+def specs(seed: int) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"gradient_clipping": {"max_norm": _MAX_NORM, "log_layers": True}}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
+    before = [step["grad_norm/pre_clip"] for step in history if "grad_norm/pre_clip" in step]
+    after = [step["grad_norm/post_clip"] for step in history if "grad_norm/post_clip" in step]
+    clipped = sum(norm > _MAX_NORM for norm in before)
+    return {
+        "clipped steps": f"{clipped} of {len(before)} ({clipped / len(before):.1%})",
+        "gradient norm before": f"median {median(before):.2f}, largest {max(before):.2f}",
+        "gradient norm after": f"median {median(after):.2f}, largest {max(after):.2f}",
+    }

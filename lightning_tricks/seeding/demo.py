@@ -1,0 +1,25 @@
+"""What the demo shows of seeding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_tricks.seeding.callback import SeedEverything
+
+
+def specs(seed: int) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"seeding": seed}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, SeedEverything))  # type: ignore[attr-defined]
+    switches = callback.state_dict()
+    return {
+        "seed": f"{callback.seed} (initial weights, batch order, workers)",
+        "deterministic algorithms": "on" if switches["deterministic_algorithms"] else "off",
+    }
