@@ -136,6 +136,8 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[int]]]:
     """Split gradients into what one foreach call can take: one device, one dtype, one mesh; with their positions."""
+    if not gradients:
+        return
     grouped: dict[Any, Any] = _group_tensors_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
     for (tensors,), indices in grouped.values():
         if all(type(tensor) is Tensor for tensor in tensors):

@@ -1,0 +1,50 @@
+"""One thread for everything: ranks are forked, and two cores carry them all."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+from pathlib import Path
+
+import pytest
+import torch
+
+_TESTS = Path(__file__).parent
+pytest.register_assert_rewrite(
+    "tests.contract.checks", *(f"tests.{path.parent.name}.contract" for path in _TESTS.glob("*/contract.py"))
+)
+
+from lightning_tricks import capture_rng_state, restore_rng_state  # noqa: E402
+from tests.contract.lab import Lab  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace(monkeypatch, tmp_path):
+    """Undo what a test does to the process: seeds, switches, environment, working directory."""
+    monkeypatch.chdir(tmp_path)
+    environment, rng = dict(os.environ), capture_rng_state()
+    cudnn = torch.backends.cudnn
+    switches = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    yield
+    cudnn.enabled, cudnn.deterministic, cudnn.benchmark = switches
+    torch.use_deterministic_algorithms(False)
+    restore_rng_state(rng)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A place to fit small nets with callbacks and see what they did."""
+    return Lab(tmp_path)

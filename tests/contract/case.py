@@ -1,0 +1,50 @@
+"""What a callback promises: one Case each, in `tests/<room>/contract.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning.pytorch import Callback
+
+from tests.contract.lab import Lab, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The promises of one callback.
+
+    Attributes:
+        callback: The class.
+        arguments: An active configuration, each value different from the default.
+        kind: "observer" only looks; "changer" changes what training does; "structural" changes the model itself.
+        neutral: The arguments at which it is as good as absent, or None.
+        why_no_neutral: The reason, where there are none.
+        instances: How many make sense in one Trainer; a second one is refused where it is 1.
+        verify: Fits in a setting and asserts that the trick did its work there.
+        refuses: Setting -> words of the refusal.
+        untested: Setting -> the reason why nobody has tried.
+    """
+
+    callback: type[Callback]
+    arguments: Mapping[str, Any]
+    kind: Literal["observer", "changer", "structural"]
+    neutral: Mapping[str, Any] | None
+    why_no_neutral: str = ""
+    instances: Literal[1, "n"]
+    verify: Callable[[Lab, Setting], None]
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    untested: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (self.neutral is None) == bool(self.why_no_neutral), "a neutral setting, or the reason why there is none"
+
+    def make(self) -> Callback:
+        return self.callback(**self.arguments)
+
+    def make_neutral(self) -> Callback | None:
+        return None if self.neutral is None else self.callback(**self.neutral)
+
+    def support(self, setting: str) -> Literal["tested", "refuses", "untested"]:
+        return "refuses" if setting in self.refuses else "untested" if setting in self.untested else "tested"

@@ -1,0 +1,218 @@
+"""The contract: what every callback of the collection is held to, one function for each promise."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.contract.case import Case
+from tests.contract.lab import HostReads, Lab, Net, Setting, attributes, full, same
+
+_BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name is stored with an underscore
+_LARGEST_PICKLE = 16_384
+
+Check = Callable[..., None]
+
+
+def promised_if(condition: Callable[..., bool]) -> Callable[[Check], Check]:
+    """Limit a check to the cases (and settings) for which `condition` holds."""
+
+    def mark(check: Check) -> Check:
+        check.promised_if = condition
+        return check
+
+    return mark
+
+
+def is_promised(check: Check, *case_and_setting: Any) -> bool:
+    return getattr(check, "promised_if", lambda *_: True)(*case_and_setting)
+
+
+def signature(case: Case, lab: Lab) -> None:
+    """Every argument is named, annotated, and stored under its own name."""
+    parameters = inspect.signature(case.callback).parameters.values()
+    for parameter in parameters:
+        assert parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
+        assert parameter.annotation is not parameter.empty, f"{parameter.name} is not annotated"
+    given = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(case.arguments)
+    assert case.arguments.keys() <= {p.name for p in parameters}
+    before = pickle.dumps(dict(case.arguments))
+    assert_stores(case.make(), given)
+    assert pickle.dumps(dict(case.arguments)) == before, "an argument was changed"
+
+
+def assert_stores(callback: Any, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        stored = vars(callback).get(f"_{name}" if name in _BOUND_BY_LIGHTNING else name, "nothing")
+        assert stored == value, f"{name}={value!r} is stored as {stored!r}"
+
+
+def yaml_round_trip(case: Case, lab: Lab) -> None:
+    """LightningCLI builds it from YAML, and what it saves builds the same again."""
+    path = f"{case.callback.__module__}.{case.callback.__qualname__}"
+    trainer = {"callbacks": [{"class_path": path, "init_args": dict(case.arguments)}], "logger": False}
+    file = lab.folder / "config.yaml"
+    file.write_text(yaml.safe_dump({"trainer": trainer}))
+    for _ in range(2):
+        with patch.object(sys, "argv", ["train.py", "--config", str(file)]):
+            cli = LightningCLI(Net, run=False, save_config_callback=None, seed_everything_default=False)
+        (callback,) = (c for c in cli.trainer.callbacks if type(c) is case.callback)
+        assert_stores(callback, dict(case.arguments))
+        cli.parser.save(cli.config, file, overwrite=True)
+
+
+def works(case: Case, lab: Lab, setting: Setting) -> None:
+    """It does its work in a setting, or refuses in words before training starts."""
+    if setting.name in case.refuses:
+        with pytest.raises(MisconfigurationException, match=case.refuses[setting.name]):
+            lab.fit([case.make()], setting)
+        return
+    case.verify(lab, setting)
+
+
+@promised_if(lambda case, setting: case.neutral is not None and setting.name not in case.refuses)
+def neutral_is_absence(case: Case, lab: Lab, setting: Setting) -> None:
+    """At its neutral setting a run is bit-identical to one without it."""
+    assert_same_run(lab.fit([case.make_neutral()], setting), lab.fit([], setting))
+
+
+@promised_if(lambda case: case.kind == "observer")
+def observer_changes_nothing(case: Case, lab: Lab) -> None:
+    """A callback that only looks leaves weights, optimizer, random streams, modes and hooks as they are."""
+    net = {"dropout": 0.2}
+    assert_same_run(lab.fit([case.make()], net=net), lab.fit([], net=net))
+
+
+def assert_same_run(left: list[Any], right: list[Any]) -> None:
+    assert len(left) == len(right) > 0
+    for with_it, without in zip(left, right, strict=True):
+        for what in ("weights", "optimizers", "rng", "modes", "hooks"):
+            assert same(getattr(with_it, what), getattr(without, what)), f"{what} differ"
+
+
+@promised_if(lambda case, setting: setting.ranks > 1 and setting.name not in case.refuses)
+def ranks_agree(case: Case, lab: Lab, setting: Setting) -> None:
+    """All ranks end with the same weights."""
+    ranks = lab.fit([case.make()], setting)
+    assert len(ranks) == setting.ranks
+    assert all(same(rank.weights, ranks[0].weights) for rank in ranks)
+
+
+def resume(case: Case, lab: Lab) -> None:
+    """Stopped after an epoch and resumed, weights, optimizer and its own attributes are those of one long run."""
+    whole, first, second = case.make(), case.make(), case.make()
+    (long,) = lab.fit([whole])
+    checkpoint = lab.folder / "one_epoch.ckpt"
+    lab.fit([first], max_epochs=1, save_to=checkpoint)
+    (resumed,) = lab.fit([second], ckpt_path=checkpoint)
+    for what in ("weights", "optimizers"):
+        assert same(getattr(resumed, what), getattr(long, what)), f"{what} differ after a resume"
+    assert same(attributes(second), attributes(whole)), f"{attributes(second)} is not {attributes(whole)}"
+
+
+def safe_state(case: Case, lab: Lab) -> None:
+    """A checkpoint with its state loads with `weights_only=True` and holds that state."""
+    callback = case.make()
+    lab.fit([callback], save_to=lab.folder / "state.ckpt")
+    states = torch.load(lab.folder / "state.ckpt", weights_only=True)["callbacks"]
+    state = callback.state_dict()
+    assert same(states.get(callback.state_key, {}), state)
+
+
+def pickles_small(case: Case, lab: Lab) -> None:
+    """After a fit it pickles without the model, and the copy works."""
+    callback = case.make()
+    module = Net(hidden=256)
+    lab.fit([callback], module=module)
+    data = pickle.dumps(callback)
+    assert len(pickle.dumps(module.state_dict())) > 4 * _LARGEST_PICKLE
+    assert len(data) < _LARGEST_PICKLE, f"{len(data)} bytes"
+    copy = pickle.loads(data)
+    assert same(attributes(copy), attributes(callback))
+    assert_same_fit(lab, copy, case.make())
+
+
+def fits_twice(case: Case, lab: Lab) -> None:
+    """One instance fits a second model as a fresh one would, also after a fit that broke off."""
+    used = case.make()
+    lab.fit([used])
+    assert_same_fit(lab, used, case.make())
+
+    with pytest.raises(ZeroDivisionError):
+        lab.fit([used], module=_Breaking())
+    assert_same_fit(lab, used, case.make())
+
+
+class _Breaking(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+
+def assert_same_fit(lab: Lab, used: Any, fresh: Any) -> None:
+    (again,), (once,) = lab.fit([used]), lab.fit([fresh])
+    assert_same_run([again], [once])
+    assert same(used.state_dict(), fresh.state_dict()), f"{used.state_dict()} is not {fresh.state_dict()}"
+    assert again.metrics == once.metrics
+
+
+def several_instances(case: Case, lab: Lab) -> None:
+    """A second instance is refused in words, or has a state of its own."""
+    if case.instances == 1:
+        # a stateful one is refused by Lightning already, when the Trainer is made
+        with pytest.raises((MisconfigurationException, RuntimeError), match=case.callback.__name__):
+            lab.fit([case.make(), case.make()])
+        return
+    two = [case.make(), case.callback()]
+    assert two[0].state_key != two[1].state_key
+    lab.fit(two)
+
+
+def no_host_reads(case: Case, lab: Lab) -> None:
+    """It reads no value back to the host in any step, beyond what the bare Trainer reads."""
+    for net in ({}, {"optimization": "fused"}, {"optimization": "manual"}):
+        counts = []
+        for callbacks in ([], [case.make()]):
+            with HostReads() as reads:
+                lab.fit(callbacks, net=net, probe=False)
+            counts.append(reads.count)
+        assert counts[1] <= counts[0], f"{counts[1]} host reads with it, {counts[0]} without ({net})"
+
+
+@promised_if(lambda case: case.kind != "structural")
+def leaves_module_alone(case: Case, lab: Lab) -> None:
+    """After a fit the module has no attribute, parameter or buffer that it would not have had without it."""
+    module, bare = Net(), Net()
+    lab.fit([case.make()], module=module)
+    lab.fit([], module=bare)
+    assert vars(module).keys() == vars(bare).keys()
+    assert module.state_dict().keys() == bare.state_dict().keys()
+    assert {name: full(value).shape for name, value in module.named_parameters()} == {
+        name: full(value).shape for name, value in bare.named_parameters()
+    }
+
+
+CHECKS = (
+    signature,
+    yaml_round_trip,
+    observer_changes_nothing,
+    resume,
+    safe_state,
+    pickles_small,
+    fits_twice,
+    several_instances,
+    no_host_reads,
+    leaves_module_alone,
+)
+CHECKS_IN_SETTINGS = (works, neutral_is_absence, ranks_agree)

@@ -1,0 +1,322 @@
+"""The contract's laboratory: a small net on real digits, the settings people train in, and a fit that records facts."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCHES = 10
+_QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+@cache
+def digits(count: int = 4 * BATCHES) -> TensorDataset:
+    """The first digits of scikit-learn: rows of 64 pixels in [0, 1], with labels."""
+    data = load_digits()
+    return TensorDataset(torch.tensor(data.data[:count], dtype=torch.float32) / 16, torch.tensor(data.target[:count]))
+
+
+class Net(LightningModule):
+    """Two layers on 64 pixels, optimized in any of the ways that Lightning knows."""
+
+    def __init__(
+        self,
+        optimization: str = "adamw",
+        dropout: float = 0.0,
+        hidden: int = 16,
+        built_late: bool = False,
+        compiled: bool = False,
+    ):
+        super().__init__()
+        self.optimization = optimization
+        self.automatic_optimization = optimization != "manual"
+        self.shape = hidden, dropout
+        self.compiled = compiled
+        self.net = None
+        if not built_late:
+            self.build()
+
+    def build(self):
+        hidden, dropout = self.shape
+        self.net = nn.Sequential(
+            nn.Linear(64, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 10)
+        )
+        if self.compiled:
+            self.net = torch.compile(self.net, backend="aot_eager")
+
+    def configure_model(self):
+        if self.net is None:
+            self.build()
+        if self.device_mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        if self.optimization == "manual":
+            return torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.AdamW(parameters[2:], lr=0.01)
+        if self.optimization == "lbfgs":
+            return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+        return torch.optim.AdamW(parameters, lr=0.01, fused=self.optimization == "fused")
+
+
+def real_fp16() -> MixedPrecision:
+    """Real fp16 with a GradScaler on the CPU, where `precision="16-mixed"` silently becomes bf16."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way in which people train: a row of the support table."""
+
+    name: str
+    meaning: str
+    net: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    fp16: bool = False
+    ranks: int = 1
+    sharded: bool = False
+    accelerator: str = "cpu"
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("fp32", "`precision='32-true'`"),
+        Setting("bf16", "`precision='bf16-mixed'`", trainer={"precision": "bf16-mixed"}),
+        Setting("fp16", "fp16 with a GradScaler", fp16=True),
+        Setting("fp16 fused", "fp16 with a GradScaler and a fused optimizer", net={"optimization": "fused"}, fp16=True),
+        Setting(
+            "bf16 fused",
+            "`bf16-mixed` and a fused optimizer",
+            net={"optimization": "fused"},
+            trainer={"precision": "bf16-mixed"},
+        ),
+        Setting(
+            "accumulation",
+            "`accumulate_grad_batches=4` over 10 batches (a partial tail)",
+            trainer={"accumulate_grad_batches": 4},
+        ),
+        Setting("manual", "manual optimization with two optimizers", net={"optimization": "manual"}),
+        Setting("LBFGS", "an optimizer that calls its closure several times", net={"optimization": "lbfgs"}),
+        Setting("compile", "`torch.compile`d net", net={"compiled": True}),
+        Setting("DDP", "two ranks", trainer={"strategy": "ddp_fork", "devices": 2}, ranks=2),
+        Setting(
+            "FSDP2", "`ModelParallelStrategy`, two ranks", net={"built_late": True}, trainer={"devices": 2}, ranks=2,
+            sharded=True,
+        ),
+        Setting("CUDA", "fp16 on a GPU", trainer={"precision": "16-mixed"}, accelerator="cuda"),
+    )
+}  # fmt: skip
+FP32 = SETTINGS["fp32"]
+
+
+@dataclass
+class Step:
+    """What one call of `on_before_optimizer_step` saw."""
+
+    optimizer: int
+    before: float
+    after: float = float("nan")
+
+
+@dataclass
+class Facts:
+    """What one rank knows at the end of training."""
+
+    steps: list[Step]
+    weights: dict[str, Tensor]
+    optimizers: list[Any]
+    rng: tuple[Any, ...]
+    modes: dict[str, bool]
+    hooks: int
+    metrics: dict[str, float]
+    callbacks: list[dict[str, Any]]
+
+
+class _Before(Callback):
+    """First in the list: sees the gradients before the callback under test."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.world_size > 1:
+            random.seed(0)  # Lightning's fork launcher draws from it, now more, now less
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps.append(Step(trainer.optimizers.index(optimizer), gradient_norm(trainer, optimizer)))
+
+
+class _After(Callback):
+    """Last in the list: sees the gradients after the callback under test, and writes down the facts."""
+
+    def __init__(self, before: _Before, tested: Sequence[Callback], folder: Path) -> None:
+        self.before, self.tested, self.folder = before, tested, folder
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.before.steps[-1].after = gradient_norm(trainer, optimizer)
+
+    def on_train_end(self, trainer, pl_module):
+        facts = Facts(
+            steps=self.before.steps,
+            weights={name: full(value) for name, value in pl_module.state_dict().items()},
+            optimizers=[] if trainer.world_size > 1 else [o.state_dict() for o in trainer.optimizers],
+            rng=(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+            modes={name: module.training for name, module in pl_module.named_modules()},
+            hooks=sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in pl_module.modules()),
+            metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
+            callbacks=[attributes(callback) for callback in self.tested],
+        )
+        torch.save(facts, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
+    """The slow twin: the gradient's L2 norm in float64, unscaled whoever is to unscale it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    squares = [full(p.grad).double().square().sum() for p in parameters if p.grad is not None]
+    norm = torch.stack(squares).sum().sqrt().item()
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        norm /= scaler.get_scale()
+    return norm
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor as one rank alone would hold it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
+
+
+def attributes(callback: Callback) -> dict[str, Any]:
+    """A callback's own attributes, without what Lightning binds to it."""
+    return {name: value for name, value in vars(callback).items() if name not in ("log", "log_dict")}
+
+
+@dataclass
+class Lab:
+    """Fits nets with callbacks in a folder of its own."""
+
+    folder: Path
+    _fits: int = 0
+
+    def fit(
+        self,
+        callbacks: Sequence[Callback],
+        setting: Setting = FP32,
+        *,
+        net: Mapping[str, Any] = MappingProxyType({}),
+        start: int = 0,
+        probe: bool = True,
+        ckpt_path: Path | None = None,
+        save_to: Path | None = None,
+        module: LightningModule | None = None,
+        **trainer: Any,
+    ) -> list[Facts]:
+        """Train two epochs and return the facts of each rank.
+
+        `start` is where the global random streams stand when the net is built, `probe=False` leaves out the
+        recording (and returns nothing), `save_to` writes a checkpoint at the end.
+        """
+        self._fits += 1
+        folder = self.folder / f"fit{self._fits}"
+        folder.mkdir(parents=True)
+
+        def run(rank: int = 0) -> None:
+            random.seed(start)
+            np.random.seed(start)
+            torch.manual_seed(start)
+            before = _Before()
+            probes = [before, _After(before, callbacks, folder)] if probe else []
+            arguments = {"max_epochs": 2, "accelerator": setting.accelerator, **_QUIET, **setting.trainer, **trainer}
+            if setting.fp16:
+                arguments["plugins"] = [real_fp16()]
+            if setting.sharded:
+                arguments["strategy"] = ModelParallelStrategy(setting.ranks, tensor_parallel_size=1)
+            fitter = Trainer(callbacks=[*probes[:1], *callbacks, *probes[1:]], **arguments)
+            target = module or Net(**{**setting.net, **net})
+            fitter.fit(target, DataLoader(digits(), batch_size=4), ckpt_path=ckpt_path)
+            if save_to is not None:
+                fitter.save_checkpoint(save_to)
+
+        if setting.sharded:
+            fork(run, setting.ranks)
+        else:
+            run()
+        files = sorted(folder.glob("rank*.pt"))
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+def fork(function: Callable[[int], None], ranks: int) -> None:
+    """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(_rank, args=(function, port), nprocs=ranks, start_method="fork")
+
+
+def _rank(rank: int, function: Callable[[int], None], port: int) -> None:
+    import os
+
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    function(rank)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a value from a tensor: `.item()`, `bool(tensor)`, `tensor.tolist()` of one element, ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit-for-bit equality of nested plain values and tensors."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, Mapping):
+        return isinstance(right, Mapping) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    return type(left) is type(right) and bool(left == right)

@@ -1,0 +1,362 @@
+"""Callbacks that break one promise each, and two that break none: they test the contract itself.
+
+Each mutant is what somebody would have written: the check that must catch it stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import PicklingError, UnpicklingError
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_tricks import GradientClipping, SeedEverything
+from lightning_tricks._callback import TrickCallback
+from tests.contract import checks
+from tests.contract.case import Case
+from tests.contract.checks import Check
+from tests.contract.lab import SETTINGS, Lab, Setting
+from tests.gradient_clipping import contract as clipping
+from tests.seeding import contract as seeding
+
+
+class Healthy(TrickCallback):
+    """Counts optimizer steps and the sum of the losses, and keeps every promise of an observer."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.steps = 0
+        self.total = torch.zeros(())
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self.steps, self.total = 0, torch.zeros(())
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.total = self.total + self.scale * outputs["loss"].detach()
+
+    def state_dict(self):
+        return {"steps": self.steps, "total": self.total.cpu()}
+
+    def load_state_dict(self, state_dict):
+        self.steps, self.total = state_dict["steps"], state_dict["total"]
+
+
+class HealthyOfMany(Healthy):
+    """The same, with a state of its own for each instance."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.steps, self.total = 0, torch.zeros(())
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(scale=self.scale)
+
+
+class ReadsTheHost(Healthy):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.total += self.scale * outputs["loss"].item()
+
+
+class AsksTheHost(Healthy):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if all(p.grad.isfinite().all() for p in pl_module.parameters()):
+            self.steps += 1
+
+
+class DrawsRandomNumbers(Healthy):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        torch.rand(())
+
+
+class LeavesEvalMode(Healthy):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.net[3].eval()
+
+
+class LeavesAHook(Healthy):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net.register_forward_hook(_look)
+
+
+def _look(module: Any, inputs: Any, output: Any) -> None:
+    """Look, and forget."""
+
+
+class LeavesABuffer(Healthy):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.register_buffer("total_ops", torch.zeros(1))
+
+
+class ForgetsItsState(Healthy):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+class KeepsPartOfItsState(Healthy):
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
+
+
+class SavesAPath(Healthy):
+    def state_dict(self):
+        return {**super().state_dict(), "folder": Path("here")}
+
+
+class KeepsTheModule(Healthy):
+    def on_train_end(self, trainer, pl_module):
+        self.module = pl_module
+
+
+class PicklesWhatLightningBinds(Healthy):
+    def __getstate__(self):
+        return vars(self)
+
+
+class HoldsALambda(Healthy):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+        self.transform = lambda value: value * scale
+
+
+class CountsOn(Healthy):
+    def setup(self, trainer, pl_module, stage):
+        TrickCallback.setup(self, trainer, pl_module, stage)
+
+
+class RemembersAnException(Healthy):
+    broken = False
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.broken = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if not self.broken:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class TakesAnything(Healthy):
+    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(scale)
+
+
+class HasNoAnnotation(Healthy):
+    def __init__(self, scale=1.0) -> None:
+        super().__init__(scale)
+
+
+class RenamesItsArgument(Healthy):
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__(factor)
+
+
+class ChangesItsArgument(Healthy):
+    def __init__(self, scale: float = 1.0, names: list[str] | None = None) -> None:
+        super().__init__(scale)
+        self.names = names
+        if names is not None:
+            names.append("loss")
+
+
+class AnnotatesTheWrongType(Healthy):
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__(scale)
+
+
+class TakesASecondOne(Healthy):
+    def setup(self, trainer, pl_module, stage):
+        self.steps, self.total = 0, torch.zeros(())
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__name__}{id(self)}"
+
+
+class SharesItsState(HealthyOfMany):
+    @property
+    def state_key(self) -> str:
+        return "SharesItsState"
+
+
+class ClipsScaledGradients(GradientClipping):
+    """The copied snippet: right everywhere but under fp16 with a fused optimizer."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        clip_grad_norm_(pl_module.parameters(), self.max_norm)
+
+
+class ClipsEveryBatch(GradientClipping):
+    """Clips what is not yet accumulated, still scaled."""
+
+    def on_after_backward(self, trainer, pl_module):
+        super().on_after_backward(trainer, pl_module)
+        clip_grad_norm_(pl_module.parameters(), self.max_norm)
+
+
+class ForgetsTheTail(GradientClipping):
+    """Counts batches instead of optimizer steps."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+
+class ClipsTheFirstOptimizer(GradientClipping):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        super().on_before_optimizer_step(trainer, pl_module, trainer.optimizers[0])
+
+
+class ClipsLocalShards(GradientClipping):
+    """Takes a rank's own shard for the gradient."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        shards = [getattr(p.grad, "_local_tensor", p.grad) for p in pl_module.parameters()]
+        norm = torch.stack([shard.norm() for shard in shards]).norm()
+        for shard in shards:
+            shard.mul_((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+class LogsAfterClipping(GradientClipping):
+    """Logs the clipped norm as the norm before clipping."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        clip_grad_norm_(pl_module.parameters(), self.max_norm)
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+
+class AlmostNeutral(GradientClipping):
+    """Multiplies by one minus a rounding error."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 - 1e-7)
+
+
+class ClipsByRank(GradientClipping):
+    """Lets the ranks drift apart."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 / (1 + trainer.global_rank))
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+
+class SeedsTooLate(SeedEverything):
+    """Seeds after the model is built."""
+
+    def setup(self, trainer, pl_module, stage):
+        pass
+
+    def on_fit_start(self, trainer, pl_module):
+        self.apply()
+
+
+class ForgetsPython(SeedEverything):
+    def apply(self):
+        import random
+
+        state = random.getstate()
+        super().apply()
+        random.setstate(state)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A broken case and the check that must catch it, in a setting where that matters."""
+
+    case: Case
+    caught_by: Check
+    setting: Setting | None = None
+    error: type[BaseException] | tuple[type[BaseException], ...] = AssertionError
+
+
+def _fits(lab: Lab, setting: Setting) -> None:
+    assert lab.fit([Healthy()], setting)
+
+
+_HEALTHY = Case(
+    callback=Healthy,
+    arguments={"scale": 2.0},
+    kind="observer",
+    neutral=None,
+    why_no_neutral="it only looks",
+    instances=1,
+    verify=_fits,
+)
+CONTROLS = (_HEALTHY, replace(_HEALTHY, callback=HealthyOfMany, instances="n"))
+
+
+def _observer(
+    callback: type[Callback],
+    caught_by: Check,
+    error: type[BaseException] | tuple[type[BaseException], ...] = AssertionError,
+    **changes: Any,
+) -> Mutant:
+    return Mutant(replace(_HEALTHY, callback=callback, **changes), caught_by, error=error)
+
+
+def _clipping(callback: type[Callback], caught_by: Check, setting: str = "fp32") -> Mutant:
+    case = Case(
+        callback=callback,
+        arguments={"max_norm": 0.5},
+        kind="changer",
+        neutral={"max_norm": math.inf},
+        instances=1,
+        verify=lambda lab, at: clipping.verify(lab, at, callback),
+    )
+    return Mutant(case, caught_by, SETTINGS[setting])
+
+
+def _seeding(callback: type[Callback]) -> Mutant:
+    case = replace(
+        seeding.CASES[0], callback=callback, verify=lambda lab, setting: seeding.verify(lab, setting, callback)
+    )
+    return Mutant(case, checks.works, SETTINGS["fp32"])
+
+
+MUTANTS = (
+    _observer(ReadsTheHost, checks.no_host_reads),
+    _observer(AsksTheHost, checks.no_host_reads),
+    _observer(DrawsRandomNumbers, checks.observer_changes_nothing),
+    _observer(LeavesEvalMode, checks.observer_changes_nothing),
+    _observer(LeavesAHook, checks.observer_changes_nothing),
+    _observer(LeavesABuffer, checks.leaves_module_alone),
+    _observer(ForgetsItsState, checks.resume),
+    _observer(KeepsPartOfItsState, checks.resume),
+    _observer(SavesAPath, checks.safe_state, UnpicklingError),
+    _observer(KeepsTheModule, checks.pickles_small),
+    _observer(PicklesWhatLightningBinds, checks.pickles_small),
+    _observer(HoldsALambda, checks.pickles_small, (AttributeError, PicklingError)),
+    _observer(CountsOn, checks.fits_twice),
+    _observer(RemembersAnException, checks.fits_twice),
+    _observer(TakesAnything, checks.signature),
+    _observer(HasNoAnnotation, checks.signature),
+    _observer(RenamesItsArgument, checks.signature, arguments={"factor": 2.0}),
+    _observer(ChangesItsArgument, checks.signature, arguments={"names": []}),
+    _observer(AnnotatesTheWrongType, checks.yaml_round_trip, SystemExit, arguments={"scale": 2.5}),
+    _observer(TakesASecondOne, checks.several_instances, pytest.fail.Exception),
+    _observer(SharesItsState, checks.several_instances, instances="n"),
+    _clipping(ClipsScaledGradients, checks.works, "fp16 fused"),
+    _clipping(ClipsEveryBatch, checks.works, "accumulation"),
+    _clipping(ForgetsTheTail, checks.works, "accumulation"),
+    _clipping(ClipsTheFirstOptimizer, checks.works, "manual"),
+    _clipping(ClipsLocalShards, checks.works, "FSDP2"),
+    _clipping(LogsAfterClipping, checks.works),
+    _clipping(AlmostNeutral, checks.neutral_is_absence),
+    _clipping(ClipsByRank, checks.ranks_agree, "DDP"),
+    _seeding(SeedsTooLate),
+    _seeding(ForgetsPython),
+)

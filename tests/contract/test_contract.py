@@ -1,0 +1,47 @@
+"""Every public callback keeps the contract."""
+
+import inspect
+
+import pytest
+from lightning.pytorch import Callback
+
+import lightning_tricks
+from tests.contract.cases import CASES
+from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised
+from tests.contract.lab import SETTINGS
+
+_PROMISES = [
+    pytest.param(case, check, id=f"{name}-{check.__name__}")
+    for name, case in CASES.items()
+    for check in CHECKS
+    if is_promised(check, case)
+]
+_PROMISES_IN_SETTINGS = [
+    pytest.param(
+        case,
+        check,
+        setting,
+        id=f"{name}-{check.__name__}-{setting.name}",
+        marks=[pytest.mark.gpu] if setting.accelerator == "cuda" else [],
+    )
+    for name, case in CASES.items()
+    for check in CHECKS_IN_SETTINGS
+    for setting in SETTINGS.values()
+    if is_promised(check, case, setting)
+]
+
+
+def test_cases_are_the_public_callbacks():
+    public = (getattr(lightning_tricks, name) for name in lightning_tricks.__all__)
+    callbacks = {value.__name__ for value in public if inspect.isclass(value) and issubclass(value, Callback)}
+    assert callbacks == CASES.keys()
+
+
+@pytest.mark.parametrize(("case", "check"), _PROMISES)
+def test_promise(case, check, lab):
+    check(case, lab)  # asserts
+
+
+@pytest.mark.parametrize(("case", "check", "setting"), _PROMISES_IN_SETTINGS)
+def test_promise_in_setting(case, check, setting, lab):
+    check(case, lab, setting)  # asserts

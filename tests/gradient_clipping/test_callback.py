@@ -1,0 +1,218 @@
+"""GradientClipping where the copied snippets go wrong; what every callback promises is in tests/contract."""
+
+import csv
+import math
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_tricks import GradientClipping
+from tests.contract.checks import assert_same_run
+from tests.contract.lab import SETTINGS, HostReads, Net, digits, same
+
+
+@pytest.mark.parametrize("algorithm", ["automatic", "accumulating"])
+def test_equals_the_trainers_own_clipping(lab, algorithm):
+    trainer = {"accumulate_grad_batches": 3} if algorithm == "accumulating" else {}
+    ours = lab.fit([GradientClipping(0.5)], **trainer)
+    theirs = lab.fit([], gradient_clip_val=0.5, **trainer)
+    assert_same_run(ours, theirs)
+
+
+@pytest.mark.trap("gradient_clipping: fp16 with a fused optimizer sees scaled gradients")
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_fp16_fused_clips_like_fp16(lab, accumulate):
+    arguments = {"accumulate_grad_batches": accumulate}
+    (fused,) = lab.fit([GradientClipping(0.5)], SETTINGS["fp16 fused"], **arguments)
+    (plain,) = lab.fit([GradientClipping(0.5)], SETTINGS["fp16"], **arguments)
+    assert len(fused.steps) == len(plain.steps)
+    for one, other in zip(fused.steps, plain.steps, strict=True):
+        assert one.before == pytest.approx(other.before, rel=2e-2)
+        assert one.after == pytest.approx(other.after, rel=2e-2)
+
+
+class _SkipsBatches(Net):
+    """Returns None for some batches, as people do when a batch has nothing to learn from."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in (1, 4) else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("setting", ["fp32", "fp16", "fp16 fused"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_loss(lab, setting, accumulate):
+    chosen = SETTINGS[setting]
+    arguments = {"accumulate_grad_batches": accumulate, "probe": False}
+    clipping, neutral = GradientClipping(0.5), GradientClipping(math.inf)
+    lab.fit([clipping], chosen, module=_SkipsBatches(**chosen.net), **arguments)
+    torch.manual_seed(0)
+    with_neutral, bare = (_SkipsBatches(**chosen.net) for _ in range(2))
+    bare.load_state_dict(with_neutral.state_dict())
+    lab.fit([neutral], chosen, module=with_neutral, **arguments)
+    lab.fit([], chosen, module=bare, **arguments)
+    assert same(with_neutral.state_dict(), bare.state_dict())
+    # under a scaler Lightning leaves out the step whose last batch has no loss
+    left_out = {("fp16", 1): 4, ("fp16", 2): 2, ("fp16 fused", 1): 4, ("fp16 fused", 2): 2}
+    assert clipping.state_dict()["steps"] == {0: 20 // accumulate - left_out.get((setting, accumulate), 0)}
+
+
+@pytest.mark.trap("gradient_clipping: Lightning's own clip comes after: both set, both applied, so warn")
+def test_warns_when_the_trainer_clips_too(lab):
+    with pytest.warns(UserWarning, match=r"max_norm=0.5.*gradient_clip_val=0.1.*clipped twice"):
+        (both,) = lab.fit([GradientClipping(0.5)], gradient_clip_val=0.1)
+    assert both.steps[0].after == pytest.approx(0.5, rel=1e-4)
+
+
+class _StepsRawOptimizers(Net):
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        for optimizer in self.optimizers(use_pl_optimizer=False):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers(use_pl_optimizer=False):
+            optimizer.step()
+
+
+@pytest.mark.trap("gradient_clipping: no hook under use_pl_optimizer=False")
+def test_says_when_it_saw_no_step(lab):
+    with pytest.warns(UserWarning, match=r"saw 0 optimizer steps in 20 batches.*use_pl_optimizer=True"):
+        lab.fit([GradientClipping(0.5)], module=_StepsRawOptimizers("manual"), probe=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [(FSDPStrategy, "use ModelParallelStrategy"), (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own")],
+)
+def test_refuses_strategies_that_hide_gradients(strategy, remedy):
+    # neither strategy can be made on a machine without a GPU: the Trainer is a stand-in, the strategy's type is real
+    trainer = types.SimpleNamespace(strategy=object.__new__(strategy), callbacks=[], gradient_clip_val=None)
+    with pytest.raises(MisconfigurationException, match=f"under {strategy.__name__}: .*{remedy}"):
+        GradientClipping().setup(trainer, Net(), "fit")
+
+
+def test_refuses_a_second_one_from_the_module(lab):
+    class Twice(Net):
+        def configure_callbacks(self):
+            return [GradientClipping(1.0), GradientClipping(2.0)]
+
+    with pytest.raises(MisconfigurationException, match="2 GradientClipping callbacks and needs one"):
+        lab.fit([], module=Twice(), probe=False)
+
+
+def _loader():
+    return DataLoader(digits(), batch_size=4)
+
+
+class _Logging:
+    """A Trainer with a CSVLogger, and what it wrote."""
+
+    def __init__(self, callbacks, net=None, **trainer):
+        self.logger = CSVLogger(Path.cwd(), name="logs")
+        self.trainer = Trainer(
+            max_epochs=2, accelerator="cpu", logger=self.logger, log_every_n_steps=5, callbacks=callbacks,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **trainer,
+        )  # fmt: skip
+        self.net = net or Net()
+
+    def fit(self):
+        self.trainer.fit(self.net, _loader())
+        with (Path(self.logger.log_dir) / "metrics.csv").open(newline="") as file:
+            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def test_logs_layers_at_the_loggers_interval():
+    rows = _Logging([GradientClipping(0.5, log_layers=True)], Net(compiled=True)).fit()
+    assert [row["step"] for row in rows] == [4, 9, 14, 19]
+    names = [f"net.{layer}.{kind}" for layer in (0, 1, 4) for kind in ("weight", "bias")]
+    for row in rows:
+        norms = [row[f"grad_norm/{name}"] for name in names]
+        assert math.hypot(*norms) == pytest.approx(row["grad_norm/pre_clip"], rel=1e-5)
+        assert row["grad_norm/post_clip"] == pytest.approx(min(0.5, row["grad_norm/pre_clip"]), rel=1e-4)
+
+
+def test_logs_nothing_when_off():
+    logging = _Logging([GradientClipping(0.5, log=False)])
+    logging.trainer.fit(logging.net, _loader())
+    assert not logging.trainer.callback_metrics
+
+
+@pytest.mark.trap("gradient_clipping: prog_bar=True costs a host read each step")
+def test_reads_the_host_only_when_the_logger_does():
+    counts = []
+    for callbacks in ([], [GradientClipping(0.5)]):
+        logging = _Logging(callbacks)
+        with HostReads() as reads:
+            logging.trainer.fit(logging.net, _loader())
+        counts.append(reads.count)
+    assert counts[1] - counts[0] == 3 * 4, "three values at each of the logger's four steps"
+
+
+class _PoisonsItsLoss(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if batch_idx == 3 and self.global_rank == 1 else loss
+
+
+@pytest.mark.trap("gradient_clipping: a NaN on rank 1 reaches all ranks through the all-reduce")
+def test_ranks_see_the_same_nan(lab):
+    ranks = lab.fit([GradientClipping(0.5)], SETTINGS["DDP"], module=_PoisonsItsLoss())
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert [math.isnan(step.before) for step in rank.steps[:4]] == [False, False, False, True]
+
+
+def test_counts_no_overflow_as_clipped(lab):
+    """A scaler's first steps overflow by design: they are in the norm, not in the clipped steps."""
+
+    class Overflows(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step < 2:
+                pl_module.net[0].bias.grad[0] = math.inf
+
+    callback = GradientClipping(1e-6)
+    lab.fit([Overflows(), callback])
+    assert callback.state_dict()["steps"] == {0: 20}
+    assert callback.state_dict()["clipped"][0] < 20
+
+
+@pytest.mark.parametrize("arguments", [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0.0}, {"max_norm": math.nan}])
+def test_refuses_bad_values_when_it_is_made(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"{name} must be > 0 .*{value}"):
+        GradientClipping(**arguments)
+
+
+class _Adversarial(LightningModule):
+    """Two optimizers of which one steps every other batch, as in a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)
+
+    def training_step(self, batch, batch_idx):
+        slow, fast = self.optimizers()
+        for optimizer in (fast, slow) if batch_idx % 2 else (fast,):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.critic(self.generator(batch[0])).square().mean() * 100)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=1e-4) for part in (self.generator, self.critic)]
+
+
+@pytest.mark.trap("gradient_clipping: Lightning refuses to clip under manual optimization")
+def test_optimizers_that_step_at_their_own_pace(lab):
+    callback = GradientClipping(0.5)
+    lab.fit([callback], module=_Adversarial(), probe=False)
+    assert callback.state_dict()["steps"] == {0: 10, 1: 20}
