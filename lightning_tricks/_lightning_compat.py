@@ -16,6 +16,16 @@ def logs_at_this_step(trainer: Trainer) -> bool:
         raise _unknown_lightning("logging at the logger's interval", error) from error
 
 
+def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
+    """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
+    try:
+        owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+        logged = [owner.hparams_initial for owner in owners if owner is not None and owner._log_hyperparams]
+    except AttributeError as error:
+        raise _unknown_lightning("SeedEverything's record in the loggers", error) from error
+    return {name: value for hparams in logged for name, value in hparams.items() if name != "_class_path"}
+
+
 def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> None:
     """Replace a saved hyper-parameter, both in `hparams` and in the frozen copy that the loggers get."""
     try:

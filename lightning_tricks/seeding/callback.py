@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat import hyperparameters_for_loggers
 from lightning_tricks.seeding.functional import (
     check_determinism,
     check_seed,
@@ -94,14 +95,18 @@ class SeedEverything(TrickCallback):
             rank_zero_warn(f"The checkpoint's run was seeded with {saved_seed}, this one goes on with {self.seed}.")
         self._continue_at(checkpoint["global_step"])
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the streams of each rank, and record the seed in the loggers' hyper-parameters."""
-        if self.per_rank:
-            seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.global_rank))
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the seed and the switches in the loggers' hyper-parameters."""
         if getattr(trainer, "enable_autolog_hparams", True):
             record = {f"seeding/{name}": value for name, value in self.state_dict().items()}
             for logger in trainer.loggers:
-                logger.log_hyperparams(record)
+                # with the module's own, which follow in a moment: TensorBoard shows the first record alone
+                logger.log_hyperparams({**hyperparameters_for_loggers(trainer), **record})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the streams of each rank."""
+        if self.per_rank:
+            seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.global_rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the switches as they are now, for the checkpoint."""

@@ -1,0 +1,235 @@
+"""SeedEverything where the copied snippets go wrong; what every callback promises is in tests/contract."""
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_tricks import SeedEverything, seed_everything
+from tests.contract.lab import SETTINGS, Net, digits, same
+
+_QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+class _Indexed(Dataset):
+    """Digits that say which they are, with noise of all three libraries, as augmentation has it."""
+
+    def __init__(self, count=40):
+        self.digits, self.count = digits(), count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        noise = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+        return (*self.digits[index], index, noise)
+
+
+class _Witness(Callback):
+    """Writes down each rank's samples, noise and dropout."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.samples, self.noise, self.dropout = [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.samples.append(batch[2].tolist())
+        self.noise.append(batch[3])
+        torch_state = torch.get_rng_state()
+        self.dropout.append(torch.rand(4))
+        torch.set_rng_state(torch_state)
+
+    def on_train_end(self, trainer, pl_module):
+        weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        record = {"samples": self.samples, "noise": self.noise, "dropout": self.dropout, "weights": weights}
+        torch.save(record, self.folder / f"witness{trainer.global_rank}.pt")
+
+
+def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=None, **trainer):
+    torch.manual_seed(random.SystemRandom().getrandbits(30))  # wherever the streams stood before
+    witness = _Witness(".")
+    arguments = {"logger": False, "enable_checkpointing": False, **_QUIET, **trainer}
+    fitter = Trainer(max_epochs=epochs, callbacks=[callback, witness], **arguments)
+    loader = DataLoader(_Indexed(), batch_size=4, shuffle=True, num_workers=workers)
+    fitter.fit(net or Net(built_late=True, dropout=0.2), loader, ckpt_path=ckpt_path)
+    if save_to:
+        fitter.save_checkpoint(save_to)
+    return [torch.load(file) for file in sorted(Path().glob("witness*.pt"))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_augmentation_and_dropout_repeat(workers):
+    assert same(_fit(SeedEverything(3), workers=workers), _fit(SeedEverything(3), workers=workers))
+    assert not same(_fit(SeedEverything(3), workers=workers), _fit(SeedEverything(4), workers=workers))
+
+
+def test_workers_have_streams_of_their_own():
+    (witness,) = _fit(SeedEverything(3), workers=2)
+    noise = torch.cat(witness["noise"])
+    for library in range(3):
+        assert len(noise[:, library].unique()) == 80, "every sample of both epochs has noise of its own"
+
+
+@pytest.mark.trap("resume: seeding seed + rank in setup makes ranks draw overlapping samples")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_per_rank_streams_keep_weights_and_sharding(workers):
+    ranks = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
+    assert len(ranks) == 2
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    for epoch in (slice(0, 5), slice(5, 10)):
+        read = [index for rank in ranks for batch in rank["samples"][epoch] for index in batch]
+        assert sorted(read) == list(range(40)), "each sample exactly once an epoch"
+    for one, other in zip(ranks[0]["dropout"], ranks[1]["dropout"], strict=True):
+        assert not torch.equal(one, other)
+    noise = torch.cat([batch for rank in ranks for batch in rank["noise"]])
+    assert len(noise.unique()) == noise.numel()
+    again = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
+    assert same(again, ranks)
+
+
+def test_common_streams_by_default():
+    ranks = _fit(SeedEverything(3), **SETTINGS["DDP"].trainer)
+    assert same(ranks[0]["dropout"], ranks[1]["dropout"])
+
+
+class _SeedsSeedPlusRank(Callback):
+    """The copied snippet."""
+
+    def setup(self, trainer, pl_module, stage):
+        seed_everything(3 + trainer.global_rank, verbose=False)
+
+
+@pytest.mark.trap("resume: the copied snippet reads samples twice (why per_rank starts its streams later)")
+def test_the_copied_snippet_reads_samples_twice():
+    ranks = _fit(_SeedsSeedPlusRank(), **SETTINGS["DDP"].trainer)
+    read = [index for rank in ranks for batch in rank["samples"][:5] for index in batch]
+    assert len(set(read)) < 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
+    def callback():
+        return SeedEverything(3, per_rank=per_rank)
+
+    (begun,) = _fit(callback(), workers=workers, epochs=1, save_to="one.ckpt")
+    (resumed,) = _fit(callback(), workers=workers, ckpt_path="one.ckpt")
+    (again,) = _fit(callback(), workers=workers, ckpt_path="one.ckpt")
+    assert same(resumed, again)
+    assert resumed["samples"] != begun["samples"]
+    assert not set(torch.cat(resumed["noise"]).flatten().tolist()) & set(torch.cat(begun["noise"]).flatten().tolist())
+    assert not same(resumed["dropout"], begun["dropout"])
+
+
+def test_one_trainer_that_fits_again_goes_on_with_new_numbers():
+    witness = _Witness(".")
+    trainer = Trainer(
+        max_epochs=1, callbacks=[SeedEverything(3), witness], logger=False, enable_checkpointing=False, **_QUIET
+    )
+    net, loader = Net(), DataLoader(_Indexed(), batch_size=4, shuffle=True)
+    trainer.fit(net, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net, loader)
+    assert len(witness.samples) == 20
+    assert witness.samples[:10] != witness.samples[10:]
+
+
+def test_says_when_the_checkpoint_had_another_seed():
+    _fit(SeedEverything(3), epochs=1, save_to="one.ckpt")
+    with pytest.warns(UserWarning, match="run was seeded with 3, this one goes on with 4"):
+        _fit(SeedEverything(4), ckpt_path="one.ckpt")
+
+
+def test_testing_a_checkpoint_uses_the_plain_seed(monkeypatch):
+    class Tests(Net):
+        def test_step(self, batch, batch_idx):
+            drawn.append(torch.rand(()).item())
+
+    drawn = []
+    _fit(SeedEverything(3), epochs=1, save_to="one.ckpt", net=Tests())
+    for ckpt_path in (None, "one.ckpt"):
+        trainer = Trainer(callbacks=[SeedEverything(3)], logger=False, **_QUIET)
+        trainer.test(Tests(), DataLoader(_Indexed(), batch_size=40), ckpt_path=ckpt_path, verbose=False)
+    assert drawn[0] == drawn[1]
+
+
+class _SavesHyperparameters(Net):
+    def __init__(self, hidden=16):
+        super().__init__(hidden=hidden)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("make_logger", [CSVLogger, TensorBoardLogger])
+def test_seed_and_switches_are_on_record(make_logger):
+    logger = make_logger(".", name="logs")
+    callback = SeedEverything(3, deterministic="warn", per_rank=True)
+    net = _SavesHyperparameters()
+    _fit(callback, logger=logger, enable_checkpointing=True, log_every_n_steps=5, net=net)
+    record = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert record["seeding/seed"] == 3
+    assert record["seeding/per_rank"] is True
+    assert record["seeding/deterministic_algorithms"] is True
+    assert record["hidden"] == 16, "the module's own hyper-parameters are still there"
+    if make_logger is TensorBoardLogger:
+        events = EventAccumulator(logger.log_dir).Reload()
+        shown = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+        assert b"seeding/seed" in shown
+        assert b"hidden" in shown
+    (checkpoint,) = Path(logger.log_dir).glob("checkpoints/*.ckpt")
+    state = torch.load(checkpoint, weights_only=True)["callbacks"]["SeedEverything"]
+    assert state["seed"] == 3
+    assert state["deterministic_warn_only"] is True
+
+
+@pytest.fixture
+def notes(caplog):
+    logging.getLogger("lightning.pytorch").propagate = True
+    caplog.set_level("INFO")
+    return lambda: [r.getMessage() for r in caplog.records if "not covered by this seed" in r.getMessage()]
+
+
+def test_one_note_when_weights_exist_already(notes):
+    callback = SeedEverything(11)
+    _fit(callback, net=Net())
+    _fit(callback, net=Net())
+    (note,) = notes()
+    assert "SeedEverything(11): 6 parameter tensors existed before `setup`" in note
+    assert "seed_everything(11) before building the model" in note
+
+
+def test_no_note_when_the_weights_are_covered(notes):
+    _fit(SeedEverything(12))  # built in configure_model
+    seed_everything(13, verbose=False)
+    Trainer(max_epochs=1, callbacks=[SeedEverything(13)], logger=False, enable_checkpointing=False, **_QUIET).fit(
+        Net(), DataLoader(digits(), batch_size=40)
+    )
+    assert not notes()
+
+
+def test_existing_weights_are_left_alone():
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer = Trainer(max_epochs=0, callbacks=[SeedEverything(1)], logger=False, enable_checkpointing=False, **_QUIET)
+    trainer.fit(net, DataLoader(digits(), batch_size=40))
+    assert same(dict(net.state_dict()), before)
+
+
+@pytest.mark.parametrize("arguments", [{"seed": -1}, {"seed": 2**32}, {"deterministic": "maybe"}])
+def test_refuses_bad_values_when_it_is_made(arguments):
+    ((_, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"got {value!r}"):
+        SeedEverything(**arguments)
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "1", None])
+def test_refuses_what_is_no_seed(seed):
+    with pytest.raises(TypeError, match=r"integer in \[0, 2\*\*32 - 1\]"):
+        SeedEverything(seed)
