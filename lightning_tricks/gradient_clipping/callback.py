@@ -53,8 +53,8 @@ class GradientClipping(TrickCallback):
     def __init__(
         self, max_norm: float = 1.0, norm_type: float = 2.0, *, log: bool = True, log_layers: bool = False
     ) -> None:
-        self.max_norm = check_positive("max_norm", max_norm, 'float("inf") clips nothing')
-        self.norm_type = check_positive("norm_type", norm_type, 'float("inf") is the maximum norm')
+        self.max_norm = check_positive("max_norm", max_norm, 'float("inf"), in YAML .inf, clips nothing')
+        self.norm_type = check_positive("norm_type", norm_type, 'float("inf"), in YAML .inf, is the maximum norm')
         self._log = log  # not `self.log`: Lightning binds the module's `log` method to that name
         self.log_layers = log_layers
         self._steps: dict[int, int] = {}

@@ -75,7 +75,7 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
         TypeError: If `norm_type` is no number.
         ValueError: If it is not positive.
     """
-    norm_type = check_positive("norm_type", norm_type, 'float("inf") is the maximum norm')
+    norm_type = check_positive("norm_type", norm_type, 'float("inf"), in YAML .inf, is the maximum norm')
     gradients = _gradients(parameters)
     if not gradients:
         return GradientNorms(torch.tensor(0.0), torch.zeros(0))
@@ -104,7 +104,7 @@ def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float
         TypeError: If `max_norm` is no number.
         ValueError: If it is not positive.
     """
-    max_norm = check_positive("max_norm", max_norm, 'float("inf") clips nothing')
+    max_norm = check_positive("max_norm", max_norm, 'float("inf"), in YAML .inf, clips nothing')
     if max_norm == math.inf:
         return
     coefficient = clip_coefficient(max_norm, total_norm)

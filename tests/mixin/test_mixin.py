@@ -1,0 +1,289 @@
+"""TricksMixin in the hands of other people's modules."""
+
+import copy
+import math
+import pickle
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_tricks import GradientClipping, SeedEverything, Tricks, TricksMixin
+from tests.contract.lab import SETTINGS, digits, same
+
+_QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+_BOTH = {"seeding": 5, "gradient_clipping": 0.5}
+
+
+class LitNet(TricksMixin, LightningModule):
+    def __init__(self, hidden: int = 8, tricks: Tricks | None = None):
+        super().__init__(tricks=tricks)
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _loader(shuffle=True):
+    return DataLoader(digits(), batch_size=4, shuffle=shuffle)
+
+
+def _loaders():
+    return _loader(), _loader(shuffle=False)
+
+
+def _fit(module, *, ckpt_path=None, max_epochs=1, **trainer):
+    fitter = Trainer(max_epochs=max_epochs, **{**_QUIET, **trainer})
+    fitter.fit(module, *_loaders(), ckpt_path=ckpt_path)
+    return fitter
+
+
+def _types(trainer):
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+@pytest.mark.trap("metrics: mixins must not inherit LightningModule")
+def test_is_no_lightning_module():
+    assert TricksMixin.__mro__ == (TricksMixin, object)
+
+
+def test_seeds_before_the_submodules_are_made():
+    one, other = LitNet(tricks=Tricks(seeding=5)), LitNet(tricks=Tricks(seeding=5))
+    assert same(dict(one.state_dict()), dict(other.state_dict()))
+    assert not same(dict(one.state_dict()), dict(LitNet(tricks=Tricks(seeding=6)).state_dict()))
+    assert not same(dict(LitNet().state_dict()), dict(LitNet().state_dict()))
+
+
+def test_whole_runs_repeat():
+    runs = []
+    for _ in range(2):
+        module = LitNet(tricks=Tricks(**_BOTH))
+        _fit(module)
+        runs.append(dict(module.state_dict()))
+    assert same(*runs)
+
+
+def test_brings_the_callbacks_and_they_work():
+    trainer = _fit(LitNet(tricks=Tricks(**_BOTH)))
+    assert {"SeedEverything", "GradientClipping"} <= set(_types(trainer))
+    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
+
+
+def test_nothing_is_on_by_default():
+    assert Tricks().callbacks() == []
+    trainer = _fit(LitNet())
+    assert not {"SeedEverything", "GradientClipping"} & set(_types(trainer))
+
+
+@pytest.mark.parametrize(
+    "value", [{"max_norm": 0.3, "norm_type": math.inf, "log": False}, 0.3, 1], ids=["arguments", "float", "int"]
+)
+def test_a_field_takes_arguments_or_the_first_one_alone(value):
+    (callback,) = Tricks(gradient_clipping=value).callbacks()
+    assert callback.max_norm == (value["max_norm"] if isinstance(value, dict) else value)
+    assert (callback.norm_type == math.inf) == isinstance(value, dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"seeding": -1}, ValueError, r"Tricks\(seeding=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
+        ({"seeding": True}, TypeError, r"Tricks\(seeding=True\): seed must be an integer"),
+        ({"seeding": {"sed": 1}}, TypeError, r"'sed'.* SeedEverything takes seed, workers"),
+        ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be > 0"),
+        ({"gradient_clipping": "1"}, TypeError, "max_norm must be a number"),
+        ({"gradient_cliping": 1.0}, TypeError, "gradient_cliping"),
+    ],
+)
+def test_bad_tricks_are_refused_when_they_are_made(fields, error, words):
+    with pytest.raises(error, match=words):
+        Tricks(**fields)
+
+
+def test_tricks_of_the_wrong_type_are_refused():
+    with pytest.raises(TypeError, match=r"tricks must be a Tricks, a dict of its fields or None, got 42 \(int\)"):
+        LitNet(tricks=42)
+
+
+class _CallsSuper(LitNet):
+    def configure_callbacks(self):
+        return [*super().configure_callbacks(), LearningRateMonitor()]
+
+
+class _ForgetsSuper(LitNet):
+    def configure_callbacks(self):
+        return LearningRateMonitor()
+
+
+class _OfForgetful(_ForgetsSuper):
+    def configure_callbacks(self):
+        return [super().configure_callbacks()[0], EarlyStopping("grad_norm/pre_clip", check_on_train_epoch_end=True)]
+
+
+class _Base(LightningModule):
+    def configure_callbacks(self):
+        return [LearningRateMonitor()]
+
+
+class _OverABase(LitNet, _Base):
+    pass
+
+
+@pytest.mark.parametrize("module_class", [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase])
+def test_cooperates_with_the_modules_own_callbacks(module_class):
+    trainer = _fit(module_class(tricks=Tricks(**_BOTH)), logger=True, log_every_n_steps=5)
+    names = _types(trainer)
+    for name in ("LearningRateMonitor", "SeedEverything", "GradientClipping"):
+        assert names.count(name) == 1
+
+
+@pytest.mark.trap("metrics: Lightning replaces the Trainer's callbacks by those of configure_callbacks")
+def test_the_users_own_instance_wins():
+    class Stricter(GradientClipping):
+        pass
+
+    for own in (GradientClipping(0.1), Stricter(0.1)):
+        trainer = _fit(LitNet(tricks=Tricks(**_BOTH)), callbacks=[own])
+        clipping = [c for c in trainer.callbacks if isinstance(c, GradientClipping)]
+        assert clipping == [own]
+        assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
+
+
+def test_instances_are_reused_by_a_second_fit():
+    module = LitNet(tricks=Tricks(**_BOTH))
+    first = _fit(module)
+    clipping = next(c for c in first.callbacks if isinstance(c, GradientClipping))
+    first.fit_loop.max_epochs = 2
+    first.fit(module, *_loaders())
+    second = _fit(module)
+    for trainer in (first, second):
+        assert [c for c in trainer.callbacks if isinstance(c, GradientClipping)] == [clipping]
+        assert sum(isinstance(c, SeedEverything) for c in trainer.callbacks) == 1
+
+
+@pytest.mark.trap("metrics: a dataclass in save_hyperparameters makes the checkpoint unloadable under weights_only")
+def test_checkpoints_load_with_weights_only(tmp_path):
+    module = LitNet(hidden=4, tricks=Tricks(seeding={"seed": 5, "workers": False}, gradient_clipping=0.5))
+    _fit(module).save_checkpoint("run.ckpt")
+    plain = {"seeding": {"seed": 5, "workers": False}, "gradient_clipping": 0.5}
+    checkpoint = torch.load("run.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"] == {"hidden": 4, "tricks": plain}
+
+    loaded = LitNet.load_from_checkpoint("run.ckpt", weights_only=True)
+    assert loaded.tricks == module.tricks
+    assert loaded.hparams == module.hparams
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
+    other = LitNet.load_from_checkpoint("run.ckpt", tricks=Tricks(gradient_clipping=2.0))
+    assert other.tricks == Tricks(gradient_clipping=2.0)
+
+    resumed = _fit(LitNet(hidden=4, tricks=module.tricks), ckpt_path="run.ckpt", max_epochs=2)
+    assert resumed.global_step == 20
+    validated = Trainer(**_QUIET).validate(loaded, _loader(shuffle=False), ckpt_path="run.ckpt", verbose=False)
+    assert validated[0]["val/loss"] > 0
+
+
+def test_hyperparameters_of_the_loggers_are_plain_too():
+    module = LitNet(tricks=Tricks(**_BOTH))
+    assert module.hparams_initial["tricks"] == _BOTH
+    assert type(module.hparams_initial["tricks"]) is dict
+
+
+def test_save_hyperparameters_takes_what_lightnings_takes():
+    class Picky(TricksMixin, LightningModule):
+        def __init__(self, width, depth=2, settings=None):
+            super().__init__(tricks=settings)
+            self.save_hyperparameters("depth", "settings")
+
+    class Ignoring(TricksMixin, LightningModule):
+        def __init__(self, width, tricks=None):
+            super().__init__(tricks=tricks)
+            self.save_hyperparameters(ignore=["tricks"], logger=False)
+
+    class Grandchild(LitNet):
+        def __init__(self, extra=3, **kwargs):
+            super().__init__(**kwargs)
+            self.save_hyperparameters()
+
+    assert Picky(8, settings=Tricks(seeding=1)).hparams == {
+        "depth": 2,
+        "settings": {"seeding": 1, "gradient_clipping": None},
+    }
+    assert Ignoring(8, tricks=Tricks(seeding=1)).hparams == {"width": 8}
+    grandchild = Grandchild(tricks=Tricks(seeding=1))
+    assert grandchild.hparams["tricks"] == {"seeding": 1, "gradient_clipping": None}
+    assert (grandchild.hparams["extra"], grandchild.hparams["hidden"]) == (3, 8)
+
+
+def _cli(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    trainer = {**_QUIET, "max_epochs": 1}
+    return LightningCLI(
+        LitNet, run=False, save_config_callback=None, seed_everything_default=False, trainer_defaults=trainer
+    )
+
+
+def test_lightning_cli_sets_every_field(monkeypatch, tmp_path):
+    model = _cli(monkeypatch, "--model.tricks.seeding", "1", "--model.tricks.gradient_clipping", "0.25").model
+    assert model.tricks == Tricks(seeding=1, gradient_clipping=0.25)
+
+    arguments = "{max_norm: 0.25, norm_type: .inf, log: true}"
+    cli = _cli(monkeypatch, "--model.tricks.gradient_clipping", arguments, "--model.tricks.seeding", "{seed: 2}")
+    expected = Tricks(seeding={"seed": 2}, gradient_clipping={"max_norm": 0.25, "norm_type": math.inf, "log": True})
+    assert cli.model.tricks == expected
+
+    cli.trainer.fit(cli.model, *_loaders())
+    cli.trainer.save_checkpoint("cli.ckpt")
+    assert torch.load("cli.ckpt", weights_only=True)["hyper_parameters"]["tricks"]["seeding"] == {"seed": 2}
+    assert LitNet.load_from_checkpoint("cli.ckpt", weights_only=True).tricks == expected
+
+    dotted = [f"--model.tricks.gradient_clipping.{pair}" for pair in ("max_norm=0.5", "norm_type=.inf")]
+    expected = Tricks(gradient_clipping={"max_norm": 0.5, "norm_type": math.inf})
+    assert _cli(monkeypatch, *dotted).model.tricks == expected
+
+    (tmp_path / "config.yaml").write_text("model:\n  tricks:\n    seeding: 3\n    gradient_clipping: 0.5\n")
+    assert _cli(monkeypatch, "--config", "config.yaml").model.tricks == Tricks(seeding=3, gradient_clipping=0.5)
+
+
+def test_lightning_cli_names_a_bad_field(monkeypatch, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:  # jsonargparse 4.50 and later raises
+        _cli(monkeypatch, "--model.tricks.seeding", "-1")
+    assert "seed must be an integer in [0, 2**32 - 1]" in f"{error.value}{capsys.readouterr().err}"
+
+
+def test_copies_and_pickles_with_its_tricks():
+    module = LitNet(tricks=Tricks(**_BOTH))
+    _fit(module)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        twin.trainer = None
+        assert {"SeedEverything", "GradientClipping"} <= set(_types(_fit(twin)))
+
+
+def test_works_in_two_ranks():
+    trainer = _fit(LitNet(tricks=Tricks(**_BOTH)), **SETTINGS["DDP"].trainer)
+    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
+
+
+def test_seeding_through_the_mixin_needs_no_note(caplog):
+    import logging
+
+    logging.getLogger("lightning.pytorch").propagate = True
+    with caplog.at_level("INFO"):
+        _fit(LitNet(tricks=Tricks(seeding=77)))
+    assert not [r for r in caplog.records if "not covered" in r.getMessage()]
