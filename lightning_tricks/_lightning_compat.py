@@ -1,8 +1,10 @@
-"""Every use of a private Lightning symbol, one guarded function each."""
+"""Every use of a private Lightning symbol and of a Lightning version, one guarded function each."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,9 +37,16 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
         raise _unknown_lightning("TricksMixin.save_hyperparameters", error) from error
 
 
+def repeats_worker_streams() -> bool:
+    """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
+    import lightning
+
+    return Version(lightning.__version__) < Version("2.6.1")
+
+
 def _unknown_lightning(trick: str, error: AttributeError) -> RuntimeError:
     import lightning
 
     return RuntimeError(
-        f"{trick} does not know lightning {lightning.__version__} ({error}); install a version between 2.5 and 2.6."
+        f"{trick} does not work with lightning {lightning.__version__} ({error}): install a version from 2.5 to 2.6."
     )

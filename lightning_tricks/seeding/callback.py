@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import hyperparameters_for_loggers
+from lightning_tricks._lightning_compat import hyperparameters_for_loggers, repeats_worker_streams
 from lightning_tricks.seeding.functional import (
     check_determinism,
     check_seed,
@@ -35,7 +35,8 @@ class SeedEverything(TrickCallback):
 
     Args:
         seed: An integer in [0, 2**32 - 1].
-        workers: Whether every DataLoader worker gets a stream of its own.
+        workers: Whether every DataLoader worker gets a stream of its own. (Before 2.6.1 Lightning's worker seeding
+            repeats torch's numbers in every epoch: a warning says so where there are workers.)
         deterministic: True, "warn" or False sets torch's, cuDNN's and cuBLAS' switches, None leaves them.
         benchmark: True or False sets cuDNN's benchmark mode, None leaves it.
         per_rank: Whether each rank goes on with a stream of its own from the start of training, so that dropout and
@@ -105,6 +106,11 @@ class SeedEverything(TrickCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the streams of each rank."""
+        if self.workers and repeats_worker_streams() and getattr(trainer.train_dataloader, "num_workers", True):
+            rank_zero_warn(
+                "SeedEverything(workers=True): this version of Lightning gives torch the same random numbers in every "
+                "epoch inside DataLoader workers, whatever the seed. Install lightning>=2.6.1, or set workers=False."
+            )
         if self.per_rank:
             seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.global_rank))
 

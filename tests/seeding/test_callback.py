@@ -2,8 +2,10 @@
 
 import logging
 import random
+import warnings
 from pathlib import Path
 
+import lightning
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks import SeedEverything, seed_everything
+from lightning_tricks._lightning_compat import repeats_worker_streams
 from tests.contract.lab import SETTINGS, Net, digits, same
 
+_WORKERS = [
+    0,
+    pytest.param(
+        2,
+        marks=pytest.mark.skipif(
+            repeats_worker_streams(), reason="Lightning before 2.6.1 repeats the workers' streams: SeedEverything warns"
+        ),
+    ),
+]
 _QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -65,21 +77,22 @@ def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=Non
     return [torch.load(file) for file in sorted(Path().glob("witness*.pt"))]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", _WORKERS)
 def test_order_augmentation_and_dropout_repeat(workers):
     assert same(_fit(SeedEverything(3), workers=workers), _fit(SeedEverything(3), workers=workers))
     assert not same(_fit(SeedEverything(3), workers=workers), _fit(SeedEverything(4), workers=workers))
 
 
-def test_workers_have_streams_of_their_own():
-    (witness,) = _fit(SeedEverything(3), workers=2)
+@pytest.mark.parametrize("workers", _WORKERS)
+def test_every_sample_has_numbers_of_its_own(workers):
+    (witness,) = _fit(SeedEverything(3), workers=workers)
     noise = torch.cat(witness["noise"])
     for library in range(3):
         assert len(noise[:, library].unique()) == 80, "every sample of both epochs has noise of its own"
 
 
 @pytest.mark.trap("resume: seeding seed + rank in setup makes ranks draw overlapping samples")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", _WORKERS)
 def test_per_rank_streams_keep_weights_and_sharding(workers):
     ranks = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
     assert len(ranks) == 2
@@ -93,6 +106,17 @@ def test_per_rank_streams_keep_weights_and_sharding(workers):
     assert len(noise.unique()) == noise.numel()
     again = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
     assert same(again, ranks)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_says_when_lightning_repeats_the_workers_streams(monkeypatch, workers):
+    monkeypatch.setattr(lightning, "__version__", "2.6.0")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(SeedEverything(3), workers=workers, epochs=1)
+    said = [str(w.message) for w in caught if "same random numbers in every epoch" in str(w.message)]
+    assert len(said) == workers
+    assert all("Install lightning>=2.6.1, or set workers=False" in words for words in said)
 
 
 def test_common_streams_by_default():
@@ -114,7 +138,7 @@ def test_the_copied_snippet_reads_samples_twice():
     assert len(set(read)) < 40
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", _WORKERS)
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
     def callback():

@@ -1,0 +1,86 @@
+"""Ratios of wall times, measured alternately in one run; shared by the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from rich.console import Console
+from rich.table import Table
+
+Contestants = Mapping[str, Callable[[], Any]]
+
+
+def measure(contestants: Contestants, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Time each contestant once a round, in an order that rotates from round to round.
+
+    A contestant that returns a float has timed itself, in seconds.
+    """
+    names = list(contestants)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(-warmup, rounds):
+        shift = round_ % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            own = contestants[name]()
+            elapsed = own if isinstance(own, float) else time.perf_counter() - start
+            if round_ >= 0:
+                times[name].append(elapsed)
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], peer: str) -> dict[str, dict[str, float]]:
+    """Each contestant's time over the peer's of the same round: median and quartiles."""
+    result = {}
+    for name in times:
+        if name != peer:
+            each = [own / other for own, other in zip(times[name], times[peer], strict=True)]
+            low, median, high = statistics.quantiles(each, n=4)
+            result[name] = {"median": round(median, 4), "q1": round(low, 4), "q3": round(high, 4)}
+    return result
+
+
+def environment() -> dict[str, Any]:
+    """What the ratios were measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "device": device,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def arguments(default_rounds: int) -> argparse.Namespace:
+    """Parse the command line that the benchmarks share."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=default_rounds, help="alternations (%(default)s; at least 15)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parsed = parser.parse_args()
+    if parsed.rounds < 15:
+        parser.error(f"--rounds must be at least 15, got {parsed.rounds}")
+    return parsed
+
+
+def report(claim: str, results: Mapping[str, Mapping[str, Mapping[str, float]]], rounds: int, out: Path) -> None:
+    """Print the ratios as a table and write them, with the environment, to `<out>/<claim>.json`."""
+    where = environment()
+    table = Table("case", "contestant", "ratio (median)", "quartiles", title=f"{claim}, {rounds} rounds, {where}")
+    for case, by_name in results.items():
+        for name, ratio in by_name.items():
+            table.add_row(case, name, f"{ratio['median']:.3f}", f"{ratio['q1']:.3f} to {ratio['q3']:.3f}")
+    Console().print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"claim": claim, "rounds": rounds, "environment": where, "ratios": results}, indent=2)
+    (out / f"{claim}.json").write_text(text + "\n")

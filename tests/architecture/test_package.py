@@ -1,0 +1,103 @@
+"""The shape of the house: cheap imports, honest exports, and import rules that a broken package does not pass."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_tricks
+
+_PACKAGE = Path(lightning_tricks.__file__).parent
+_ROOMS = [module.name for module in pkgutil.iter_modules([str(_PACKAGE)]) if module.ispkg]
+_HEAVY = ("torch", "lightning", "pytorch_lightning", "numpy", "rich", "sklearn")
+
+
+def _loaded_by(statement):
+    code = f"import sys; {statement}; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return set(output.split())
+
+
+def test_importing_the_package_and_its_rooms_loads_nothing():
+    loaded = _loaded_by("; ".join(f"import lightning_tricks.{room}" for room in _ROOMS))
+    assert not loaded & set(_HEAVY)
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_the_core_loads_no_lightning(room):
+    loaded = _loaded_by(f"import lightning_tricks.{room}.functional")
+    assert "torch" in loaded
+    assert not loaded & {"lightning", "pytorch_lightning"}
+
+
+@pytest.mark.parametrize("name", ["lightning_tricks", *(f"lightning_tricks.{room}" for room in _ROOMS)])
+def test_public_names_are_there_and_typed(name):
+    package = importlib.import_module(name)
+    assert package.__doc__
+    assert dir(package) == package.__all__
+    for public in package.__all__:
+        assert inspect.getdoc(getattr(package, public)), f"{public} has no docstring"
+        assert public not in _ROOMS, "a lazy import would return the package"
+    for node in ast.parse(Path(package.__file__).read_text()).body:
+        if isinstance(node, ast.If):  # if TYPE_CHECKING
+            aliases = [alias for statement in node.body for alias in statement.names]
+            assert sorted(alias.name for alias in aliases) == package.__all__
+            assert all(alias.name == alias.asname for alias in aliases), "`import x as x` re-exports to type checkers"
+    with pytest.raises(AttributeError, match=f"{name}.* has no attribute 'nothing'; it has "):
+        package.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_every_room_has_its_tests(room):
+    tests = Path(__file__).parents[1] / room
+    assert {"contract.py", "test_functional.py", "test_callback.py"} <= {path.name for path in tests.iterdir()}
+
+
+def _lint_imports(root):
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A copy of the package, to be broken."""
+    shutil.copytree(_PACKAGE, tmp_path / "lightning_tricks", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(_PACKAGE.parent / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_import_rules_are_kept(house):
+    run = _lint_imports(house)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "statement"),
+    [
+        ("new_room/functional.py", "import lightning"),
+        ("new_room/callback.py", "import lightning_tricks.seeding.functional"),
+        ("seeding/functional.py", "import lightning.pytorch"),
+        ("seeding/functional.py", "import lightning_tricks.seeding.callback"),
+        ("seeding/callback.py", "import lightning_tricks.gradient_clipping.callback"),
+        ("seeding/callback.py", "import lightning_tricks.gradient_clipping.functional"),
+        ("gradient_clipping/callback.py", "import lightning_tricks.mixin"),
+        ("gradient_clipping/callback.py", "import lightning_tricks.gradient_clipping.demo"),
+        ("_callback.py", "import lightning_tricks.seeding.functional"),
+        ("mixin.py", "import lightning_tricks.cli"),
+    ],
+)
+def test_a_broken_import_rule_is_caught(house, file, statement):
+    path = house / "lightning_tricks" / file
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    with path.open("a") as source:
+        source.write(f"\n{statement}\n")
+    run = _lint_imports(house)
+    assert run.returncode == 1
+    assert "BROKEN" in run.stdout

@@ -1,0 +1,51 @@
+"""The generated tables of README.md; `python -m tests.contract.readme_tables` (`make fix`) writes them."""
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+from tests.contract.cases import CASES
+from tests.contract.lab import SETTINGS
+
+README = Path(__file__).parents[2] / "README.md"
+_MARKS = {"tested": "✓", "refuses": "refuses", "untested": "untested"}
+
+
+def tricks_table() -> str:
+    """One line for each trick: how to write it, and the first line of its docstring."""
+    rows = ["| One line | What it does |", "| --- | --- |"]
+    for name, case in CASES.items():
+        first = next(iter(inspect.signature(case.callback).parameters.values()))
+        rows.append(f"| `{name}({first.default!r})` | {inspect.getdoc(case.callback).splitlines()[0]} |")
+    return "\n".join(rows)
+
+
+def support_table() -> str:
+    """Trick x setting, from the contract's cases."""
+    columns = [*SETTINGS, "resume", "YAML"]
+    rows = ["| | " + " | ".join(columns) + " |", "| --- |" + " :-: |" * len(columns)]
+    for name, case in CASES.items():
+        marks = [_MARKS[case.support(column)] for column in columns]
+        rows.append(f"| `{name}` | " + " | ".join(marks) + " |")
+    meanings = [f"*{setting.name}*: {setting.meaning}" for setting in SETTINGS.values()]
+    meanings += ["*resume*: from a checkpoint at an epoch's end", "*YAML*: built by LightningCLI and saved again"]
+    legend = (
+        "✓ a test trains there and compares the result; refuses: says so, with the remedy, before training starts; "
+        f"untested: nobody has run it there yet. {'; '.join(meanings)}."
+    )
+    return "\n".join([*rows, "", *textwrap.wrap(legend, 119, break_on_hyphens=False)])
+
+
+def rewritten(text: str) -> str:
+    """README.md's text with its tables as they should be."""
+    for name, table in (("tricks", tricks_table()), ("support", support_table())):
+        pattern = rf"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)"
+        text, count = re.subn(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"README.md needs one table between the marks of {name!r}, it has {count}")
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text()))

@@ -1,0 +1,85 @@
+"""A probe for each private Lightning symbol; run with the oldest and the newest supported Lightning."""
+
+import types
+
+import lightning
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.datamodule import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lightning_tricks import _lightning_compat as compat
+from tests.contract.lab import Net, digits
+
+
+class _Hyper(Net):
+    def __init__(self, hidden=16):
+        super().__init__(hidden=hidden)
+        self.save_hyperparameters()
+
+
+class _Data(LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(digits(), self.hparams.batch_size)
+
+
+class _Asks(lightning.pytorch.Callback):
+    def __init__(self):
+        self.logged_at, self.hyperparameters = [], {}
+
+    def on_fit_start(self, trainer, pl_module):
+        self.hyperparameters = compat.hyperparameters_for_loggers(trainer)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if compat.logs_at_this_step(trainer):
+            self.logged_at.append(trainer.global_step)
+
+
+def _fit(**arguments):
+    asks = _Asks()
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[asks], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **arguments,
+    )  # fmt: skip
+    trainer.fit(_Hyper(), _Data())
+    return asks
+
+
+def test_logs_at_this_step():
+    assert _fit(log_every_n_steps=3).logged_at == [2, 5, 8]
+    assert _fit(log_every_n_steps=0).logged_at == []
+    # after the batch that steps, not after every batch
+    assert _fit(log_every_n_steps=2, accumulate_grad_batches=2).logged_at == [1, 3]
+
+
+def test_hyperparameters_for_loggers():
+    assert _fit().hyperparameters == {"hidden": 16, "batch_size": 4}
+
+
+def test_replace_hyperparameter():
+    module = _Hyper()
+    compat.replace_hyperparameter(module, "hidden", {"plain": 1})
+    assert module.hparams["hidden"] == module.hparams_initial["hidden"] == {"plain": 1}
+
+
+@pytest.mark.parametrize(("version", "expected"), [("2.5.0", True), ("2.6.0.post0", True), ("2.6.1", False)])
+def test_repeats_worker_streams(monkeypatch, version, expected):
+    monkeypatch.setattr(lightning, "__version__", version)
+    assert compat.repeats_worker_streams() is expected
+
+
+@pytest.mark.parametrize(
+    ("call", "trick"),
+    [
+        (lambda unknown: compat.logs_at_this_step(unknown), "logging at the logger's interval"),
+        (lambda unknown: compat.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
+        (lambda unknown: compat.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
+    ],
+)
+def test_an_unknown_lightning_is_named(call, trick):
+    with pytest.raises(RuntimeError, match=f"{trick}.* does not work with lightning {lightning.__version__}.*install"):
+        call(types.SimpleNamespace(lightning_module=object()))
