@@ -6,16 +6,20 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench constraints clean
+.PHONY: help demo test test-oldest check fix bench constraints clean
+OLDEST := $(VENV)/oldest
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
 	$(BIN)/lightning-tricks demo
 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest
+
+test-oldest: $(OLDEST) ## Run the tests with the oldest supported Lightning
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -41,6 +45,9 @@ clean: ## Remove .venv and everything else that these commands made
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(OLDEST): $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ lightning==2.5.0
 
 $(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
 	$(INSTALL) --editable .

@@ -1,5 +1,6 @@
 """One thread for everything: ranks are forked, and two cores carry them all."""
 
+import logging
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -22,12 +23,15 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace(monkeypatch, tmp_path):
-    """Undo what a test does to the process: seeds, switches, environment, working directory."""
+    """Undo what a test does to the process: seeds, switches, environment, loggers, working directory."""
     monkeypatch.chdir(tmp_path)
     environment, rng = dict(os.environ), capture_rng_state()
     cudnn = torch.backends.cudnn
     switches = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
     yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
     cudnn.enabled, cudnn.deterministic, cudnn.benchmark = switches
     torch.use_deterministic_algorithms(False)
     restore_rng_state(rng)
@@ -42,6 +46,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
+
+
+@pytest.fixture
+def lightning_log():
+    """What Lightning's logger says, line by line: (logger, message)."""
+
+    class Keeps(logging.Handler):
+        def emit(self, record):
+            lines.append((record.name, record.getMessage()))
+
+    lines, handler, logger = [], Keeps(), logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

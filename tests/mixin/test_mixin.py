@@ -280,10 +280,7 @@ def test_works_in_two_ranks():
     assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
 
 
-def test_seeding_through_the_mixin_needs_no_note(caplog):
-    import logging
-
-    logging.getLogger("lightning.pytorch").propagate = True
-    with caplog.at_level("INFO"):
-        _fit(LitNet(tricks=Tricks(seeding=77)))
-    assert not [r for r in caplog.records if "not covered" in r.getMessage()]
+def test_seeding_through_the_mixin_needs_no_note(lightning_log):
+    _fit(LitNet(tricks=Tricks(seeding=77)))
+    assert not [message for _, message in lightning_log if "not covered" in message]
+    assert [message for _, message in lightning_log if message == "Seed set to 77"]

@@ -1,6 +1,5 @@
 """SeedEverything where the copied snippets go wrong; what every callback promises is in tests/contract."""
 
-import logging
 import random
 import warnings
 from pathlib import Path
@@ -213,29 +212,26 @@ def test_seed_and_switches_are_on_record(make_logger):
     assert state["deterministic_warn_only"] is True
 
 
-@pytest.fixture
-def notes(caplog):
-    logging.getLogger("lightning.pytorch").propagate = True
-    caplog.set_level("INFO")
-    return lambda: [r.getMessage() for r in caplog.records if "not covered by this seed" in r.getMessage()]
+def _notes(log):
+    return [message for _, message in log if "not covered by this seed" in message]
 
 
-def test_one_note_when_weights_exist_already(notes):
+def test_one_note_when_weights_exist_already(lightning_log):
     callback = SeedEverything(11)
     _fit(callback, net=Net())
     _fit(callback, net=Net())
-    (note,) = notes()
+    (note,) = _notes(lightning_log)
     assert "SeedEverything(11): 6 parameter tensors existed before `setup`" in note
     assert "seed_everything(11) before building the model" in note
 
 
-def test_no_note_when_the_weights_are_covered(notes):
+def test_no_note_when_the_weights_are_covered(lightning_log):
     _fit(SeedEverything(12))  # built in configure_model
     seed_everything(13, verbose=False)
     Trainer(max_epochs=1, callbacks=[SeedEverything(13)], logger=False, enable_checkpointing=False, **_QUIET).fit(
         Net(), DataLoader(digits(), batch_size=40)
     )
-    assert not notes()
+    assert not _notes(lightning_log)
 
 
 def test_existing_weights_are_left_alone():

@@ -115,16 +115,11 @@ def test_enable_is_no_switch(monkeypatch):
     assert torch.backends.cudnn.enabled
 
 
-def test_logs_the_seed_only_when_asked(caplog):
-    with caplog.at_level("INFO"):
-        logger = "lightning.pytorch.tricks.seeding"
-        import logging
-
-        logging.getLogger("lightning.pytorch").propagate = True
-        seed_everything(5, verbose=False)
-        assert not caplog.records
-        seed_everything(5)
-    assert [(r.name, r.getMessage()) for r in caplog.records] == [(logger, "Seed set to 5")]
+def test_logs_the_seed_only_when_asked(lightning_log):
+    seed_everything(5, verbose=False)
+    assert not lightning_log
+    seed_everything(5)
+    assert lightning_log == [("lightning.pytorch.tricks.seeding", "Seed set to 5")]
 
 
 def _equal(left, right):

@@ -1,0 +1,117 @@
+"""The command as a newcomer runs it: real processes, real report."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tricks import demo
+from lightning_tricks.cli import main
+from tests.contract.cases import CASES
+
+_COMMAND = str(Path(sys.executable).with_name("lightning-tricks"))
+
+
+def _run(*arguments):
+    return subprocess.run([_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """The demo, twice into the same folder."""
+    out = tmp_path_factory.mktemp("demo") / "deep" / "report"
+    runs = [_run("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(out)) for _ in range(2)]
+    return out, runs
+
+
+def _table(run):
+    return [line for line in run.stdout.splitlines() if line.startswith("│")]
+
+
+def test_shows_every_trick_and_what_it_did(two_runs):
+    _, (run, _) = two_runs
+    assert run.returncode == 0, run.stderr
+    text = "\n".join(_table(run))
+    for case in CASES.values():
+        assert case.callback.__module__.split(".")[1] in text
+    for what in ("clipped steps", "seed", "accuracy", "train loss"):
+        assert what in text
+    assert "Warning" not in run.stderr
+
+
+def test_runs_with_one_seed_are_the_same(two_runs):
+    _, runs = two_runs
+    assert _table(runs[0]) == _table(runs[1])
+
+
+def test_writes_a_report_that_agrees(two_runs):
+    out, _ = two_runs
+    report = json.loads((out / "report.json").read_text())
+    assert report["seeding"]["seed"].startswith("42 ")
+    clipped, of, steps = report["gradient_clipping"]["clipped steps"].split()[:3]
+    assert (of, int(steps)) == ("of", 3 * 38)
+    assert 0 < int(clipped) < int(steps)
+    assert report["gradient_clipping"]["gradient norm after"].endswith("largest 2.00")
+    test_accuracy = report["training"]["accuracy"].split("test ")[1]
+    assert float(test_accuracy.rstrip("%")) > 90, "the model has learned"
+    assert "clipped steps" in (out / "report.html").read_text()
+    assert {path.name for path in (out / "logs").iterdir()} == {"version_0", "version_1"}
+    (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
+    loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
+    assert loaded.tricks.seeding == 42
+
+
+def test_two_devices_and_another_precision():
+    run = _run("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--precision", "bf16-mixed")
+    assert run.returncode == 0, run.stderr
+    report = json.loads(Path("lightning_tricks_demo/report.json").read_text())
+    assert report["training"]["steps"] == "19 in 1 epochs, bf16-mixed, 2 x CPUAccelerator"
+    assert run.stdout.count("clipped steps") == 1, "rank zero alone reports"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-epochs", "0"], "must be an integer >= 1, got '0'"),
+        (["--seed", "-1"], r"[0, 2**32 - 1]"),
+        (["--seed", "x"], "invalid int value: 'x'"),
+        (["--precision", "fp4"], "'fp4' is invalid"),
+        (["--accelerator", "cpu", "--devices", "0"], "devices=0"),
+        (["--out", "a_file"], "a_file"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments, words, capsys):
+    Path("a_file").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert Path("a_file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"]])
+def test_unknown_commands_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_the_split_is_the_same_whatever_the_seed():
+    splits = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        data = demo.Digits()
+        data.setup("fit")
+        splits.append(data)
+    assert [len(split) for split in splits[0]._splits] == [1197, 300, 300]
+    images = [next(iter(data.val_dataloader()))[0] for data in splits]
+    assert torch.equal(*images)
+    assert images[0].shape == (32, 1, 8, 8)
+    assert images[0].min() >= 0
+    assert images[0].max() <= 1
