@@ -1,6 +1,8 @@
 """The command as a newcomer runs it: real processes, real report."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,16 @@ import torch
 from lightning_tricks import demo
 from lightning_tricks.cli import main
 from tests.contract.cases import CASES
+from tests.contract.readme_tables import README
 
 _COMMAND = str(Path(sys.executable).with_name("lightning-tricks"))
 
 
 def _run(*arguments):
-    return subprocess.run([_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=300)
+    environment = {**os.environ, "COLUMNS": "110"}
+    return subprocess.run(
+        [_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +33,14 @@ def two_runs(tmp_path_factory):
     return out, runs
 
 
-def _table(run):
-    return [line for line in run.stdout.splitlines() if line.startswith("│")]
+def _table(text):
+    return [line for line in text.splitlines() if line.startswith("│")]
 
 
 def test_shows_every_trick_and_what_it_did(two_runs):
     _, (run, _) = two_runs
     assert run.returncode == 0, run.stderr
-    text = "\n".join(_table(run))
+    text = "\n".join(_table(run.stdout))
     for case in CASES.values():
         assert case.callback.__module__.split(".")[1] in text
     for what in ("clipped steps", "seed", "accuracy", "train loss"):
@@ -44,7 +50,15 @@ def test_shows_every_trick_and_what_it_did(two_runs):
 
 def test_runs_with_one_seed_are_the_same(two_runs):
     _, runs = two_runs
-    assert _table(runs[0]) == _table(runs[1])
+    assert _table(runs[0].stdout) == _table(runs[1].stdout)
+
+
+def test_readme_shows_this_table(two_runs):
+    _, (run, _) = two_runs
+    shown, printed = (
+        [re.sub(r"[\d.]+|\s+", " ", line) for line in _table(text)] for text in (README.read_text(), run.stdout)
+    )
+    assert shown == printed, "numbers aside, README.md shows what the demo prints"
 
 
 def test_writes_a_report_that_agrees(two_runs):
