@@ -9,15 +9,26 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class TrickCallback(Callback):
-    """A callback that pickles without the model and, unless it says otherwise, is one of its type in a Trainer."""
+    """A callback that pickles without the model and is, unless `allows_several`, the only one of its type in a Trainer.
+
+    Attributes:
+        allows_several: Whether several of its type make sense in one Trainer.
+        brought_by_module: Whether a module's `TricksMixin` made it, not the user of the Trainer.
+    """
+
+    allows_several = False
+    brought_by_module = False
+
+    def before_model(self) -> None:
+        """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second callback of the same type."""
-        count = sum(type(callback) is type(self) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if count > 1:
+        count = sum(isinstance(callback, type(self)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if count > 1 and not self.allows_several:
             raise MisconfigurationException(
                 f"The Trainer has {count} {type(self).__name__} callbacks and needs one: each would do the other's "
-                "work again. Remove one (TricksMixin leaves its own out when the Trainer has one)."
+                "work again. Remove one."
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,6 +37,15 @@ def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> No
         raise _unknown_lightning("TricksMixin.save_hyperparameters", error) from error
 
 
+def restricted_classmethod(method: Any) -> Any:
+    """Make a classmethod that Lightning's own guard keeps from being called on an instance."""
+    try:
+        from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+    except ImportError:  # the guard is a courtesy
+        return classmethod(method)
+    return _restricted_classmethod(method)
+
+
 def repeats_worker_streams() -> bool:
     """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
     import lightning

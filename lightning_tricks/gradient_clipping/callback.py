@@ -9,13 +9,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import logs_at_this_step
 from lightning_tricks.gradient_clipping.functional import (
     GradientNorms,
-    check_positive,
+    check_max_norm,
+    check_norm_type,
     clip_coefficient,
     clip_grads_with_norm_,
     gradient_norms,
@@ -27,7 +29,8 @@ class GradientClipping(TrickCallback):
 
     It sees the gradients unscaled and accumulated: once for each optimizer step, under automatic and manual
     optimization, in every precision, with fused optimizers, under DDP and ModelParallelStrategy (FSDP2). LBFGS is
-    clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it.
+    clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it. A module's
+    own `on_before_optimizer_step` comes later and sees the clipped gradients.
 
     Logs `grad_norm/pre_clip`, `grad_norm/post_clip` and `grad_norm/clipped_fraction` (the share of this fit's steps
     whose norm was above `max_norm`); with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
@@ -53,8 +56,8 @@ class GradientClipping(TrickCallback):
     def __init__(
         self, max_norm: float = 1.0, norm_type: float = 2.0, *, log: bool = True, log_layers: bool = False
     ) -> None:
-        self.max_norm = check_positive("max_norm", max_norm, 'float("inf"), in YAML .inf, clips nothing')
-        self.norm_type = check_positive("norm_type", norm_type, 'float("inf"), in YAML .inf, is the maximum norm')
+        self.max_norm = check_max_norm(max_norm)
+        self.norm_type = check_norm_type(norm_type)
         self._log = log  # not `self.log`: Lightning binds the module's `log` method to that name
         self.log_layers = log_layers
         self._steps: dict[int, int] = {}
@@ -87,10 +90,12 @@ class GradientClipping(TrickCallback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
             return  # `training_step` returned None: Lightning has unscaled nothing and leaves the step out
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scaler is not None and _is_scaled(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer would do it inside its step, so Lightning has not
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norms = gradient_norms(parameters, self.norm_type)
+        if not norms.per_parameter.numel():
+            return
         clip_grads_with_norm_(parameters, self.max_norm, norms.total)
 
         index = trainer.optimizers.index(optimizer)
@@ -98,16 +103,19 @@ class GradientClipping(TrickCallback):
         if self._log and not trainer.barebones:
             self._log_norms(trainer, pl_module, index, norms.total)
         if self.log_layers and logs_at_this_step(trainer):
-            pl_module.log_dict(_by_name(pl_module, parameters, norms))
+            pl_module.log_dict(_by_name(pl_module, parameters, norms), batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so when there was nothing to clip."""
         batches = trainer.fit_loop.total_batch_idx + 1
-        if batches and not self._steps:
-            rank_zero_warn(
-                f"GradientClipping saw 0 optimizer steps in {batches} batches. Under manual optimization, step the "
-                "optimizers that `self.optimizers()` gives (use_pl_optimizer=True): Lightning calls no hook for others."
+        unseen = [index for index in range(len(trainer.optimizers)) if index not in self._steps]
+        if batches and unseen:
+            reason = (
+                "no batch had a loss, or `optimizer_step` of the module goes past Lightning"
+                if pl_module.automatic_optimization
+                else "step what `self.optimizers()` gives (use_pl_optimizer=True), Lightning calls no hook for others"
             )
+            rank_zero_warn(f"GradientClipping saw 0 steps of optimizers {unseen} in {batches} batches: {reason}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and of clipped steps by optimizer."""
@@ -124,7 +132,8 @@ class GradientClipping(TrickCallback):
                 f"{prefix}/pre_clip": total,
                 f"{prefix}/post_clip": total * clip_coefficient(self.max_norm, total),
                 f"{prefix}/clipped_fraction": self._clipped[index] / self._steps[index],
-            }
+            },
+            batch_size=1,  # of no meaning for a step's value, and Lightning asks for it under `dataloader_iter`
         )
 
     def _count(self, index: int, total: Tensor) -> None:
@@ -134,7 +143,13 @@ class GradientClipping(TrickCallback):
         self._steps[index] = self._steps.get(index, 0) + 1
 
 
+def _is_scaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
+
+
 def _refuse_hidden_gradients(trainer: Trainer) -> None:
+    # by name: those of `lightning` and of `pytorch_lightning` alike
     strategies = {base.__name__ for base in type(trainer.strategy).__mro__}
     if "DeepSpeedStrategy" in strategies:
         remedy = "set `gradient_clipping` in DeepSpeed's own configuration"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -18,11 +19,15 @@ def specs(seed: int) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
-    before = [step["grad_norm/pre_clip"] for step in history if "grad_norm/pre_clip" in step]
-    after = [step["grad_norm/post_clip"] for step in history if "grad_norm/post_clip" in step]
+    before = _finite("grad_norm/pre_clip", history)  # a step that overflowed in fp16 was left out, not clipped
+    after = _finite("grad_norm/post_clip", history)
     clipped = sum(norm > _MAX_NORM for norm in before)
     return {
         "clipped steps": f"{clipped} of {len(before)} ({clipped / len(before):.1%})",
         "gradient norm before": f"median {median(before):.2f}, largest {max(before):.2f}",
         "gradient norm after": f"median {median(after):.2f}, largest {max(after):.2f}",
     }
+
+
+def _finite(key: str, history: Sequence[Mapping[str, float]]) -> list[float]:
+    return [step[key] for step in history if isfinite(step.get(key, nan))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -29,9 +29,9 @@ class GradientNorms(NamedTuple):
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients in place so that their common norm is at most `max_norm`.
 
-    In fp32 it equals `torch.nn.utils.clip_grad_norm_` bit for bit. Beyond it: norms of fp16 and bf16 gradients are
-    accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of several meshes, with plain tensors among them,
-    share one norm. It never reads a value back to the host.
+    In fp32 the result is that of `torch.nn.utils.clip_grad_norm_`, bit for bit. Beyond it: norms of fp16 and bf16
+    gradients are accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of several meshes, with plain
+    tensors among them, share one norm. It never reads a value back to the host.
 
     Args:
         parameters: A tensor or tensors; those without a gradient are passed over.
@@ -75,7 +75,7 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
         TypeError: If `norm_type` is no number.
         ValueError: If it is not positive.
     """
-    norm_type = check_positive("norm_type", norm_type, 'float("inf"), in YAML .inf, is the maximum norm')
+    norm_type = check_norm_type(norm_type)
     gradients = _gradients(parameters)
     if not gradients:
         return GradientNorms(torch.tensor(0.0), torch.zeros(0))
@@ -104,7 +104,7 @@ def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float
         TypeError: If `max_norm` is no number.
         ValueError: If it is not positive.
     """
-    max_norm = check_positive("max_norm", max_norm, 'float("inf"), in YAML .inf, clips nothing')
+    max_norm = check_max_norm(max_norm)
     if max_norm == math.inf:
         return
     coefficient = clip_coefficient(max_norm, total_norm)
@@ -119,13 +119,24 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-def check_positive(name: str, value: object, neutral: str) -> float:
-    """Return `value` as a float, or raise an error that names it and its neutral value."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number > 0 ({neutral}), got {value!r} ({type(value).__name__}).")
-    if not value > 0:  # NaN, too
-        raise ValueError(f"{name} must be > 0 ({neutral}), got {value!r}.")
-    return float(value)
+def check_max_norm(value: object) -> float:
+    """Return `value` as a float, or say why it is no `max_norm`."""
+    return _positive("max_norm", value, "clips nothing")
+
+
+def check_norm_type(value: object) -> float:
+    """Return `value` as a float, or say why it is no `norm_type`."""
+    return _positive("norm_type", value, "is the maximum norm")
+
+
+def _positive(name: str, value: object, infinity: str) -> float:
+    must = f'{name} must be a number > 0 (float("inf"), in YAML .inf, {infinity})'
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
+    number = float(value)
+    if not number > 0:  # NaN, too
+        raise ValueError(f"{must}, got {value!r}.")
+    return number
 
 
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -30,6 +30,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "callback": ("SeedEverything",),
-        "functional": ("capture_rng_state", "derive_seed", "isolated_rng", "restore_rng_state", "seed_everything"),
+        "functional": (
+            "capture_rng_state",
+            "derive_seed",
+            "isolated_rng",
+            "isolated_seeding",
+            "restore_rng_state",
+            "seed_everything",
+        ),
     },
 )

@@ -16,7 +16,7 @@ from lightning_tricks.seeding.functional import (
     check_determinism,
     check_seed,
     derive_seed,
-    determinism,
+    determinism_switches,
     seed_everything,
     seed_streams,
 )
@@ -26,22 +26,26 @@ class SeedEverything(TrickCallback):
     """Seed a run in `setup`, and record the seed and the determinism switches with it.
 
     A model that is built in `configure_model` is covered. A model whose parameters exist already is left alone: its
-    initial weights are covered only if `seed_everything(seed)` ran before it was built (`TricksMixin` does that), and
-    so is whatever a datamodule draws in its own `setup`, which Lightning calls before the callbacks'. A note says so
-    once.
+    initial weights are covered only if `seed_everything(seed)` ran before it was built (`TricksMixin` does that). A
+    note says so once. A datamodule's `setup` runs earlier, too, and is covered in the same way only.
 
     On a resume, and when one Trainer fits again, the streams start from (seed, global step): no part of the run
     repeats the random numbers of another.
 
+    Where `deterministic` or `benchmark` is given, it overrules the Trainer's argument of that name.
+
     Args:
         seed: An integer in [0, 2**32 - 1].
-        workers: Whether every DataLoader worker gets a stream of its own. (Before 2.6.1 Lightning's worker seeding
-            repeats torch's numbers in every epoch: a warning says so where there are workers.)
+        workers: Whether the stream of a DataLoader worker depends on the rank, too. (Before 2.6.1 Lightning's worker
+            seeding repeats torch's numbers in every epoch: a warning says so where there are workers.)
         deterministic: True, "warn" or False sets torch's, cuDNN's and cuBLAS' switches, None leaves them.
         benchmark: True or False sets cuDNN's benchmark mode, None leaves it.
-        per_rank: Whether each rank goes on with a stream of its own from the start of training, so that dropout and
-            augmentation differ between ranks. Initial weights still agree, and so does `PL_GLOBAL_SEED`, by which
-            `DistributedSampler` divides the samples (seeding `seed + rank` in `setup` makes ranks read samples twice).
+        per_rank: Whether each rank draws from a stream of its own in the batches of an epoch, so that dropout and
+            augmentation differ between ranks. Until an epoch's first batch is there, while loaders and samplers draw,
+            all ranks share one stream, and `PL_GLOBAL_SEED` stays common: initial weights agree, and each sample is
+            read once. (Seeding `seed + rank` in `setup`, the usual snippet, makes ranks read the same samples.)
+            Augmentation in DataLoader workers needs `workers=True`; without workers the first batch of an epoch is
+            augmented alike on all ranks.
 
     The seeding itself: `lightning_tricks.seeding.functional.seed_everything`.
 
@@ -68,9 +72,11 @@ class SeedEverything(TrickCallback):
         self.deterministic = check_determinism(deterministic)
         self.benchmark = benchmark
         self.per_rank = per_rank
-        self._is_first_setup = True
+        self._is_first_fit = True
+        self._uncovered = 0  # parameter tensors whose initial values this seed does not cover
+        self._in_batches = False
 
-    def apply(self) -> None:
+    def before_model(self) -> None:
         """Seed now, as `setup` will do again."""
         seed_everything(
             self.seed, self.workers, verbose=False, deterministic=self.deterministic, benchmark=self.benchmark
@@ -79,12 +85,13 @@ class SeedEverything(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Seed all streams, before `configure_model` builds the model."""
         super().setup(trainer, pl_module, stage)
-        if self._is_first_setup:
-            self._is_first_setup = False
-            self._note_existing_weights(pl_module)
-        self.apply()
+        if stage == "fit" and self._is_first_fit and torch.initial_seed() != self.seed:
+            existing = [p for p in pl_module.parameters() if not is_lazy(p) and not p.is_meta]
+            self._uncovered = 0 if self.brought_by_module else len(existing)
+        self.before_model()
         if stage == "fit":
             rank_zero_info(f"Seed set to {self.seed}")
+            self._is_first_fit = self._in_batches = False
             self._continue_at(trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -94,10 +101,18 @@ class SeedEverything(TrickCallback):
         saved_seed = checkpoint["callbacks"].get(self.state_key, {}).get("seed", self.seed)
         if saved_seed != self.seed:
             rank_zero_warn(f"The checkpoint's run was seeded with {saved_seed}, this one goes on with {self.seed}.")
+        self._uncovered = 0
         self._continue_at(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the seed and the switches in the loggers' hyper-parameters."""
+        """Note once what is not covered; record the seed and the switches in the loggers' hyper-parameters."""
+        if self._uncovered:
+            rank_zero_info(
+                f"SeedEverything({self.seed}): {self._uncovered} parameter tensors existed before `setup`, so their "
+                f"initial values are not covered by this seed. Call lightning_tricks.seed_everything({self.seed}) "
+                "before building the model, build it in `configure_model`, or use TricksMixin."
+            )
+            self._uncovered = 0
         if getattr(trainer, "enable_autolog_hparams", True):
             record = {f"seeding/{name}": value for name, value in self.state_dict().items()}
             for logger in trainer.loggers:
@@ -105,28 +120,45 @@ class SeedEverything(TrickCallback):
                 logger.log_hyperparams({**hyperparameters_for_loggers(trainer), **record})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the streams of each rank."""
-        if self.workers and repeats_worker_streams() and getattr(trainer.train_dataloader, "num_workers", True):
+        """Say so where DataLoader workers do not get the streams that they should."""
+        if not getattr(trainer.train_dataloader, "num_workers", True):
+            return
+        if self.workers and repeats_worker_streams():
             rank_zero_warn(
                 "SeedEverything(workers=True): this version of Lightning gives torch the same random numbers in every "
                 "epoch inside DataLoader workers, whatever the seed. Install lightning>=2.6.1, or set workers=False."
             )
-        if self.per_rank:
-            seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.global_rank))
+        if self.per_rank and not self.workers and trainer.world_size > 1:
+            rank_zero_warn(
+                f"SeedEverything(per_rank=True, workers=False): the DataLoader workers of all {trainer.world_size} "
+                "ranks draw the same numbers. Set workers=True."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the streams of each rank when the loaders have drawn theirs."""
+        if self.per_rank and not self._in_batches:
+            self._in_batches = True
+            self._start_stream_of(1 + _data_rank(trainer), trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to one stream for all ranks, for the loaders of the next epoch."""
+        if self._in_batches:
+            self._in_batches = False
+            self._start_stream_of(0, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the switches as they are now, for the checkpoint."""
-        return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism()}
+        return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_switches()}
 
     def _continue_at(self, global_step: int) -> None:
         if global_step > 0:
-            seed_streams(derive_seed(self.seed, global_step, 0))
+            seed_streams(derive_seed(self.seed, global_step, 0, 0))
 
-    def _note_existing_weights(self, pl_module: LightningModule) -> None:
-        built = sum(not is_lazy(parameter) and not parameter.is_meta for parameter in pl_module.parameters())
-        if built and torch.initial_seed() != self.seed:
-            rank_zero_info(
-                f"SeedEverything({self.seed}): {built} parameter tensors existed before `setup`, so their initial "
-                f"values are not covered by this seed. Call lightning_tricks.seed_everything({self.seed}) before "
-                "building the model, build it in `configure_model`, or use TricksMixin."
-            )
+    def _start_stream_of(self, place: int, trainer: Trainer) -> None:
+        seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.current_epoch, place))
+
+
+def _data_rank(trainer: Trainer) -> int:
+    """Return the rank among those that read different samples; tensor-parallel ranks read the same ones."""
+    sharing: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return sharing.get("rank", trainer.global_rank)

@@ -17,6 +17,7 @@ Deterministic = bool | Literal["warn"] | None
 
 _MAX_SEED = 2**32 - 1  # numpy's limit, the narrowest of the three libraries
 _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
+_ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")
 _STREAMS = ("python", "numpy", "torch", "cuda")
 
 # A child of Lightning's logger: shown and silenced together with Lightning's own messages.
@@ -62,19 +63,20 @@ def seed_everything(
     """Seed `random`, `numpy.random` and torch on all devices, and set the switches that decide about determinism.
 
     Call it before the model is built: initial weights come from these streams. A superset of
-    `lightning.seed_everything`: the streams and the environment variables are the same, bit for bit.
+    `lightning.seed_everything`: given the same `seed` and `workers`, streams and environment variables are the same.
 
     Args:
         seed: An integer in [0, 2**32 - 1]. None takes `PL_GLOBAL_SEED` from the environment, or 0 when it is not set.
-        workers: Whether Lightning shall give every DataLoader worker a stream of its own, derived from the seed, the
-            worker and the rank (environment variable `PL_SEED_WORKERS`).
-        verbose: Whether to log the seed (through Lightning's logger).
+        workers: Whether Lightning shall add the rank to the stream of each DataLoader worker (environment variable
+            `PL_SEED_WORKERS`), so that workers of different ranks draw different numbers. `lightning.seed_everything`
+            has it off by default.
+        verbose: Whether to log the seed, through Lightning's logger once Lightning is imported.
         deterministic: True makes torch, cuDNN and cuBLAS use deterministic algorithms and raise where there is none,
             "warn" warns there instead, False allows nondeterministic ones. None leaves the switches as they are.
         benchmark: Whether cuDNN times its convolution algorithms and takes the fastest. None leaves the switch as it
             is, but turns it off when `deterministic` is on.
 
-    Where one of the two is given, cuDNN is switched on (`torch.backends.cudnn.enabled`): they are its settings.
+    Where one of the two is switched on, so is cuDNN itself (`torch.backends.cudnn.enabled`).
 
     Returns:
         The seed that was set.
@@ -139,15 +141,14 @@ def set_determinism(deterministic: Deterministic = None, benchmark: bool | None 
         ValueError: If `deterministic` is none of these.
     """
     check_determinism(deterministic)
-    if deterministic is None and benchmark is None:
-        return
     if deterministic and benchmark:
         warnings.warn(
             "benchmark=True picks convolution algorithms by their timing, which differs from run to run, in spite of "
             f"deterministic={deterministic!r}. Leave benchmark out for reproducible results.",
             stacklevel=3,
         )
-    torch.backends.cudnn.enabled = True
+    if deterministic or benchmark:
+        torch.backends.cudnn.enabled = True
     if deterministic is not None:
         torch.backends.cudnn.deterministic = bool(deterministic)
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
@@ -157,7 +158,7 @@ def set_determinism(deterministic: Deterministic = None, benchmark: bool | None 
         torch.backends.cudnn.benchmark = bool(benchmark)
 
 
-def determinism() -> dict[str, bool | str]:
+def determinism_switches() -> dict[str, bool | str]:
     """Read the switches that `set_determinism` sets.
 
     Returns:
@@ -183,6 +184,9 @@ def capture_rng_state() -> dict[str, Any]:
         tensor (624,), position, cached Gaussian's flag and value), `torch` (a uint8 tensor) and `cuda` (one uint8
         tensor for each device, on the CPU). Plain values and tensors: it loads with `weights_only=True`.
 
+    Raises:
+        ValueError: If numpy's global generator is not MT19937, its default.
+
     Example:
         >>> state = capture_rng_state()
         >>> first = torch.rand(2), random.random()
@@ -191,7 +195,13 @@ def capture_rng_state() -> dict[str, Any]:
         (True, True)
     """
     version, words, gauss = random.getstate()
-    name, key, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
+    numpy_state = np.random.get_state(legacy=True)
+    if not isinstance(numpy_state, tuple):
+        raise ValueError(
+            f"numpy's global generator is {numpy_state['bit_generator']}; its state can be captured only when it is "
+            "numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
+        )
+    name, key, position, has_gauss, cached_gauss = numpy_state
     return {
         "python": (version, torch.tensor(words), gauss),
         "numpy": (str(name), torch.from_numpy(np.asarray(key).astype(np.int64)), position, has_gauss, cached_gauss),
@@ -232,7 +242,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Run a block (or, as a decorator, a function) that leaves the global random streams untouched.
+    """Run a block (or, as a decorator, a function that is no generator) that leaves the random streams untouched.
 
     Args:
         seed: What the streams start from inside; None lets them go on from where they are.
@@ -265,6 +275,32 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         if torch.cuda.is_initialized() and not cuda_was_initialized:
             for generator in torch.cuda.default_generators:
                 generator.manual_seed(generator.initial_seed())
+
+
+@contextmanager
+def isolated_seeding() -> Iterator[None]:
+    """Run a block that may seed and set switches, and leave streams, switches and environment as they were.
+
+    Yields:
+        Nothing. All is restored on leaving, also through an exception.
+    """
+    environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    switches = determinism_switches()
+    cudnn = torch.backends.cudnn
+    try:
+        with isolated_rng():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(
+            bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])
+        )
+        for name in ("enabled", "deterministic", "benchmark"):
+            setattr(cudnn, name, switches[f"cudnn.{name}"])
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _seed_from_environment(verbose: bool) -> int:

@@ -3,6 +3,7 @@
 import csv
 import math
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,9 @@ def test_batches_without_a_loss(lab, setting, accumulate):
     lab.fit([neutral], chosen, module=with_neutral, **arguments)
     lab.fit([], chosen, module=bare, **arguments)
     assert same(with_neutral.state_dict(), bare.state_dict())
-    # under a scaler Lightning leaves out the step whose last batch has no loss
-    left_out = {("fp16", 1): 4, ("fp16", 2): 2, ("fp16 fused", 1): 4, ("fp16 fused", 2): 2}
-    assert clipping.state_dict()["steps"] == {0: 20 // accumulate - left_out.get((setting, accumulate), 0)}
+    # nothing to clip: no gradient at all, or, under a scaler, a step that Lightning leaves out for its last batch
+    left_out = 4 if accumulate == 1 else 0 if setting == "fp32" else 2
+    assert clipping.state_dict()["steps"] == {0: 20 // accumulate - left_out}
 
 
 @pytest.mark.trap("gradient_clipping: Lightning's own clip comes after: both set, both applied, so warn")
@@ -83,8 +84,89 @@ class _StepsRawOptimizers(Net):
 
 @pytest.mark.trap("gradient_clipping: no hook under use_pl_optimizer=False")
 def test_says_when_it_saw_no_step(lab):
-    with pytest.warns(UserWarning, match=r"saw 0 optimizer steps in 20 batches.*use_pl_optimizer=True"):
+    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[0, 1\] in 20 batches: .*use_pl_optimizer=True"):
         lab.fit([GradientClipping(0.5)], module=_StepsRawOptimizers("manual"), probe=False)
+
+
+class _StepsOneRawOptimizer(Net):
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        known, _ = self.optimizers()
+        _, raw = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(loss)
+        for optimizer in (known, raw):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_names_the_optimizer_that_it_never_saw(lab):
+    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[1\] in 20 batches"):
+        lab.fit([GradientClipping(0.5)], module=_StepsOneRawOptimizer("manual"), probe=False)
+
+
+class _UnscalesItself(Net):
+    """What people do by hand under fp16 with a fused optimizer, because Lightning does not."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        self.trainer.precision_plugin.scaler.unscale_(optimizer.optimizer)
+        optimizer.step()
+
+
+def test_accepts_gradients_that_are_unscaled_already(lab):
+    module = _UnscalesItself("fused")
+    module.automatic_optimization = False
+    (facts,) = lab.fit([GradientClipping(0.5)], SETTINGS["fp16 fused"], module=module)
+    assert facts.steps[0].before > 0.5
+    assert all(step.after == pytest.approx(min(0.5, step.before), rel=1e-4) for step in facts.steps)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_works_with_a_module_that_fetches_its_own_batches(lab):
+    class Fetches(Net):
+        def training_step(self, dataloader_iter):
+            batch, batch_idx, _ = next(dataloader_iter)
+            return super().training_step(batch, batch_idx)
+
+    (facts,) = lab.fit([GradientClipping(0.5)], module=Fetches())
+    assert len(facts.steps) == 20
+    assert facts.metrics["grad_norm/post_clip"] <= 0.5 + 1e-4
+
+
+@pytest.mark.parametrize("norm_type", [1.0, math.inf])
+def test_clips_by_the_norm_it_is_given(lab, norm_type):
+    """One step of plain SGD with learning rate 1 shows the clipped gradient itself."""
+
+    class Shows(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Shows()
+    before = [p.detach().clone() for p in module.parameters()]
+    lab.fit([GradientClipping(0.01, norm_type)], module=module, max_epochs=1, limit_train_batches=1, probe=False)
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(module.parameters(), before, strict=True)])
+    assert torch.linalg.vector_norm(moved.double(), norm_type).item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*barebones")
+def test_says_nothing_to_a_barebones_trainer():
+    trainer = Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[GradientClipping(0.5)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Net(), _loader())
+    assert not [w for w in caught if "self.log" in str(w.message)]
+    assert trainer.callbacks[0].state_dict()["steps"] == {0: 10}
+
+
+@pytest.mark.gpu
+def test_counts_on_after_a_resume_on_the_gpu(lab):
+    whole, first, second = (GradientClipping(0.5) for _ in range(3))
+    lab.fit([whole], SETTINGS["CUDA"])
+    lab.fit([first], SETTINGS["CUDA"], max_epochs=1, save_to=lab.folder / "one.ckpt")
+    lab.fit([second], SETTINGS["CUDA"], ckpt_path=lab.folder / "one.ckpt")
+    assert same(second.state_dict(), whole.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -105,6 +187,14 @@ def test_refuses_a_second_one_from_the_module(lab):
 
     with pytest.raises(MisconfigurationException, match="2 GradientClipping callbacks and needs one"):
         lab.fit([], module=Twice(), probe=False)
+
+
+def test_refuses_a_subclass_beside_it(lab):
+    class Stricter(GradientClipping):
+        pass
+
+    with pytest.raises(MisconfigurationException, match="2 GradientClipping callbacks and needs one"):
+        lab.fit([Stricter(0.1), GradientClipping(0.5)])
 
 
 def _loader():
@@ -186,7 +276,7 @@ def test_counts_no_overflow_as_clipped(lab):
 @pytest.mark.parametrize("arguments", [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0.0}, {"max_norm": math.nan}])
 def test_refuses_bad_values_when_it_is_made(arguments):
     ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match=f"{name} must be > 0 .*{value}"):
+    with pytest.raises(ValueError, match=f"{name} must be a number > 0 .*got {value}"):
         GradientClipping(**arguments)
 
 

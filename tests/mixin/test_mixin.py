@@ -1,7 +1,9 @@
 """TricksMixin in the hands of other people's modules."""
 
 import copy
+import dataclasses
 import math
+import os
 import pickle
 import sys
 
@@ -10,9 +12,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_tricks import GradientClipping, SeedEverything, Tricks, TricksMixin
+from lightning_tricks import (
+    GradientClipping,
+    SeedEverything,
+    Tricks,
+    TricksMixin,
+    capture_rng_state,
+    seed_everything,
+)
 from tests.contract.lab import SETTINGS, digits, same
 
 _QUIET = {
@@ -107,7 +117,7 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
         ({"seeding": -1}, ValueError, r"Tricks\(seeding=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
         ({"seeding": True}, TypeError, r"Tricks\(seeding=True\): seed must be an integer"),
         ({"seeding": {"sed": 1}}, TypeError, r"'sed'.* SeedEverything takes seed, workers"),
-        ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be > 0"),
+        ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be a number > 0"),
         ({"gradient_clipping": "1"}, TypeError, "max_norm must be a number"),
         ({"gradient_cliping": 1.0}, TypeError, "gradient_cliping"),
     ],
@@ -166,6 +176,58 @@ def test_the_users_own_instance_wins():
         assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
 
 
+def test_the_modules_own_instance_wins():
+    class Own(LitNet):
+        def configure_callbacks(self):
+            return [*super().configure_callbacks(), GradientClipping(0.1)]
+
+    trainer = _fit(Own(tricks=Tricks(**_BOTH)))
+    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.1 + 1e-4
+
+
+def test_a_second_module_brings_its_own_tricks():
+    trainer = _fit(LitNet(tricks=Tricks(seeding=1, gradient_clipping=0.5)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(LitNet(tricks=Tricks(seeding=2, gradient_clipping=0.01)), *_loaders())
+    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.01 + 1e-4
+    (seeding,) = (c for c in trainer.callbacks if isinstance(c, SeedEverything))
+    assert seeding.seed == 2
+
+
+def test_loading_a_checkpoint_leaves_the_process_alone():
+    tricks = Tricks(seeding={"seed": 5, "deterministic": True})
+    _fit(LitNet(tricks=tricks)).save_checkpoint("run.ckpt")
+    torch.use_deterministic_algorithms(False)
+    seed_everything(99, verbose=False)
+    before = capture_rng_state()
+    loaded = LitNet.load_from_checkpoint("run.ckpt")
+    assert loaded.tricks == tricks
+    assert same(capture_rng_state(), before)
+    assert os.environ["PL_GLOBAL_SEED"] == "99"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_loading_is_no_method_of_an_instance():
+    with pytest.raises(TypeError, match="cannot be called on an instance"):
+        LitNet().load_from_checkpoint("run.ckpt")
+
+
+def test_the_wrong_order_of_bases_is_refused():
+    with pytest.raises(TypeError, match=r"TricksMixin must come first: class Backwards\(TricksMixin, \.\.\.\)"):
+
+        class Backwards(LightningModule, TricksMixin):
+            pass
+
+
+def test_an_init_that_does_not_reach_the_mixin_is_named():
+    class Skips(LitNet):
+        def __init__(self):
+            LightningModule.__init__(self)
+
+    with pytest.raises(MisconfigurationException, match=r"Skips.__init__ did not reach TricksMixin: call super\(\)"):
+        Skips().configure_callbacks()
+
+
 def test_instances_are_reused_by_a_second_fit():
     module = LitNet(tricks=Tricks(**_BOTH))
     first = _fit(module)
@@ -182,7 +244,8 @@ def test_instances_are_reused_by_a_second_fit():
 def test_checkpoints_load_with_weights_only(tmp_path):
     module = LitNet(hidden=4, tricks=Tricks(seeding={"seed": 5, "workers": False}, gradient_clipping=0.5))
     _fit(module).save_checkpoint("run.ckpt")
-    plain = {"seeding": {"seed": 5, "workers": False}, "gradient_clipping": 0.5}
+    plain = dataclasses.asdict(module.tricks)
+    assert plain["seeding"] == {"seed": 5, "workers": False}
     checkpoint = torch.load("run.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"] == {"hidden": 4, "tricks": plain}
 
@@ -201,7 +264,7 @@ def test_checkpoints_load_with_weights_only(tmp_path):
 
 def test_hyperparameters_of_the_loggers_are_plain_too():
     module = LitNet(tricks=Tricks(**_BOTH))
-    assert module.hparams_initial["tricks"] == _BOTH
+    assert module.hparams_initial["tricks"].items() >= _BOTH.items()
     assert type(module.hparams_initial["tricks"]) is dict
 
 
@@ -221,13 +284,11 @@ def test_save_hyperparameters_takes_what_lightnings_takes():
             super().__init__(**kwargs)
             self.save_hyperparameters()
 
-    assert Picky(8, settings=Tricks(seeding=1)).hparams == {
-        "depth": 2,
-        "settings": {"seeding": 1, "gradient_clipping": None},
-    }
+    plain = dataclasses.asdict(Tricks(seeding=1))
+    assert Picky(8, settings=Tricks(seeding=1)).hparams == {"depth": 2, "settings": plain}
     assert Ignoring(8, tricks=Tricks(seeding=1)).hparams == {"width": 8}
     grandchild = Grandchild(tricks=Tricks(seeding=1))
-    assert grandchild.hparams["tricks"] == {"seeding": 1, "gradient_clipping": None}
+    assert grandchild.hparams["tricks"] == plain
     assert (grandchild.hparams["extra"], grandchild.hparams["hidden"]) == (3, 8)
 
 

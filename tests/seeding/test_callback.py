@@ -1,5 +1,7 @@
 """SeedEverything where the copied snippets go wrong; what every callback promises is in tests/contract."""
 
+import itertools
+import os
 import random
 import warnings
 from pathlib import Path
@@ -12,12 +14,14 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_tricks import SeedEverything, seed_everything
 from lightning_tricks._lightning_compat import repeats_worker_streams
 from tests.contract.lab import SETTINGS, Net, digits, same
 
+_ELSEWHERE = itertools.count(1000)
 _WORKERS = [
     0,
     pytest.param(
@@ -65,7 +69,7 @@ class _Witness(Callback):
 
 
 def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=None, **trainer):
-    torch.manual_seed(random.SystemRandom().getrandbits(30))  # wherever the streams stood before
+    torch.manual_seed(next(_ELSEWHERE))  # the streams stand elsewhere before each fit
     witness = _Witness(".")
     arguments = {"logger": False, "enable_checkpointing": False, **_QUIET, **trainer}
     fitter = Trainer(max_epochs=epochs, callbacks=[callback, witness], **arguments)
@@ -101,7 +105,9 @@ def test_per_rank_streams_keep_weights_and_sharding(workers):
         assert sorted(read) == list(range(40)), "each sample exactly once an epoch"
     for one, other in zip(ranks[0]["dropout"], ranks[1]["dropout"], strict=True):
         assert not torch.equal(one, other)
-    noise = torch.cat([batch for rank in ranks for batch in rank["noise"]])
+    # the first batch of an epoch is made before the ranks part; workers add the rank themselves
+    later = [i for i in range(10) if workers or i % 5]
+    noise = torch.cat([rank["noise"][i] for rank in ranks for i in later])
     assert len(noise.unique()) == noise.numel()
     again = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
     assert same(again, ranks)
@@ -116,6 +122,68 @@ def test_says_when_lightning_repeats_the_workers_streams(monkeypatch, workers):
     said = [str(w.message) for w in caught if "same random numbers in every epoch" in str(w.message)]
     assert len(said) == workers
     assert all("Install lightning>=2.6.1, or set workers=False" in words for words in said)
+
+
+class _OwnSampler(Sampler):
+    """A sampler of the user's own, that divides by rank itself and draws from the global stream."""
+
+    def __init__(self, rank=0, world=1):
+        self.rank, self.world = rank, world
+
+    def __iter__(self):
+        return iter(torch.randperm(40)[self.rank :: self.world].tolist())
+
+    def __len__(self):
+        return 40 // self.world
+
+
+class _SetsSampler(Net):
+    def __init__(self, make_sampler, own):
+        super().__init__(built_late=True)
+        self.make_sampler, self.own = make_sampler, own
+
+    def train_dataloader(self):
+        place = (self.trainer.global_rank, self.trainer.world_size) if self.own else ()
+        return DataLoader(_Indexed(), batch_size=4, sampler=self.make_sampler(*place))
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+@pytest.mark.parametrize(
+    ("make_sampler", "own"),
+    [
+        (_OwnSampler, True),
+        (lambda: SubsetRandomSampler(range(40)), False),
+        (lambda: WeightedRandomSampler(torch.ones(40), 40, replacement=False), False),
+    ],
+    ids=["own", "subset", "weighted"],
+)
+def test_per_rank_streams_keep_the_sharding_of_any_sampler(make_sampler, own, reload):
+    witness = _Witness(".")
+    Trainer(
+        max_epochs=3, callbacks=[SeedEverything(3, per_rank=True), witness], logger=False, enable_checkpointing=False,
+        use_distributed_sampler=not own, reload_dataloaders_every_n_epochs=reload, **_QUIET, **SETTINGS["DDP"].trainer,
+    ).fit(_SetsSampler(make_sampler, own))  # fmt: skip
+    ranks = [torch.load(f"witness{rank}.pt") for rank in range(2)]
+    for epoch in (slice(0, 5), slice(5, 10), slice(10, 15)):
+        read = [index for rank in ranks for batch in rank["samples"][epoch] for index in batch]
+        assert sorted(read) == list(range(40)), "each sample exactly once an epoch"
+    assert not any(same(a, b) for a, b in zip(ranks[0]["dropout"], ranks[1]["dropout"], strict=True))
+
+
+def test_says_that_per_rank_workers_need_their_seeding():
+    with pytest.raises(
+        ProcessRaisedException, match=r"workers of all 2 ranks draw the same numbers\. Set workers=True"
+    ):
+        _fit(SeedEverything(3, per_rank=True, workers=False), workers=1, **SETTINGS["DDP"].trainer)
+
+
+def test_sets_the_environment_and_the_switches():
+    _fit(SeedEverything(3, workers=False, benchmark=True, deterministic=False))
+    assert (os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]) == ("3", "0")
+    assert torch.backends.cudnn.benchmark
+    _fit(SeedEverything(4, benchmark=False))
+    assert (os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]) == ("4", "1")
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_common_streams_by_default():
@@ -231,6 +299,13 @@ def test_no_note_when_the_weights_are_covered(lightning_log):
     Trainer(max_epochs=1, callbacks=[SeedEverything(13)], logger=False, enable_checkpointing=False, **_QUIET).fit(
         Net(), DataLoader(digits(), batch_size=40)
     )
+    assert not _notes(lightning_log)
+
+
+def test_no_note_where_the_weights_come_from_a_file(lightning_log):
+    _fit(SeedEverything(14), epochs=1, save_to="one.ckpt")
+    lightning_log.clear()
+    _fit(SeedEverything(14), net=Net(), ckpt_path="one.ckpt")
     assert not _notes(lightning_log)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks import capture_rng_state, isolated_rng, restore_rng_state, seed_everything
-from lightning_tricks.seeding import derive_seed
+from lightning_tricks.seeding import derive_seed, isolated_seeding
+from lightning_tricks.seeding.functional import determinism_switches
 
 
 def _draw():
@@ -207,6 +208,24 @@ def test_derived_seeds_are_distinct_and_in_range():
     seeds = {derive_seed(seed, step, rank) for seed in range(5) for step in range(40) for rank in range(10)}
     assert len(seeds) == 5 * 40 * 10
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_isolated_seeding_restores_streams_switches_and_environment(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    before, switches = capture_rng_state(), determinism_switches()
+    with isolated_seeding():
+        seed_everything(1, verbose=False, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    assert _equal(capture_rng_state(), before)
+    assert determinism_switches() == switches
+    assert os.environ["PL_GLOBAL_SEED"] == "8"
+    assert not {"PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"} & os.environ.keys()
+
+
+def test_another_numpy_generator_is_named(monkeypatch):
+    monkeypatch.setattr(np.random, "get_state", lambda legacy: {"bit_generator": "PCG64"})
+    with pytest.raises(ValueError, match="numpy's global generator is PCG64"):
+        capture_rng_state()
 
 
 @pytest.mark.gpu
