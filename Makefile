@@ -1,4 +1,4 @@
-# Needs python3 (3.10 or newer) with pip and venv, and nothing else.
+# Needs python3 (3.10 or newer) with pip, and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check fix bench constraints clean
-OLDEST := $(VENV)/oldest
+OLDEST := $(CURDIR)/$(VENV)/oldest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -18,7 +18,7 @@ demo: $(VENV)/installed-package ## Train a real model on real digits with every 
 test: $(VENV)/installed-test ## Run the tests
 	$(BIN)/python -m pytest
 
-test-oldest: $(OLDEST) ## Run the tests with the oldest supported Lightning
+test-oldest: $(OLDEST)/installed ## Run the tests with the oldest supported Lightning
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
@@ -44,10 +44,13 @@ clean: ## Remove .venv and everything else that these commands made
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	# Debian ships venv without the pip that it would put into it: then the pip outside does that
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; }
 
-$(OLDEST): $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ lightning==2.5.0
+$(OLDEST)/installed: | $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) lightning==2.5.0
+	touch $@
 
 $(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
 	$(INSTALL) --editable .

@@ -110,7 +110,7 @@ def main() -> None:
     torch.manual_seed(0)
     results = {}
     for name, shapes in (("ResNet-50 shapes", resnet50_shapes()), ("2,000 small parameters", small_shapes())):
-        results[f"function, {name}"] = ratios(measure(functions(shapes), 2 * given.rounds), peer="torch")
+        results[f"function, {name}"] = ratios(measure(functions(shapes), given.rounds), peer="torch")
         results[f"training loop, {name}"] = ratios(
             measure(trainers(shapes), given.rounds), peer="Trainer(gradient_clip_val=1.0)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 
@@ -19,17 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
     arguments = parser.parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except _UsageError as error:
-        parser.exit(2, f"lightning-tricks {arguments.command}: error: {error}\n")
-
-
-class _UsageError(Exception):
-    """An argument that only the library could judge."""
+    return int(arguments.run(arguments))
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +37,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("lightning_tricks_demo"), metavar="DIR", help="report folder (./%(default)s)"
     )
-    parser.set_defaults(run=_run_demo)
+    parser.set_defaults(run=partial(_run_demo, parser))
 
 
-def _run_demo(arguments: argparse.Namespace) -> int:
+def _run_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from lightning_tricks import demo
@@ -61,7 +55,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
             precision=arguments.precision,
         )
     except (MisconfigurationException, OSError, TypeError, ValueError) as error:
-        raise _UsageError(error) from error
+        parser.error(str(error))
     demo.run(trainer, tricks, arguments.out)
     return 0
 

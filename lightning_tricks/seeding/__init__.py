@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_tricks.seeding.functional import capture_rng_state as capture_rng_state
     from lightning_tricks.seeding.functional import derive_seed as derive_seed
     from lightning_tricks.seeding.functional import isolated_rng as isolated_rng
+    from lightning_tricks.seeding.functional import isolated_seeding as isolated_seeding
     from lightning_tricks.seeding.functional import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding.functional import seed_everything as seed_everything
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback
 
-from tests.contract.lab import Lab, Setting
+from tests.contract.lab import SETTINGS, Lab, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Case:
 
     Attributes:
         callback: The class.
-        arguments: An active configuration, each value different from the default.
+        arguments: An active configuration; the values given differ from the defaults.
         kind: "observer" only looks; "changer" changes what training does; "structural" changes the model itself.
         neutral: The arguments at which it is as good as absent, or None.
         why_no_neutral: The reason, where there are none.
@@ -38,6 +38,7 @@ class Case:
     untested: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        assert {*self.refuses, *self.untested} <= SETTINGS.keys(), "a setting's name is misspelt"
         assert (self.neutral is None) == bool(self.why_no_neutral), "a neutral setting, or the reason why there is none"
 
     def make(self) -> Callback:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -90,6 +93,8 @@ class Net(LightningModule):
         parameters = list(self.parameters())
         if self.optimization == "manual":
             return torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.AdamW(parameters[2:], lr=0.01)
+        if self.optimization == "sgd":
+            return torch.optim.SGD(parameters, lr=0.01)
         if self.optimization == "lbfgs":
             return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
         return torch.optim.AdamW(parameters, lr=0.01, fused=self.optimization == "fused")
@@ -112,6 +117,8 @@ class Setting:
     ranks: int = 1
     sharded: bool = False
     accelerator: str = "cpu"
+    closures_vary: bool = False
+    tolerance: float = 1e-4
 
 
 SETTINGS = {
@@ -120,6 +127,15 @@ SETTINGS = {
         Setting("fp32", "`precision='32-true'`"),
         Setting("bf16", "`precision='bf16-mixed'`", trainer={"precision": "bf16-mixed"}),
         Setting("fp16", "fp16 with a GradScaler", fp16=True),
+        Setting("64-true", "`precision='64-true'`", trainer={"precision": "64-true"}),
+        Setting("bf16-true", "`precision='bf16-true'`", trainer={"precision": "bf16-true"}, tolerance=1e-2),
+        Setting(
+            "16-true",
+            "`precision='16-true'` (with SGD)",
+            net={"optimization": "sgd"},
+            trainer={"precision": "16-true"},
+            tolerance=1e-2,
+        ),
         Setting("fp16 fused", "fp16 with a GradScaler and a fused optimizer", net={"optimization": "fused"}, fp16=True),
         Setting(
             "bf16 fused",
@@ -133,16 +149,25 @@ SETTINGS = {
             trainer={"accumulate_grad_batches": 4},
         ),
         Setting("manual", "manual optimization with two optimizers", net={"optimization": "manual"}),
-        Setting("LBFGS", "an optimizer that calls its closure several times", net={"optimization": "lbfgs"}),
-        Setting("compile", "`torch.compile`d net", net={"compiled": True}),
-        Setting("DDP", "two ranks", trainer={"strategy": "ddp_fork", "devices": 2}, ranks=2),
         Setting(
-            "FSDP2", "`ModelParallelStrategy`, two ranks", net={"built_late": True}, trainer={"devices": 2}, ranks=2,
+            "LBFGS",
+            "an optimizer that calls its closure several times",
+            net={"optimization": "lbfgs"},
+            closures_vary=True,
+        ),
+        Setting("compile", "`torch.compile`d net", net={"compiled": True}),
+        Setting("DDP", "two ranks on the CPU (gloo)", trainer={"strategy": "ddp_fork", "devices": 2}, ranks=2),
+        Setting(
+            "FSDP2",
+            "`ModelParallelStrategy`, two ranks on the CPU (gloo)",
+            net={"built_late": True},
+            trainer={"devices": 2},
+            ranks=2,
             sharded=True,
         ),
         Setting("CUDA", "fp16 on a GPU", trainer={"precision": "16-mixed"}, accelerator="cuda"),
     )
-}  # fmt: skip
+}
 FP32 = SETTINGS["fp32"]
 
 
@@ -162,11 +187,9 @@ class Facts:
     steps: list[Step]
     weights: dict[str, Tensor]
     optimizers: list[Any]
-    rng: tuple[Any, ...]
-    modes: dict[str, bool]
-    hooks: int
     metrics: dict[str, float]
-    callbacks: list[dict[str, Any]]
+    rng: tuple[Any, ...] = ()
+    traces: dict[str, Any] = field(default_factory=dict)
 
 
 class _Before(Callback):
@@ -184,26 +207,26 @@ class _Before(Callback):
 
 
 class _After(Callback):
-    """Last in the list: sees the gradients after the callback under test, and writes down the facts."""
+    """Last in the list: sees the gradients after the callback under test, and writes down the facts at the end."""
 
-    def __init__(self, before: _Before, tested: Sequence[Callback], folder: Path) -> None:
-        self.before, self.tested, self.folder = before, tested, folder
+    def __init__(self, before: _Before, folder: Path) -> None:
+        self.before, self.folder = before, folder
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.before.steps[-1].after = gradient_norm(trainer, optimizer)
 
     def on_train_end(self, trainer, pl_module):
-        facts = Facts(
+        self.facts = Facts(
             steps=self.before.steps,
             weights={name: full(value) for name, value in pl_module.state_dict().items()},
             optimizers=[] if trainer.world_size > 1 else [o.state_dict() for o in trainer.optimizers],
-            rng=(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
-            modes={name: module.training for name, module in pl_module.named_modules()},
-            hooks=sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in pl_module.modules()),
             metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
-            callbacks=[attributes(callback) for callback in self.tested],
         )
-        torch.save(facts, self.folder / f"rank{trainer.global_rank}.pt")
+
+    def on_fit_end(self, trainer, pl_module):
+        self.facts.rng = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+        self.facts.traces = traces(pl_module)
+        torch.save(self.facts, self.folder / f"rank{trainer.global_rank}.pt")
 
 
 def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
@@ -215,6 +238,18 @@ def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
     if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         norm /= scaler.get_scale()
     return norm
+
+
+def traces(module: nn.Module) -> dict[str, Any]:
+    """What a guest could leave behind: modes, attributes, buffers and hooks of each submodule and parameter."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        hooks = {key: len(value) for key, value in vars(part).items() if key.endswith("_hooks")}
+        found[name] = (part.training, sorted(vars(part)), sorted(part._buffers), hooks)
+    for name, parameter in module.named_parameters():
+        hooks = [getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+        found[f"parameter {name}"] = (parameter.requires_grad, [len(hook or ()) for hook in hooks])
+    return found
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -262,7 +297,7 @@ class Lab:
             np.random.seed(start)
             torch.manual_seed(start)
             before = _Before()
-            probes = [before, _After(before, callbacks, folder)] if probe else []
+            probes = [before, _After(before, folder)] if probe else []
             arguments = {"max_epochs": 2, "accelerator": setting.accelerator, **_QUIET, **setting.trainer, **trainer}
             if setting.fp16:
                 arguments["plugins"] = [real_fp16()]
@@ -270,7 +305,8 @@ class Lab:
                 arguments["strategy"] = ModelParallelStrategy(setting.ranks, tensor_parallel_size=1)
             fitter = Trainer(callbacks=[*probes[:1], *callbacks, *probes[1:]], **arguments)
             target = module or Net(**{**setting.net, **net})
-            fitter.fit(target, DataLoader(digits(), batch_size=4), ckpt_path=ckpt_path)
+            loaders = [DataLoader(digits(), batch_size=4)] * (1 + hasattr(type(target), "evaluate"))
+            fitter.fit(target, *loaders, ckpt_path=ckpt_path)
             if save_to is not None:
                 fitter.save_checkpoint(save_to)
 
@@ -291,23 +327,50 @@ def fork(function: Callable[[int], None], ranks: int) -> None:
 
 
 def _rank(rank: int, function: Callable[[int], None], port: int) -> None:
-    import os
-
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     function(rank)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
+class EvaluatedNet(Net):
+    """A net that is validated and tested as well."""
+
+    def evaluate(self, batch, batch_idx):
+        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    validation_step = test_step = evaluate
+
+
 class HostReads(TorchDispatchMode):
-    """Counts the reads of a value from a tensor: `.item()`, `bool(tensor)`, `tensor.tolist()` of one element, ..."""
+    """Counts the reads of a tensor's values: `.item()`, `bool()`, `torch.equal`, `.tolist()`, `.numpy()`, `.cpu()`."""
+
+    _OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+    _METHODS = ("tolist", "numpy", "cpu")  # no operator shows these on a CPU
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        for name in self._METHODS:
+            self._patches.enter_context(patch.object(Tensor, name, self._counted(getattr(Tensor, name))))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patches.close()
+        return super().__exit__(*exception)
+
+    def _counted(self, method):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return method(*args, **kwargs)
+
+        return counted
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func in self._OPERATORS
         return func(*args, **(kwargs or {}))
 
 

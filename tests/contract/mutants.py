@@ -6,6 +6,7 @@ Each mutant is what somebody would have written: the check that must catch it st
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
@@ -54,8 +55,7 @@ class Healthy(TrickCallback):
 class HealthyOfMany(Healthy):
     """The same, with a state of its own for each instance."""
 
-    def setup(self, trainer, pl_module, stage):
-        self.steps, self.total = 0, torch.zeros(())
+    allows_several = True
 
     @property
     def state_key(self) -> str:
@@ -71,6 +71,46 @@ class AsksTheHost(Healthy):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if all(p.grad.isfinite().all() for p in pl_module.parameters()):
             self.steps += 1
+
+
+class ReadsAList(Healthy):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.total = torch.tensor(self.scale * outputs["loss"].detach().reshape(1).tolist()[0]) + self.total
+
+
+class ComparesTensors(Healthy):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += not torch.equal(pl_module.net[0].weight, pl_module.net[4].weight)
+
+
+class DrawsInValidation(Healthy):
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        torch.rand(())
+
+
+class DrawsAtTheEnd(Healthy):
+    def on_fit_end(self, trainer, pl_module):
+        torch.rand(())
+
+
+class LeavesABackwardHook(Healthy):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net[0].register_full_backward_hook(_look)
+
+
+class LeavesATensorHook(Healthy):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net[0].weight.register_hook(lambda gradient: None)
+
+
+class LeavesAnAttribute(Healthy):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.net[0].total_ops = 7
+
+
+class SpoilsAWeightOnException(Healthy):
+    def on_exception(self, trainer, pl_module, exception):
+        pl_module.net[0].weight.data.zero_()
 
 
 class DrawsRandomNumbers(Healthy):
@@ -176,8 +216,7 @@ class AnnotatesTheWrongType(Healthy):
 
 
 class TakesASecondOne(Healthy):
-    def setup(self, trainer, pl_module, stage):
-        self.steps, self.total = 0, torch.zeros(())
+    allows_several = True
 
     @property
     def state_key(self) -> str:
@@ -261,16 +300,21 @@ class SeedsTooLate(SeedEverything):
         pass
 
     def on_fit_start(self, trainer, pl_module):
-        self.apply()
+        self.before_model()
 
 
 class ForgetsPython(SeedEverything):
-    def apply(self):
-        import random
-
+    def before_model(self):
         state = random.getstate()
-        super().apply()
+        super().before_model()
         random.setstate(state)
+
+
+class SeedsByTheClock(SeedEverything):
+    """Seeds each step anew, from a place that no other run knows."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        torch.manual_seed(id(self) + batch_idx)
 
 
 @dataclass(frozen=True)
@@ -330,7 +374,15 @@ def _seeding(callback: type[Callback]) -> Mutant:
 MUTANTS = (
     _observer(ReadsTheHost, checks.no_host_reads),
     _observer(AsksTheHost, checks.no_host_reads),
+    _observer(ReadsAList, checks.no_host_reads),
+    _observer(ComparesTensors, checks.no_host_reads),
     _observer(DrawsRandomNumbers, checks.observer_changes_nothing),
+    _observer(DrawsInValidation, checks.observer_changes_nothing),
+    _observer(DrawsAtTheEnd, checks.observer_changes_nothing),
+    _observer(LeavesABackwardHook, checks.leaves_module_alone),
+    _observer(LeavesATensorHook, checks.leaves_module_alone),
+    _observer(LeavesAnAttribute, checks.leaves_module_alone),
+    _observer(SpoilsAWeightOnException, checks.observer_changes_nothing),
     _observer(LeavesEvalMode, checks.observer_changes_nothing),
     _observer(LeavesAHook, checks.observer_changes_nothing),
     _observer(LeavesABuffer, checks.leaves_module_alone),
@@ -359,4 +411,5 @@ MUTANTS = (
     _clipping(ClipsByRank, checks.ranks_agree, "DDP"),
     _seeding(SeedsTooLate),
     _seeding(ForgetsPython),
+    _seeding(SeedsByTheClock),
 )

@@ -5,6 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import lightning_tricks
 from tests.contract.cases import CASES
 from tests.contract.lab import SETTINGS
 
@@ -13,11 +14,11 @@ _MARKS = {"tested": "✓", "refuses": "refuses", "untested": "untested"}
 
 
 def tricks_table() -> str:
-    """One line for each trick: how to write it, and the first line of its docstring."""
-    rows = ["| One line | What it does |", "| --- | --- |"]
-    for name, case in CASES.items():
-        first = next(iter(inspect.signature(case.callback).parameters.values()))
-        rows.append(f"| `{name}({first.default!r})` | {inspect.getdoc(case.callback).splitlines()[0]} |")
+    """One line for each public name: the callbacks first, with the first line of their docstrings."""
+    names = [*CASES, *(name for name in lightning_tricks.__all__ if name not in CASES)]
+    rows = ["| Name | What it does |", "| --- | --- |"]
+    for name in names:
+        rows.append(f"| `{name}` | {inspect.getdoc(getattr(lightning_tricks, name)).splitlines()[0]} |")
     return "\n".join(rows)
 
 

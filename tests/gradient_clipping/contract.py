@@ -15,16 +15,16 @@ def verify(lab: Lab, setting: Setting, callback: type = GradientClipping) -> Non
     clipped = lab.fit([callback(_MAX_NORM)], setting)
     assert len(clipped) == setting.ranks
     for rank, bare_rank in zip(clipped, bare, strict=True):
-        assert len(rank.steps) == len(bare_rank.steps) > 0 or setting.name == "LBFGS"
+        assert len(rank.steps) == len(bare_rank.steps) > 0 or setting.closures_vary
         # nothing touched the gradient before: the first norm is the bare run's
         assert math.isclose(rank.steps[0].before, bare_rank.steps[0].before, rel_tol=1e-6)
         assert any(step.before > _MAX_NORM for step in rank.steps)
         for step in rank.steps:
-            assert math.isclose(step.after, min(step.before, _MAX_NORM), rel_tol=1e-4), step
-        _check_log(rank)
+            assert math.isclose(step.after, min(step.before, _MAX_NORM), rel_tol=setting.tolerance), step
+        _check_log(rank, setting.tolerance)
 
 
-def _check_log(rank) -> None:
+def _check_log(rank, tolerance: float) -> None:
     optimizers = sorted({step.optimizer for step in rank.steps})
     for optimizer in optimizers:
         steps = [step for step in rank.steps if step.optimizer == optimizer]
@@ -35,13 +35,13 @@ def _check_log(rank) -> None:
             "clipped_fraction": sum(step.before > _MAX_NORM for step in steps) / len(steps),
         }
         for name, value in expected.items():
-            assert math.isclose(rank.metrics[f"{prefix}/{name}"], value, rel_tol=1e-4), (name, value, rank.metrics)
+            assert math.isclose(rank.metrics[f"{prefix}/{name}"], value, rel_tol=tolerance), (name, value, rank.metrics)
 
 
 CASES = (
     Case(
         callback=GradientClipping,
-        arguments={"max_norm": _MAX_NORM, "norm_type": 3.0, "log": False, "log_layers": True},
+        arguments={"max_norm": _MAX_NORM, "norm_type": 3.0, "log_layers": True},
         kind="changer",
         neutral={"max_norm": math.inf},
         instances=1,
