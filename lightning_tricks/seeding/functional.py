@@ -291,6 +291,9 @@ def isolated_seeding() -> Iterator[None]:
         with isolated_rng():
             yield
     finally:
+        if not torch.cuda.is_initialized():
+            # the block may have queued a seed for a CUDA context to come
+            torch.cuda.manual_seed_all(torch.initial_seed())
         torch.use_deterministic_algorithms(
             bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])
         )
