@@ -73,7 +73,10 @@ def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=Non
     witness = _Witness(".")
     arguments = {"logger": False, "enable_checkpointing": False, **_QUIET, **trainer}
     fitter = Trainer(max_epochs=epochs, callbacks=[callback, witness], **arguments)
-    loader = DataLoader(_Indexed(), batch_size=4, shuffle=True, num_workers=workers)
+    # Before 3.12 CPython can deadlock in a fork while another thread runs, and a rank that trains has such threads:
+    # its workers are forked once, before the first step
+    persistent = workers > 0 and "strategy" in trainer
+    loader = DataLoader(_Indexed(), batch_size=4, shuffle=True, num_workers=workers, persistent_workers=persistent)
     fitter.fit(net or Net(built_late=True, dropout=0.2), loader, ckpt_path=ckpt_path)
     if save_to:
         fitter.save_checkpoint(save_to)
