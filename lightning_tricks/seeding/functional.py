@@ -286,19 +286,19 @@ def isolated_seeding() -> Iterator[None]:
     """
     environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
     switches = determinism_switches()
-    cudnn = torch.backends.cudnn
+    cuda_was_initialized = torch.cuda.is_initialized()
     try:
         with isolated_rng():
             yield
     finally:
-        if not torch.cuda.is_initialized():
-            # the block may have queued a seed for a CUDA context to come
+        if not cuda_was_initialized:
+            # the block may have queued a seed of its own for a CUDA context, made in it or to come
             torch.cuda.manual_seed_all(torch.initial_seed())
         torch.use_deterministic_algorithms(
             bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])
         )
         for name in ("enabled", "deterministic", "benchmark"):
-            setattr(cudnn, name, switches[f"cudnn.{name}"])
+            setattr(torch.backends.cudnn, name, switches[f"cudnn.{name}"])
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -222,6 +222,20 @@ def test_isolated_seeding_restores_streams_switches_and_environment(monkeypatch)
     assert not {"PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"} & os.environ.keys()
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_isolated_seeding_leaves_cuda_the_seed_of_the_program(monkeypatch, made_inside):
+    # this machine may lack CUDA: what stands in for it is whether there is a context, and who seeds it
+    queued, contexts = [], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(contexts))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", queued.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    seed_everything(99, verbose=False)
+    with isolated_seeding():
+        seed_everything(1, verbose=False)
+        contexts.extend(["a context"] * made_inside)
+    assert queued[-1] == 99
+
+
 def test_another_numpy_generator_is_named(monkeypatch):
     monkeypatch.setattr(np.random, "get_state", lambda legacy: {"bit_generator": "PCG64"})
     with pytest.raises(ValueError, match="numpy's global generator is PCG64"):
