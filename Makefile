@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := $(CURDIR)/$(VENV)/oldest
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check fix bench constraints clean
-OLDEST := $(CURDIR)/$(VENV)/oldest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile

@@ -6,6 +6,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.register_assert_rewrite(
     "tests.contract.checks", *(f"tests.{path.parent.name}.contract" for path in _TESTS.glob("*/contract.py"))
 )
 
-from lightning_tricks import capture_rng_state, restore_rng_state  # noqa: E402
+from lightning_tricks.seeding import isolated_seeding  # noqa: E402
 from tests.contract.lab import Lab  # noqa: E402
 
 torch.set_num_threads(1)
@@ -25,18 +26,11 @@ torch.set_num_threads(1)
 def _leave_no_trace(monkeypatch, tmp_path):
     """Undo what a test does to the process: seeds, switches, environment, loggers, working directory."""
     monkeypatch.chdir(tmp_path)
-    environment, rng = dict(os.environ), capture_rng_state()
-    cudnn = torch.backends.cudnn
-    switches = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
     levels = {logger: logger.level for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
-    yield
+    with patch.dict(os.environ), isolated_seeding():
+        yield
     for logger, level in levels.items():
         logger.setLevel(level)
-    cudnn.enabled, cudnn.deterministic, cudnn.benchmark = switches
-    torch.use_deterministic_algorithms(False)
-    restore_rng_state(rng)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def pytest_collection_modifyitems(items):

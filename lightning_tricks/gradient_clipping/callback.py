@@ -18,7 +18,6 @@ from lightning_tricks.gradient_clipping.functional import (
     GradientNorms,
     check_max_norm,
     check_norm_type,
-    clip_coefficient,
     clip_grads_with_norm_,
     gradient_norms,
 )
@@ -96,12 +95,12 @@ class GradientClipping(TrickCallback):
         norms = gradient_norms(parameters, self.norm_type)
         if not norms.per_parameter.numel():
             return
-        clip_grads_with_norm_(parameters, self.max_norm, norms.total)
+        factor = clip_grads_with_norm_(parameters, self.max_norm, norms.total)
 
         index = trainer.optimizers.index(optimizer)
         self._count(index, norms.total)
         if self._log and not trainer.barebones:
-            self._log_norms(trainer, pl_module, index, norms.total)
+            self._log_norms(trainer, pl_module, index, norms.total, factor)
         if self.log_layers and logs_at_this_step(trainer):
             pl_module.log_dict(_by_name(pl_module, parameters, norms), batch_size=1)
 
@@ -125,12 +124,14 @@ class GradientClipping(TrickCallback):
         """Go on counting where the checkpoint stopped."""
         self._steps, self._clipped = dict(state_dict["steps"]), dict(state_dict["clipped"])
 
-    def _log_norms(self, trainer: Trainer, pl_module: LightningModule, index: int, total: Tensor) -> None:
+    def _log_norms(
+        self, trainer: Trainer, pl_module: LightningModule, index: int, total: Tensor, factor: Tensor
+    ) -> None:
         prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
         pl_module.log_dict(
             {
                 f"{prefix}/pre_clip": total,
-                f"{prefix}/post_clip": total * clip_coefficient(self.max_norm, total),
+                f"{prefix}/post_clip": total * factor,
                 f"{prefix}/clipped_fraction": self._clipped[index] / self._steps[index],
             },
             batch_size=1,  # of no meaning for a step's value, and Lightning asks for it under `dataloader_iter`

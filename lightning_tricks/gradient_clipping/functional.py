@@ -54,7 +54,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         >>> clip_grad_norm_(weight, max_norm=1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not isinstance(parameters, Tensor):
+        parameters = list(parameters)  # a generator serves once
     total = gradient_norms(parameters, norm_type).total
     clip_grads_with_norm_(parameters, max_norm, total)
     return total
@@ -92,7 +93,7 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
 
 
 @torch.no_grad()
-def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
+def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
     """Scale gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
     Args:
@@ -100,23 +101,20 @@ def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
         total_norm: Their norm, as `gradient_norms` or `clip_grad_norm_` returns it; shape ().
 
+    Returns:
+        The factor, at most 1; shape ().
+
     Raises:
         TypeError: If `max_norm` is no number.
         ValueError: If it is not positive.
     """
     max_norm = check_max_norm(max_norm)
     if max_norm == math.inf:
-        return
-    coefficient = clip_coefficient(max_norm, total_norm)
-    for batch, _ in _foreach_batches(_gradients(parameters)):
-        torch._foreach_mul_(batch, coefficient.to(batch[0].device))
-
-
-def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
-    """Return the factor that clipping applies to each gradient; shape (), at most 1."""
-    if max_norm == math.inf:
         return torch.ones_like(total_norm)
-    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    for batch, _ in _foreach_batches(_gradients(parameters)):
+        torch._foreach_mul_(batch, factor.to(batch[0].device))
+    return factor
 
 
 def check_max_norm(value: object) -> float:

@@ -85,9 +85,9 @@ class SeedEverything(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Seed all streams, before `configure_model` builds the model."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self._is_first_fit and torch.initial_seed() != self.seed:
-            existing = [p for p in pl_module.parameters() if not is_lazy(p) and not p.is_meta]
-            self._uncovered = 0 if self.brought_by_module else len(existing)
+        is_covered = self.brought_by_module or torch.initial_seed() == self.seed
+        if stage == "fit" and self._is_first_fit and not is_covered:
+            self._uncovered = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
         self.before_model()
         if stage == "fit":
             rank_zero_info(f"Seed set to {self.seed}")
@@ -113,11 +113,12 @@ class SeedEverything(TrickCallback):
                 "before building the model, build it in `configure_model`, or use TricksMixin."
             )
             self._uncovered = 0
-        if getattr(trainer, "enable_autolog_hparams", True):
-            record = {f"seeding/{name}": value for name, value in self.state_dict().items()}
+        if trainer.loggers and getattr(trainer, "enable_autolog_hparams", True):
+            # with the module's own, which follow in a moment: TensorBoard shows the first record alone
+            record = hyperparameters_for_loggers(trainer)
+            record |= {f"seeding/{name}": value for name, value in self.state_dict().items()}
             for logger in trainer.loggers:
-                # with the module's own, which follow in a moment: TensorBoard shows the first record alone
-                logger.log_hyperparams({**hyperparameters_for_loggers(trainer), **record})
+                logger.log_hyperparams(record)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where DataLoader workers do not get the streams that they should."""

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.contract.case import Case
-from tests.contract.lab import EvaluatedNet, HostReads, Lab, Net, Setting, attributes, same, traces
+from tests.contract.lab import EvaluatedNet, HostReads, Lab, Net, Setting, attributes, same, traces, twins
 
 _BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name is stored with an underscore
 _LARGEST_PICKLE = 16_384
@@ -91,14 +91,10 @@ def observer_changes_nothing(case: Case, lab: Lab) -> None:
     """A callback that only looks leaves weights, optimizer, random streams, modes and hooks as they are."""
     net = {"dropout": 0.2}
     assert_same_run(lab.fit([case.make()], net=net), lab.fit([], net=net))
-    torch.manual_seed(0)
-    with_it, without = EvaluatedNet(**net), EvaluatedNet(**net)
-    without.load_state_dict(with_it.state_dict())
+    with_it, without = twins(EvaluatedNet, **net)
     assert_same_run(lab.fit([case.make()], module=with_it), lab.fit([], module=without))
 
-    torch.manual_seed(0)
-    with_it, without = _Breaking(), _Breaking()
-    without.load_state_dict(with_it.state_dict())
+    with_it, without = twins(_Breaking)
     for module, callbacks in ((with_it, [case.make()]), (without, [])):
         with pytest.raises(ZeroDivisionError):
             lab.fit(callbacks, module=module)

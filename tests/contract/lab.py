@@ -25,8 +25,11 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_tricks import isolated_rng
+
 BATCHES = 10
-_QUIET = {
+QUIET = {
+    "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -40,6 +43,11 @@ def digits(count: int = 4 * BATCHES) -> TensorDataset:
     """The first digits of scikit-learn: rows of 64 pixels in [0, 1], with labels."""
     data = load_digits()
     return TensorDataset(torch.tensor(data.data[:count], dtype=torch.float32) / 16, torch.tensor(data.target[:count]))
+
+
+def loader(shuffle: bool = False) -> DataLoader:
+    """Ten batches of four digits."""
+    return DataLoader(digits(), batch_size=4, shuffle=shuffle)
 
 
 class Net(LightningModule):
@@ -240,6 +248,15 @@ def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
     return norm
 
 
+def twins(net: type[Net], **arguments: Any) -> tuple[Net, Net]:
+    """Two nets with the same weights."""
+    nets = []
+    for _ in range(2):
+        with isolated_rng(seed=0):
+            nets.append(net(**arguments))
+    return nets[0], nets[1]
+
+
 def traces(module: nn.Module) -> dict[str, Any]:
     """What a guest could leave behind: modes, attributes, buffers and hooks of each submodule and parameter."""
     found: dict[str, Any] = {}
@@ -298,14 +315,14 @@ class Lab:
             torch.manual_seed(start)
             before = _Before()
             probes = [before, _After(before, folder)] if probe else []
-            arguments = {"max_epochs": 2, "accelerator": setting.accelerator, **_QUIET, **setting.trainer, **trainer}
+            arguments = {"max_epochs": 2, **QUIET, "accelerator": setting.accelerator, **setting.trainer, **trainer}
             if setting.fp16:
                 arguments["plugins"] = [real_fp16()]
             if setting.sharded:
                 arguments["strategy"] = ModelParallelStrategy(setting.ranks, tensor_parallel_size=1)
             fitter = Trainer(callbacks=[*probes[:1], *callbacks, *probes[1:]], **arguments)
             target = module or Net(**{**setting.net, **net})
-            loaders = [DataLoader(digits(), batch_size=4)] * (1 + hasattr(type(target), "evaluate"))
+            loaders = [loader()] * (1 + hasattr(type(target), "evaluate"))
             fitter.fit(target, *loaders, ckpt_path=ckpt_path)
             if save_to is not None:
                 fitter.save_checkpoint(save_to)

@@ -12,11 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
 
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import SETTINGS, HostReads, Net, digits, same
+from tests.contract.lab import QUIET, SETTINGS, HostReads, Net, loader, same, twins
 
 
 @pytest.mark.parametrize("algorithm", ["automatic", "accumulating"])
@@ -54,9 +53,7 @@ def test_batches_without_a_loss(lab, setting, accumulate):
     arguments = {"accumulate_grad_batches": accumulate, "probe": False}
     clipping, neutral = GradientClipping(0.5), GradientClipping(math.inf)
     lab.fit([clipping], chosen, module=_SkipsBatches(**chosen.net), **arguments)
-    torch.manual_seed(0)
-    with_neutral, bare = (_SkipsBatches(**chosen.net) for _ in range(2))
-    bare.load_state_dict(with_neutral.state_dict())
+    with_neutral, bare = twins(_SkipsBatches, **chosen.net)
     lab.fit([neutral], chosen, module=with_neutral, **arguments)
     lab.fit([], chosen, module=bare, **arguments)
     assert same(with_neutral.state_dict(), bare.state_dict())
@@ -155,7 +152,7 @@ def test_says_nothing_to_a_barebones_trainer():
     trainer = Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[GradientClipping(0.5)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Net(), _loader())
+        trainer.fit(Net(), loader())
     assert not [w for w in caught if "self.log" in str(w.message)]
     assert trainer.callbacks[0].state_dict()["steps"] == {0: 10}
 
@@ -197,23 +194,17 @@ def test_refuses_a_subclass_beside_it(lab):
         lab.fit([Stricter(0.1), GradientClipping(0.5)])
 
 
-def _loader():
-    return DataLoader(digits(), batch_size=4)
-
-
 class _Logging:
     """A Trainer with a CSVLogger, and what it wrote."""
 
     def __init__(self, callbacks, net=None, **trainer):
         self.logger = CSVLogger(Path.cwd(), name="logs")
-        self.trainer = Trainer(
-            max_epochs=2, accelerator="cpu", logger=self.logger, log_every_n_steps=5, callbacks=callbacks,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **trainer,
-        )  # fmt: skip
+        arguments = {**QUIET, "logger": self.logger, "log_every_n_steps": 5, **trainer}
+        self.trainer = Trainer(max_epochs=2, callbacks=callbacks, **arguments)
         self.net = net or Net()
 
     def fit(self):
-        self.trainer.fit(self.net, _loader())
+        self.trainer.fit(self.net, loader())
         with (Path(self.logger.log_dir) / "metrics.csv").open(newline="") as file:
             return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 
@@ -230,7 +221,7 @@ def test_logs_layers_at_the_loggers_interval():
 
 def test_logs_nothing_when_off():
     logging = _Logging([GradientClipping(0.5, log=False)])
-    logging.trainer.fit(logging.net, _loader())
+    logging.trainer.fit(logging.net, loader())
     assert not logging.trainer.callback_metrics
 
 
@@ -240,7 +231,7 @@ def test_reads_the_host_only_when_the_logger_does():
     for callbacks in ([], [GradientClipping(0.5)]):
         logging = _Logging(callbacks)
         with HostReads() as reads:
-            logging.trainer.fit(logging.net, _loader())
+            logging.trainer.fit(logging.net, loader())
         counts.append(reads.count)
     assert counts[1] - counts[0] == 3 * 4, "three values at each of the logger's four steps"
 

@@ -9,7 +9,7 @@ from lightning.pytorch.core.datamodule import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
-from tests.contract.lab import Net, digits
+from tests.contract.lab import QUIET, Net, digits
 
 
 class _Hyper(Net):
@@ -41,10 +41,7 @@ class _Asks(lightning.pytorch.Callback):
 
 def _fit(**arguments):
     asks = _Asks()
-    trainer = Trainer(
-        max_epochs=1, accelerator="cpu", callbacks=[asks], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **arguments,
-    )  # fmt: skip
+    trainer = Trainer(max_epochs=1, callbacks=[asks], **QUIET, **arguments)
     trainer.fit(_Hyper(), _Data())
     return asks
 

@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
 
 from lightning_tricks import (
     GradientClipping,
@@ -23,15 +22,9 @@ from lightning_tricks import (
     capture_rng_state,
     seed_everything,
 )
-from tests.contract.lab import SETTINGS, digits, same
+from tests.contract.lab import QUIET, SETTINGS, loader, same
 
-_QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
+_QUIET = {**QUIET, "num_sanity_val_steps": 2}
 _BOTH = {"seeding": 5, "gradient_clipping": 0.5}
 
 
@@ -51,12 +44,8 @@ class LitNet(TricksMixin, LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _loader(shuffle=True):
-    return DataLoader(digits(), batch_size=4, shuffle=shuffle)
-
-
 def _loaders():
-    return _loader(), _loader(shuffle=False)
+    return loader(shuffle=True), loader()
 
 
 def _fit(module, *, ckpt_path=None, max_epochs=1, **trainer):
@@ -258,7 +247,7 @@ def test_checkpoints_load_with_weights_only(tmp_path):
 
     resumed = _fit(LitNet(hidden=4, tricks=module.tricks), ckpt_path="run.ckpt", max_epochs=2)
     assert resumed.global_step == 20
-    validated = Trainer(**_QUIET).validate(loaded, _loader(shuffle=False), ckpt_path="run.ckpt", verbose=False)
+    validated = Trainer(**_QUIET).validate(loaded, loader(), ckpt_path="run.ckpt", verbose=False)
     assert validated[0]["val/loss"] > 0
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, 
 
 from lightning_tricks import SeedEverything, seed_everything
 from lightning_tricks._lightning_compat import repeats_worker_streams
-from tests.contract.lab import SETTINGS, Net, digits, same
+from tests.contract.lab import QUIET, SETTINGS, Net, digits, same
 
 _ELSEWHERE = itertools.count(1000)
 _WORKERS = [
@@ -31,7 +31,6 @@ _WORKERS = [
         ),
     ),
 ]
-_QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
 class _Indexed(Dataset):
@@ -71,7 +70,7 @@ class _Witness(Callback):
 def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=None, **trainer):
     torch.manual_seed(next(_ELSEWHERE))  # the streams stand elsewhere before each fit
     witness = _Witness(".")
-    arguments = {"logger": False, "enable_checkpointing": False, **_QUIET, **trainer}
+    arguments = {**QUIET, **trainer}
     fitter = Trainer(max_epochs=epochs, callbacks=[callback, witness], **arguments)
     # Before 3.12 CPython can deadlock in a fork while another thread runs, and a rank that trains has such threads:
     # its workers are forked once, before the first step
@@ -163,8 +162,8 @@ class _SetsSampler(Net):
 def test_per_rank_streams_keep_the_sharding_of_any_sampler(make_sampler, own, reload):
     witness = _Witness(".")
     Trainer(
-        max_epochs=3, callbacks=[SeedEverything(3, per_rank=True), witness], logger=False, enable_checkpointing=False,
-        use_distributed_sampler=not own, reload_dataloaders_every_n_epochs=reload, **_QUIET, **SETTINGS["DDP"].trainer,
+        max_epochs=3, callbacks=[SeedEverything(3, per_rank=True), witness], use_distributed_sampler=not own,
+        reload_dataloaders_every_n_epochs=reload, **QUIET, **SETTINGS["DDP"].trainer,
     ).fit(_SetsSampler(make_sampler, own))  # fmt: skip
     ranks = [torch.load(f"witness{rank}.pt") for rank in range(2)]
     for epoch in (slice(0, 5), slice(5, 10), slice(10, 15)):
@@ -225,9 +224,7 @@ def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
 
 def test_one_trainer_that_fits_again_goes_on_with_new_numbers():
     witness = _Witness(".")
-    trainer = Trainer(
-        max_epochs=1, callbacks=[SeedEverything(3), witness], logger=False, enable_checkpointing=False, **_QUIET
-    )
+    trainer = Trainer(max_epochs=1, callbacks=[SeedEverything(3), witness], **QUIET)
     net, loader = Net(), DataLoader(_Indexed(), batch_size=4, shuffle=True)
     trainer.fit(net, loader)
     trainer.fit_loop.max_epochs = 2
@@ -250,7 +247,7 @@ def test_testing_a_checkpoint_uses_the_plain_seed(monkeypatch):
     drawn = []
     _fit(SeedEverything(3), epochs=1, save_to="one.ckpt", net=Tests())
     for ckpt_path in (None, "one.ckpt"):
-        trainer = Trainer(callbacks=[SeedEverything(3)], logger=False, **_QUIET)
+        trainer = Trainer(callbacks=[SeedEverything(3)], **QUIET)
         trainer.test(Tests(), DataLoader(_Indexed(), batch_size=40), ckpt_path=ckpt_path, verbose=False)
     assert drawn[0] == drawn[1]
 
@@ -299,9 +296,7 @@ def test_one_note_when_weights_exist_already(lightning_log):
 def test_no_note_when_the_weights_are_covered(lightning_log):
     _fit(SeedEverything(12))  # built in configure_model
     seed_everything(13, verbose=False)
-    Trainer(max_epochs=1, callbacks=[SeedEverything(13)], logger=False, enable_checkpointing=False, **_QUIET).fit(
-        Net(), DataLoader(digits(), batch_size=40)
-    )
+    Trainer(max_epochs=1, callbacks=[SeedEverything(13)], **QUIET).fit(Net(), DataLoader(digits(), batch_size=40))
     assert not _notes(lightning_log)
 
 
@@ -315,7 +310,7 @@ def test_no_note_where_the_weights_come_from_a_file(lightning_log):
 def test_existing_weights_are_left_alone():
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    trainer = Trainer(max_epochs=0, callbacks=[SeedEverything(1)], logger=False, enable_checkpointing=False, **_QUIET)
+    trainer = Trainer(max_epochs=0, callbacks=[SeedEverything(1)], **QUIET)
     trainer.fit(net, DataLoader(digits(), batch_size=40))
     assert same(dict(net.state_dict()), before)
 
