@@ -1,4 +1,4 @@
-"""Clipping against torch's foreach `clip_grad_norm_`, and the callback against the Trainer's `gradient_clip_val`."""
+"""Clipping against torch's foreach `clip_grad_norm_` and timm's AGC, and the callback against `gradient_clip_val`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 import torchvision
 from _ratios import arguments, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
+from timm.utils.agc import adaptive_clip_grad as timm_adaptive_clip_grad
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks.gradient_clipping import (
     GradientClipping,
+    adaptive_clip_grad_,
     clip_grad_norm_,
     clip_grads_with_norm_,
     gradient_norms,
@@ -50,6 +52,8 @@ def functions(shapes: list[torch.Size]) -> dict[str, Callable[[], object]]:
         "torch": lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9, foreach=True),
         "ours": lambda: clip_grad_norm_(parameters, 1e9),
         "ours, with per-layer norms": ours_with_layers,
+        "ours, AGC": lambda: adaptive_clip_grad_(parameters, 1e9),
+        "timm, AGC": lambda: timm_adaptive_clip_grad(parameters, 1e9),
     }
 
 
@@ -98,6 +102,7 @@ def trainers(shapes: list[torch.Size]) -> dict[str, Callable[[], float]]:
         "Trainer(gradient_clip_val=1.0)": lambda: fit([], gradient_clip_val=1.0),
         "GradientClipping(1.0)": lambda: fit([GradientClipping(1.0)]),
         "GradientClipping(1.0, log=False)": lambda: fit([GradientClipping(1.0, log=False)]),
+        'on_nonfinite="skip"': lambda: fit([GradientClipping(1.0, on_nonfinite="skip")]),
         "no clipping": lambda: fit([]),
     }
 
@@ -110,10 +115,14 @@ def main() -> None:
     torch.manual_seed(0)
     results = {}
     for name, shapes in (("ResNet-50 shapes", resnet50_shapes()), ("2,000 small parameters", small_shapes())):
-        results[f"function, {name}"] = ratios(measure(functions(shapes), given.rounds), peer="torch")
-        results[f"training loop, {name}"] = ratios(
-            measure(trainers(shapes), given.rounds), peer="Trainer(gradient_clip_val=1.0)"
-        )
+        times = measure(functions(shapes), given.rounds)
+        results[f"function, {name}"] = ratios(times, peer="torch")
+        rules = {rule: times[rule] for rule in ("ours, AGC", "timm, AGC")}
+        results[f"AGC, {name}"] = ratios(rules, peer="ours, AGC")
+        times = measure(trainers(shapes), given.rounds)
+        results[f"training loop, {name}"] = ratios(times, peer="Trainer(gradient_clip_val=1.0)")
+        policies = {policy: times[policy] for policy in ("GradientClipping(1.0)", 'on_nonfinite="skip"')}
+        results[f"skip policy, {name}"] = ratios(policies, peer="GradientClipping(1.0)")
     report("gradient_clipping", results, given.rounds, given.out)
 
 

@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING
 from lightning_tricks._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_tricks.gradient_clipping import AGC as AGC
+    from lightning_tricks.gradient_clipping import ClipValue as ClipValue
     from lightning_tricks.gradient_clipping import GradientClipping as GradientClipping
+    from lightning_tricks.gradient_clipping import PercentileClip as PercentileClip
+    from lightning_tricks.gradient_clipping import ZScoreClip as ZScoreClip
+    from lightning_tricks.gradient_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping import clip_grad_norm_ as clip_grad_norm_
+    from lightning_tricks.gradient_clipping import clip_grad_value_ as clip_grad_value_
     from lightning_tricks.mixin import Tricks as Tricks
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.seeding import SeedEverything as SeedEverything
@@ -18,7 +24,16 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "gradient_clipping": ("GradientClipping", "clip_grad_norm_"),
+        "gradient_clipping": (
+            "AGC",
+            "ClipValue",
+            "GradientClipping",
+            "PercentileClip",
+            "ZScoreClip",
+            "adaptive_clip_grad_",
+            "clip_grad_norm_",
+            "clip_grad_value_",
+        ),
         "mixin": ("Tricks", "TricksMixin"),
         "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
     },

@@ -1,15 +1,21 @@
-"""Clip the norm of the gradients right before the optimizer sees them, and log what was clipped.
+"""Clip gradients right before the optimizer sees them, and leave out the steps whose gradients are not finite.
 
 When to use it: where a rare large gradient (recurrent nets, transformers, small batches, early training) throws the
-weights away. `max_norm` about the 90th percentile of the norms that `GradientClipping(float("inf"))` logs is a start.
+weights away. By norm (`max_norm`, about the 90th percentile of the norms that `GradientClipping(float("inf"))` logs is
+a start), by value (`ClipValue`), unit by unit relative to the weights (`AGC`, for nets without batch normalisation), or
+by a threshold that follows the norms (`PercentileClip`, `ZScoreClip`); for all parameters or group by group.
 
 What it does that the Trainer's `gradient_clip_val` does not: works under manual optimization, with fused optimizers in
-fp16 and bf16, with sharded gradients (FSDP2), and logs the norms that it has computed anyway.
+fp16 and bf16, with sharded gradients (FSDP2), logs the norms that it has computed anyway, and skips a step exactly:
+weights and optimizer state stay as they are.
 
-Caveats: the norm is one number over all parameters of one optimizer; a NaN or Inf gradient is passed on as
-`torch.nn.utils.clip_grad_norm_` does (a GradScaler then skips the step).
+Caveats: a norm is one number over all parameters of one optimizer (or of one group of `groups`); with
+`on_nonfinite="ignore"` a NaN or Inf gradient is passed on as `torch.nn.utils.clip_grad_norm_` does (a GradScaler then
+skips the step).
 
-Source: Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv 1211.5063.
+Sources: Pascanu et al., "On the difficulty of training recurrent neural networks", arXiv 1211.5063; Brock et al.,
+"High-performance large-scale image recognition without normalization", arXiv 2102.06171 (AGC); Seetharaman et al.,
+"AutoClip", arXiv 2007.14469; Kumar et al., "ZClip", arXiv 2504.02507.
 """
 
 from typing import TYPE_CHECKING
@@ -19,14 +25,53 @@ from lightning_tricks._lazy import lazy_names
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
     from lightning_tricks.gradient_clipping.functional import GradientNorms as GradientNorms
+    from lightning_tricks.gradient_clipping.functional import UnitClipping as UnitClipping
+    from lightning_tricks.gradient_clipping.functional import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping.functional import clip_grad_norm_ as clip_grad_norm_
+    from lightning_tricks.gradient_clipping.functional import clip_grad_value_ as clip_grad_value_
     from lightning_tricks.gradient_clipping.functional import clip_grads_with_norm_ as clip_grads_with_norm_
     from lightning_tricks.gradient_clipping.functional import gradient_norms as gradient_norms
+    from lightning_tricks.gradient_clipping.methods import AGC as AGC
+    from lightning_tricks.gradient_clipping.methods import ClipMethod as ClipMethod
+    from lightning_tricks.gradient_clipping.methods import ClipNorm as ClipNorm
+    from lightning_tricks.gradient_clipping.methods import ClipValue as ClipValue
+    from lightning_tricks.gradient_clipping.methods import PercentileClip as PercentileClip
+    from lightning_tricks.gradient_clipping.methods import ZScoreClip as ZScoreClip
+    from lightning_tricks.gradient_clipping.skipping import skip_step_ as skip_step_
+    from lightning_tricks.gradient_clipping.skipping import skip_step_on_device_ as skip_step_on_device_
+    from lightning_tricks.gradient_clipping.skipping import skips_on_device as skips_on_device
+    from lightning_tricks.gradient_clipping.thresholds import PercentileThreshold as PercentileThreshold
+    from lightning_tricks.gradient_clipping.thresholds import ZScoreThreshold as ZScoreThreshold
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "callback": ("GradientClipping",),
-        "functional": ("GradientNorms", "clip_grad_norm_", "clip_grads_with_norm_", "gradient_norms"),
+        "functional": (
+            "GradientNorms",
+            "UnitClipping",
+            "adaptive_clip_grad_",
+            "clip_grad_norm_",
+            "clip_grad_value_",
+            "clip_grads_with_norm_",
+            "gradient_norms",
+        ),
+        "methods": (
+            "AGC",
+            "ClipMethod",
+            "ClipNorm",
+            "ClipValue",
+            "PercentileClip",
+            "ZScoreClip",
+        ),
+        "skipping": (
+            "skip_step_",
+            "skip_step_on_device_",
+            "skips_on_device",
+        ),
+        "thresholds": (
+            "PercentileThreshold",
+            "ZScoreThreshold",
+        ),
     },
 )

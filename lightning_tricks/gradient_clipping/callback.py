@@ -2,65 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import logs_at_this_step
+from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.patterns import unwrapped
 from lightning_tricks.gradient_clipping.functional import (
     GradientNorms,
     check_max_norm,
     check_norm_type,
-    clip_grads_with_norm_,
     gradient_norms,
 )
+from lightning_tricks.gradient_clipping.methods import ClipMethod, ClipNorm
+from lightning_tricks.gradient_clipping.partition import Part, Partition
+from lightning_tricks.gradient_clipping.skipping import (
+    HeldSchedulers,
+    StepCounts,
+    skip_step_,
+    skip_step_on_device_,
+    skips_on_device,
+)
+from lightning_tricks.gradient_clipping.thresholds import Threshold
 
 
 class GradientClipping(TrickCallback):
-    """Clip the gradient norm of each optimizer right before its step.
+    """Clip the gradients of each optimizer right before its step, and skip the step where they are not finite.
 
     It sees the gradients unscaled and accumulated: once for each optimizer step, under automatic and manual
     optimization, in every precision, with fused optimizers, under DDP and ModelParallelStrategy (FSDP2). LBFGS is
     clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it. A module's
     own `on_before_optimizer_step` comes later and sees the clipped gradients.
 
-    Logs `grad_norm/pre_clip`, `grad_norm/post_clip` and `grad_norm/clipped_fraction` (the share of this fit's steps
-    whose norm was above `max_norm`); with several optimizers `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
+    Logs `grad_norm/pre_clip`, `grad_norm/post_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in
+    which something was clipped) and, with `on_nonfinite="skip"`, `grad_norm/skipped_steps`; with several optimizers
+    `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
         max_norm: The largest norm allowed, > 0. Neutral: `float("inf")` clips nothing and goes on logging.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
+        method: Another way to clip, instead of `max_norm`: `ClipValue`, `AGC`, `PercentileClip` or `ZScoreClip`.
+        groups: Pattern over qualified names -> how to clip the parameters that it matches, by a norm of their own (a
+            number is its `max_norm`) or a method. The first pattern that matches counts; `max_norm` or `method` is for
+            the rest. A pattern is a glob (`backbone.*`) or, with `re:` in front, a regular expression.
+        on_nonfinite: What to do with a NaN or Inf among the gradients of an optimizer. "ignore" clips as
+            `torch.nn.utils.clip_grad_norm_` does: a NaN spoils all gradients. "skip" leaves the optimizer's step out:
+            its weights and state stay bit-identical, on all ranks alike. "raise" stops and names the layers. A
+            GradScaler leaves out such steps by itself; while its scale is above 1 they are taken for its search for a
+            scale, and neither raise nor count as consecutive.
+        max_consecutive_skips: With "skip": stop and name the layers once more steps than this are skipped in a row. For
+            fused optimizers and under a GradScaler that is looked up only every so many steps.
+        hold_lr_on_skip: With "skip": keep the learning rate schedulers of an optimizer where they are when its step is
+            skipped. Lightning's `global_step` goes on.
         log: Whether to log the norms, without a host read beyond the logger's own.
         log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
             `log_every_n_steps`; the norms come from the pass that clips.
 
-    The clipping itself: `lightning_tricks.gradient_clipping.functional.clip_grad_norm_`.
+    "skip" reads one value a step back to the host, but for fused optimizers and under a GradScaler; `hold_lr_on_skip`
+    and "raise" read it always.
+
+    The clipping itself: `lightning_tricks.gradient_clipping.functional`.
 
     Raises:
-        TypeError: If `max_norm` or `norm_type` is no number.
-        ValueError: If one of them is not positive.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If one is out of range, or two contradict each other.
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(callbacks=[GradientClipping(max_norm=1.0)], accelerator="cpu", logger=False)
+        >>> clipping = GradientClipping(max_norm=1.0, groups={"embedding.*": 0.1}, on_nonfinite="skip")
+        >>> trainer = Trainer(callbacks=[clipping], accelerator="cpu", logger=False)
     """
 
     def __init__(
-        self, max_norm: float = 1.0, norm_type: float = 2.0, *, log: bool = True, log_layers: bool = False
+        self,
+        max_norm: float = 1.0,
+        norm_type: float = 2.0,
+        *,
+        method: ClipMethod | None = None,
+        groups: dict[str, float | ClipMethod] | None = None,
+        on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
+        max_consecutive_skips: int | None = None,
+        hold_lr_on_skip: bool = False,
+        log: bool = True,
+        log_layers: bool = False,
     ) -> None:
         self.max_norm = check_max_norm(max_norm)
         self.norm_type = check_norm_type(norm_type)
+        self.method = _check_method(method, max_norm)
+        self.groups = groups
+        self.on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ("ignore", "skip", "raise"))
+        self.max_consecutive_skips = max_consecutive_skips
+        self.hold_lr_on_skip = hold_lr_on_skip
         self._log = log  # not `self.log`: Lightning binds the module's `log` method to that name
         self.log_layers = log_layers
-        self._steps: dict[int, int] = {}
-        self._clipped: dict[int, Tensor] = {}
+
+        if max_consecutive_skips is not None:
+            check_count("max_consecutive_skips", max_consecutive_skips)
+        for name in ("max_consecutive_skips", "hold_lr_on_skip"):
+            if getattr(self, name) and on_nonfinite != "skip":
+                raise ValueError(f'{name}={getattr(self, name)!r} needs on_nonfinite="skip", got {on_nonfinite!r}.')
+        self._partition = Partition(_check_groups(groups), self.method or ClipNorm(self.max_norm))
+        self._counts: dict[int, StepCounts] = {}
+        self._thresholds: dict[str, Threshold] = {}
+        self._forget_fit()
+
+    def _forget_fit(self) -> None:
+        """Let go of what belongs to one fit: parameters, optimizers, schedulers, hooks."""
+        for handle in getattr(self, "_hooks", ()):
+            handle.remove()
+        self._hooks: list[RemovableHandle] = []
+        self._names: dict[Tensor, str] = {}
+        self._parts: dict[int, tuple[list[int], list[Part]]] = {}
+        self._finite: dict[int, Tensor] = {}  # which gradients were, when a step was last left out
+        self._held: dict[int, HeldSchedulers] = {}
+        self._seen: set[int] = set()
         self._had_backward = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,11 +135,30 @@ class GradientClipping(TrickCallback):
             return
         _refuse_hidden_gradients(trainer)
         if trainer.gradient_clip_val:
+            own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
             rank_zero_warn(
-                f"GradientClipping(max_norm={self.max_norm}) and Trainer(gradient_clip_val="
-                f"{trainer.gradient_clip_val}) are both set: gradients are clipped twice. Remove one."
+                f"GradientClipping({own}) and Trainer(gradient_clip_val={trainer.gradient_clip_val}) are both set: "
+                "gradients are clipped twice. Remove one."
             )
-        self._steps, self._clipped = {}, {}
+        self._forget_fit()
+        self._counts, self._thresholds = {}, {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report what the patterns match, refuse what cannot be skipped, and watch for steps that go past Lightning."""
+        self._names = _names(pl_module)
+        if not self._partition.is_trivial:
+            sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+            try:
+                rank_zero_info(f"GradientClipping, {self._partition.report(sizes)}.")
+            except ValueError as error:
+                raise MisconfigurationException(f"GradientClipping: {error}") from error
+        for index, optimizer in enumerate(trainer.optimizers):
+            if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
+                raise MisconfigurationException(
+                    'GradientClipping(on_nonfinite="skip") cannot leave out a step of LBFGS: it has moved the weights '
+                    'by the time it finds the gradient. Use "raise" or "ignore".'
+                )
+            self._hooks.append(optimizer.register_step_post_hook(self._refuse_unseen_step(index)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Expect a backward."""
@@ -85,63 +169,206 @@ class GradientClipping(TrickCallback):
         self._had_backward = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Clip the gradients of this optimizer, and log their norms."""
+        """Clip the gradients of this optimizer, log their norms, and see to those that are not finite."""
+        index = trainer.optimizers.index(optimizer)
+        self._seen.add(index)
+        self._put_back_schedulers(index)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
             return  # `training_step` returned None: Lightning has unscaled nothing and leaves the step out
         if scaler is not None and _is_scaled(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer would do it inside its step, so Lightning has not
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norms = gradient_norms(parameters, self.norm_type)
-        if not norms.per_parameter.numel():
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
             return
-        factor = clip_grads_with_norm_(parameters, self.max_norm, norms.total)
+        norms = gradient_norms(parameters, self.norm_type)
+        after, happened = self._clip(pl_module, index, parameters, norms)
 
-        index = trainer.optimizers.index(optimizer)
-        self._count(index, norms.total)
+        nonfinite = _agreed(trainer, parameters, ~norms.total.isfinite())
+        # while its scale is above 1, a GradScaler may have caused the overflow itself, and looks for a lower one
+        broken = nonfinite if scaler is None else nonfinite & (scaler._scale <= 1).to(nonfinite.device)
+        self._counts.setdefault(index, StepCounts()).add(happened & ~nonfinite, nonfinite, broken)
         if self._log and not trainer.barebones:
-            self._log_norms(trainer, pl_module, index, norms.total, factor)
+            self._log_norms(trainer, pl_module, index, norms.total, after)
         if self.log_layers and logs_at_this_step(trainer):
-            pl_module.log_dict(_by_name(pl_module, parameters, norms), batch_size=1)
+            names = self._names_of(pl_module, parameters)
+            layers = {f"grad_norm/{name}": norm for name, norm in zip(names, norms.per_parameter, strict=True)}
+            pl_module.log_dict(layers, batch_size=1)
+        if self.on_nonfinite == "raise" and broken:
+            why, finite = 'on_nonfinite="raise"', norms.per_parameter.isfinite()
+            raise _nonfinite_error(trainer, self._names_of(pl_module, parameters), finite, why)
+        if self.on_nonfinite == "skip":
+            known = self._skip(trainer, optimizer, index, nonfinite, by_scaler=scaler is not None)
+            if self._is_one_too_many(index, norms, known):
+                why = f"more than max_consecutive_skips={self.max_consecutive_skips} steps in a row were skipped"
+                raise _nonfinite_error(trainer, self._names_of(pl_module, parameters), self._finite[index], why)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Put the schedulers of skipped steps back."""
+        for index in list(self._held):
+            self._put_back_schedulers(index)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so when there was nothing to clip."""
         batches = trainer.fit_loop.total_batch_idx + 1
-        unseen = [index for index in range(len(trainer.optimizers)) if index not in self._steps]
+        unseen = [index for index in range(len(trainer.optimizers)) if index not in self._counts]
         if batches and unseen:
-            reason = (
-                "no batch had a loss, or `optimizer_step` of the module goes past Lightning"
-                if pl_module.automatic_optimization
-                else "step what `self.optimizers()` gives (use_pl_optimizer=True), Lightning calls no hook for others"
-            )
-            rank_zero_warn(f"GradientClipping saw 0 steps of optimizers {unseen} in {batches} batches: {reason}.")
+            rank_zero_warn(f"GradientClipping saw 0 steps of optimizers {unseen} in {batches} batches.")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        self._forget_fit()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self._forget_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of steps and of clipped steps by optimizer."""
-        return {"steps": dict(self._steps), "clipped": {i: count.cpu() for i, count in self._clipped.items()}}
+        """Return the counts of each optimizer, and what the thresholds have learnt."""
+        return {
+            "counts": {index: counts.state_dict() for index, counts in self._counts.items()},
+            "thresholds": {key: threshold.state_dict() for key, threshold in self._thresholds.items()},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where the checkpoint stopped."""
-        self._steps, self._clipped = dict(state_dict["steps"]), dict(state_dict["clipped"])
+        """Go on counting and learning where the checkpoint stopped."""
+        for index, counts in state_dict["counts"].items():
+            self._counts[index] = StepCounts()
+            self._counts[index].load_state_dict(counts)
+        for key, state in state_dict["thresholds"].items():
+            self._thresholds[key] = self._partition.new_threshold(key.partition(":")[2])
+            self._thresholds[key].load_state_dict(state)
+
+    def _clip(
+        self, pl_module: LightningModule, index: int, parameters: list[Tensor], norms: GradientNorms
+    ) -> tuple[Tensor, Tensor]:
+        """Clip each part; return the norm of all gradients after it and whether anything was clipped."""
+        after, happened = [], []
+        for part in self._parts_of(pl_module, index, parameters):
+            total = part.total(norms, self.norm_type)
+            if part.method is None:
+                after.append(total)
+                continue
+            threshold = self._thresholds.setdefault(f"{index}:{part.label}", part.method.new_threshold())
+            clipped = part.method.clip_(part.parameters, total, self.norm_type, threshold)
+            measured = gradient_norms(part.parameters, self.norm_type).total if clipped.after is None else clipped.after
+            after.append(measured)
+            happened.append(clipped.happened)
+        if len(after) == 1:
+            return after[0], happened[0] if happened else torch.zeros_like(norms.total, dtype=torch.bool)
+        return torch.linalg.vector_norm(torch.stack(after), self.norm_type), torch.stack(happened).any()
+
+    def _parts_of(self, pl_module: LightningModule, index: int, parameters: list[Tensor]) -> list[Part]:
+        """Divide the parameters of an optimizer, anew only when others than before have a gradient."""
+        identities = [id(parameter) for parameter in parameters]
+        known, parts = self._parts.get(index, ([], []))
+        if identities != known:
+            names = [] if self._partition.is_trivial else self._names_of(pl_module, parameters)
+            parts = self._partition.parts(parameters, names)
+            self._parts[index] = identities, parts
+        return parts
+
+    def _names_of(self, pl_module: LightningModule, parameters: list[Tensor]) -> list[str]:
+        if any(parameter not in self._names for parameter in parameters):
+            self._names = _names(pl_module)  # some were added since
+        return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
+
+    def _skip(self, trainer: Trainer, optimizer: Optimizer, index: int, nonfinite: Tensor, by_scaler: bool) -> bool:
+        """Leave the step out where the gradients are not finite; return whether the host knows that it is left out."""
+        on_device = by_scaler or skips_on_device(optimizer)
+        if on_device and not self.hold_lr_on_skip:
+            if not by_scaler:  # which does it by itself
+                skip_step_on_device_(optimizer, nonfinite)
+            return False
+        if not nonfinite:
+            return False
+        if self.hold_lr_on_skip:
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+            self._held[index] = HeldSchedulers(optimizer, own)
+        if not by_scaler:
+            skip_step_(optimizer)
+        return True
+
+    def _is_one_too_many(self, index: int, norms: GradientNorms, known_to_be_skipped: bool) -> bool:
+        """Whether too many steps in a row were left out; read from the device only every so many steps."""
+        limit, counts = self.max_consecutive_skips, self._counts[index]
+        if limit is None:
+            return False
+        finite = norms.per_parameter.isfinite()
+        before = self._finite.get(index, finite)
+        # a step that was not left out says nothing about the layers
+        self._finite[index] = (
+            torch.where(counts.in_a_row > 0, finite, before) if before.shape == finite.shape else finite
+        )
+        return (known_to_be_skipped or counts.steps % limit == 0) and bool(counts.most_in_a_row > limit)
+
+    def _put_back_schedulers(self, index: int) -> None:
+        if index in self._held:
+            self._held.pop(index).put_back()
+
+    def _refuse_unseen_step(self, index: int) -> Callable[..., None]:
+        """Make the hook that stops training after a step of an optimizer of which Lightning has said nothing."""
+
+        def refuse(*_: Any) -> None:
+            if index not in self._seen:
+                raise MisconfigurationException(
+                    f"GradientClipping cannot clip optimizer {index}: it was stepped past Lightning, which calls no "
+                    "hook then. Step what `self.optimizers()` gives (use_pl_optimizer=True), and the `optimizer` that "
+                    "`optimizer_step` is given."
+                )
+            self._seen.discard(index)
+
+        return refuse
 
     def _log_norms(
-        self, trainer: Trainer, pl_module: LightningModule, index: int, total: Tensor, factor: Tensor
+        self, trainer: Trainer, pl_module: LightningModule, index: int, before: Tensor, after: Tensor
     ) -> None:
         prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"
-        pl_module.log_dict(
-            {
-                f"{prefix}/pre_clip": total,
-                f"{prefix}/post_clip": total * factor,
-                f"{prefix}/clipped_fraction": self._clipped[index] / self._steps[index],
-            },
-            batch_size=1,  # of no meaning for a step's value, and Lightning asks for it under `dataloader_iter`
-        )
+        counts = self._counts[index]
+        values = {"pre_clip": before, "post_clip": after, "clipped_fraction": counts.clipped / counts.steps}
+        if self.on_nonfinite == "skip":
+            values["skipped_steps"] = counts.skipped
+        # a batch size is of no meaning for a step's value, and Lightning asks for it under `dataloader_iter`
+        pl_module.log_dict({f"{prefix}/{name}": value for name, value in values.items()}, batch_size=1)
 
-    def _count(self, index: int, total: Tensor) -> None:
-        above = ((total > self.max_norm) & total.isfinite()).float()
-        before = self._clipped.get(index)
-        self._clipped[index] = above if before is None else before.to(above.device) + above
-        self._steps[index] = self._steps.get(index, 0) + 1
+
+def _check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
+    if method is None:
+        return None
+    if not isinstance(method, ClipMethod):
+        raise TypeError(
+            "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
+            f"{method!r} ({type(method).__name__})."
+        )
+    if max_norm != 1.0:
+        raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
+    return method
+
+
+def _check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
+    methods = {}
+    for pattern, how in (groups or {}).items():
+        if not isinstance(how, ClipMethod):
+            how = ClipNorm(check_number(f"groups[{pattern!r}]", how, above=0, note="or a ClipMethod such as AGC(0.01)"))
+        methods[pattern] = how
+    return methods
+
+
+def _names(pl_module: LightningModule) -> dict[Tensor, str]:
+    return {parameter: unwrapped(name) for name, parameter in pl_module.named_parameters()}
+
+
+def _agreed(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
+    """Return what the ranks must hold alike; only gradients that nobody has reduced can differ between them."""
+    strategies = _bases(trainer.strategy)
+    if trainer.world_size == 1 or "DDPStrategy" in strategies or all(hasattr(p, "full_tensor") for p in parameters):
+        return nonfinite
+    return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
 
 
 def _is_scaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
@@ -149,9 +376,20 @@ def _is_scaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
 
 
+def _nonfinite_error(trainer: Trainer, names: list[str], finite: Tensor, why: str) -> RuntimeError:
+    """Name the layers whose gradients are not finite."""
+    bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
+    listed = ", ".join(bad[:10]) + ", ..." * (len(bad) > 10)
+    if len(bad) == len(names):
+        listed += "; that all are points to the loss itself or to its batch"
+    return RuntimeError(
+        f"GradientClipping({why}): {len(bad)} of {len(names)} gradients are not finite at global step "
+        f"{trainer.global_step} (epoch {trainer.current_epoch}): {listed}."
+    )
+
+
 def _refuse_hidden_gradients(trainer: Trainer) -> None:
-    # by name: those of `lightning` and of `pytorch_lightning` alike
-    strategies = {base.__name__ for base in type(trainer.strategy).__mro__}
+    strategies = _bases(trainer.strategy)
     if "DeepSpeedStrategy" in strategies:
         remedy = "set `gradient_clipping` in DeepSpeed's own configuration"
     elif "FSDPStrategy" in strategies:
@@ -163,10 +401,5 @@ def _refuse_hidden_gradients(trainer: Trainer) -> None:
     )
 
 
-def _by_name(pl_module: LightningModule, parameters: list[Tensor], norms: GradientNorms) -> dict[str, Tensor]:
-    names = {parameter: name.replace("_orig_mod.", "") for name, parameter in pl_module.named_parameters()}
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    return {
-        f"grad_norm/{names.get(parameter, f'parameter {position}')}": norm  # type: ignore[call-overload]
-        for position, (parameter, norm) in enumerate(zip(with_gradient, norms.per_parameter.unbind(), strict=True))
-    }
+def _bases(strategy: object) -> set[str]:
+    return {base.__name__ for base in type(strategy).__mro__}  # by name: of `lightning` and `pytorch_lightning` alike

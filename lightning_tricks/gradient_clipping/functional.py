@@ -1,17 +1,19 @@
-"""Gradient norms and clipping by norm, for any training loop."""
+"""Gradient norms, and clipping by norm, by value and unit by unit, for any training loop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from lightning_tricks._shared.checks import check_number
+
 _HALF = (torch.float16, torch.bfloat16)
+_NEUTRAL = 'float("inf"), in YAML .inf, clips nothing'
 
 
 class GradientNorms(NamedTuple):
@@ -93,12 +95,15 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
 
 
 @torch.no_grad()
-def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor, total_norm: Tensor
+) -> Tensor:
     """Scale gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
     Args:
         parameters: A tensor or tensors; those without a gradient are passed over.
-        max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
+        max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched. A tensor of shape (), as
+            `PercentileThreshold` and `ZScoreThreshold` give it, is taken as it is.
         total_norm: Their norm, as `gradient_norms` or `clip_grad_norm_` returns it; shape ().
 
     Returns:
@@ -108,33 +113,203 @@ def clip_grads_with_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float
         TypeError: If `max_norm` is no number.
         ValueError: If it is not positive.
     """
-    max_norm = check_max_norm(max_norm)
-    if max_norm == math.inf:
-        return torch.ones_like(total_norm)
+    if not isinstance(max_norm, Tensor):
+        max_norm = check_max_norm(max_norm)
+        if max_norm == math.inf:
+            return torch.ones_like(total_norm)
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     for batch, _ in _foreach_batches(_gradients(parameters)):
         torch._foreach_mul_(batch, factor.to(batch[0].device))
     return factor
 
 
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Clamp each element of the gradients in place to [-clip_value, clip_value].
+
+    The result is that of `torch.nn.utils.clip_grad_value_`, bit for bit; NaN stays NaN, Inf becomes `clip_value`.
+
+    Args:
+        parameters: A tensor or tensors; those without a gradient are passed over.
+        clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
+
+    Raises:
+        TypeError: If `clip_value` is no number, or a gradient is sparse.
+        ValueError: If `clip_value` is not positive.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, -0.4])
+        >>> clip_grad_value_(weight, 0.5)
+        >>> weight.grad
+        tensor([ 0.5000, -0.4000])
+    """
+    clip_value = check_clip_value(clip_value)
+    gradients = _gradients(parameters)
+    _refuse_sparse("clip_grad_value_", gradients)
+    for batch, _ in _foreach_batches(gradients):
+        torch._foreach_clamp_min_(batch, -clip_value)
+        torch._foreach_clamp_max_(batch, clip_value)
+
+
+@torch.no_grad()
+def adaptive_clip_grad_(
+    parameters: Tensor | Iterable[Tensor], clip_factor: float = 0.01, eps: float = 1e-3
+) -> UnitClipping:
+    """Scale the gradient of each unit in place to at most `clip_factor` times the norm of the unit's weights (AGC).
+
+    A unit is what one output sees: the slice of a weight at one index of its first dimension (a row of a Linear, a
+    filter of a convolution), or all of a tensor of fewer than two dimensions (a bias, a norm's scale).
+
+    In fp32 the result is that of `timm.utils.agc.adaptive_clip_grad`. It never reads a value back to the host. Leave
+    the final linear layer out, as the paper does.
+
+    Args:
+        parameters: A tensor or tensors; those without a gradient are passed over.
+        clip_factor: The largest ratio of the norms allowed, > 0; `float("inf")` leaves the gradients untouched.
+        eps: The least norm that a unit's weights are taken to have, > 0: weights of zero could never start to learn.
+
+    Returns:
+        The 2-norm of all gradients after clipping, and how many units were clipped.
+
+    Raises:
+        TypeError: If `clip_factor` or `eps` is no number, or a gradient is sparse.
+        ValueError: If one of them is not positive.
+
+    Source: Brock et al., arXiv 2102.06171.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
+        >>> weight.grad = torch.tensor([[30.0, 40.0], [0.0, 1e-6]])
+        >>> adaptive_clip_grad_(weight, clip_factor=0.1)
+        UnitClipping(norm=tensor(0.5000), clipped=tensor(1))
+        >>> weight.grad
+        tensor([[3.0000e-01, 4.0000e-01],
+                [0.0000e+00, 1.0000e-06]])
+    """
+    clip_factor, eps = check_clip_factor(clip_factor), check_number("eps", eps, above=0)
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = _gradients(parameters)
+    _refuse_sparse("adaptive_clip_grad_", gradients)
+    if not gradients:
+        return UnitClipping(torch.tensor(0.0), torch.tensor(0))
+    device = gradients[0].device
+    after, clipped = [], []
+    for batch, indices in _foreach_batches(gradients):
+        weights = [parameters[index] for index in indices]
+        for clip, run in _runs(batch):
+            norms, counts = clip([batch[i] for i in run], [weights[i] for i in run], clip_factor, eps)
+            after.append(norms.to(device))
+            clipped.append(counts.to(device))
+    return UnitClipping(torch.linalg.vector_norm(torch.cat(after)), torch.cat(clipped).sum())
+
+
+class UnitClipping(NamedTuple):
+    """What `adaptive_clip_grad_` did.
+
+    Attributes:
+        norm: The 2-norm of all gradients after clipping; shape ().
+        clipped: How many units were clipped, int64; shape ().
+    """
+
+    norm: Tensor
+    clipped: Tensor
+
+
 def check_max_norm(value: object) -> float:
     """Return `value` as a float, or say why it is no `max_norm`."""
-    return _positive("max_norm", value, "clips nothing")
+    return check_number("max_norm", value, above=0, note=_NEUTRAL)
 
 
 def check_norm_type(value: object) -> float:
     """Return `value` as a float, or say why it is no `norm_type`."""
-    return _positive("norm_type", value, "is the maximum norm")
+    return check_number("norm_type", value, above=0, note='float("inf"), in YAML .inf, is the maximum norm')
 
 
-def _positive(name: str, value: object, infinity: str) -> float:
-    must = f'{name} must be a number > 0 (float("inf"), in YAML .inf, {infinity})'
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
-    number = float(value)
-    if not number > 0:  # NaN, too
-        raise ValueError(f"{must}, got {value!r}.")
-    return number
+def check_clip_value(value: object) -> float:
+    """Return `value` as a float, or say why it is no `clip_value`."""
+    return check_number("clip_value", value, above=0, note=_NEUTRAL)
+
+
+def check_clip_factor(value: object) -> float:
+    """Return `value` as a float, or say why it is no `clip_factor`."""
+    return check_number("clip_factor", value, above=0, note=_NEUTRAL)
+
+
+def _runs(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:
+    """Split a batch by how it is clipped: with few launches on an accelerator, tensor by tensor in a CPU's cache."""
+    vectors = [position for position, gradient in enumerate(gradients) if gradient.ndim <= 1]
+    others = [position for position, gradient in enumerate(gradients) if gradient.ndim > 1]
+    together = gradients[0].device.type != "cpu" and not _is_sharded(gradients[0])
+    if vectors:
+        yield _clip_vectors_, vectors
+    if others:
+        yield (_clip_together_ if together else _clip_one_by_one_), others
+
+
+# Each takes gradients, their weights, `clip_factor` and `eps`, and returns norms after clipping, of units or of whole
+# tensors, and counts of clipped units; plain tensors of shape (n,) and (m,).
+_ClipUnits = Callable[[list[Tensor], list[Tensor], float, float], tuple[Tensor, Tensor]]
+
+
+def _clip_vectors_(
+    gradients: list[Tensor], weights: list[Tensor], clip_factor: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    norms = _stacked_norms(gradients, 2.0)
+    factors = _unit_factors(norms, _stacked_norms(weights, 2.0), clip_factor, eps)
+    torch._foreach_mul_(gradients, factors.unbind())
+    after = norms * factors
+    return after, after < norms
+
+
+def _clip_together_(
+    gradients: list[Tensor], weights: list[Tensor], clip_factor: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    by_tensor = [_unit_norms(gradient) for gradient in gradients]
+    norms = torch.cat([norm.flatten() for norm in by_tensor])
+    weight_norms = torch.cat([_unit_norms(weight).flatten() for weight in weights])
+    factors = _unit_factors(norms, weight_norms, clip_factor, eps)
+    parts = factors.split([norm.numel() for norm in by_tensor])
+    torch._foreach_mul_(gradients, [part.view_as(norm) for part, norm in zip(parts, by_tensor, strict=True)])
+    after = norms * factors
+    return after, after < norms
+
+
+def _clip_one_by_one_(
+    gradients: list[Tensor], weights: list[Tensor], clip_factor: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    norms, factors = [], []
+    for gradient, weight in zip(gradients, weights, strict=True):
+        norms.append(_unit_norms(gradient))
+        factors.append(_unit_factors(norms[-1], _unit_norms(weight), clip_factor, eps))
+        gradient.mul_(factors[-1])
+    after = [norm * factor for norm, factor in zip(norms, factors, strict=True)]
+    if not _is_sharded(gradients[0]):
+        flat = torch.cat([norm.flatten() for norm in after])
+        return flat, flat < torch.cat([norm.flatten() for norm in norms])
+    # one value for each tensor, and one collective for all tensors of a mesh
+    clipped = [(new < old).sum() for new, old in zip(after, norms, strict=True)]
+    return _plain(torch.stack([torch.linalg.vector_norm(norm) for norm in after])), _plain(torch.stack(clipped))
+
+
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Return the 2-norms of a tensor's units, shaped so that they broadcast against it."""
+    dtype = torch.float32 if tensor.dtype in _HALF else None
+    dims = tuple(range(1, tensor.ndim)) or None
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=tensor.ndim > 1, dtype=dtype)
+    return norms
+
+
+def _unit_factors(norms: Tensor, weight_norms: Tensor, clip_factor: float, eps: float) -> Tensor:
+    # the least norm of a gradient is timm's, against a division by zero
+    return weight_norms.clamp(min=eps).mul_(clip_factor).div_(norms.clamp(min=1e-6)).clamp_(max=1)
+
+
+def _refuse_sparse(function: str, gradients: list[Tensor]) -> None:
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise TypeError(f"{function} takes dense gradients, got a sparse one (Embedding(sparse=True)?): leave it out.")
 
 
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -163,10 +338,18 @@ def _foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Se
 def _stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return the norms of gradients of one device, dtype and mesh as one plain tensor of shape (n,)."""
     dtype = torch.float32 if gradients[0].dtype in _HALF else None
-    if dtype and type(gradients[0]) is not Tensor:
+    if dtype and _is_sharded(gradients[0]):
         # DTensor's _foreach_norm takes no dtype
         stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
     else:
         stacked = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
-    # one collective for a whole mesh, not one for each gradient
-    return stacked.full_tensor() if hasattr(stacked, "full_tensor") else stacked
+    return _plain(stacked)  # one collective for a whole mesh, not one for each gradient
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a DTensor as every rank's whole tensor; a plain one as it is."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")

@@ -241,6 +241,8 @@ def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
     """The slow twin: the gradient's L2 norm in float64, unscaled whoever is to unscale it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     squares = [full(p.grad).double().square().sum() for p in parameters if p.grad is not None]
+    if not squares:
+        return 0.0
     norm = torch.stack(squares).sum().sqrt().item()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -399,4 +401,6 @@ def same(left: Any, right: Any) -> bool:
         return isinstance(right, Mapping) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if type(left) is type(right) and type(left).__eq__ is object.__eq__ and hasattr(left, "__dict__"):
+        return same(vars(left), vars(right))
     return type(left) is type(right) and bool(left == right)

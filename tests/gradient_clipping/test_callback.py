@@ -18,6 +18,10 @@ from tests.contract.checks import assert_same_run
 from tests.contract.lab import QUIET, SETTINGS, HostReads, Net, loader, same, twins
 
 
+def _steps(callback):
+    return {index: counts["steps"] for index, counts in callback.state_dict()["counts"].items()}
+
+
 @pytest.mark.parametrize("algorithm", ["automatic", "accumulating"])
 def test_equals_the_trainers_own_clipping(lab, algorithm):
     trainer = {"accumulate_grad_batches": 3} if algorithm == "accumulating" else {}
@@ -59,7 +63,7 @@ def test_batches_without_a_loss(lab, setting, accumulate):
     assert same(with_neutral.state_dict(), bare.state_dict())
     # nothing to clip: no gradient at all, or, under a scaler, a step that Lightning leaves out for its last batch
     left_out = 4 if accumulate == 1 else 0 if setting == "fp32" else 2
-    assert clipping.state_dict()["steps"] == {0: 20 // accumulate - left_out}
+    assert _steps(clipping) == {0: 20 // accumulate - left_out}
 
 
 @pytest.mark.trap("gradient_clipping: Lightning's own clip comes after: both set, both applied, so warn")
@@ -80,8 +84,8 @@ class _StepsRawOptimizers(Net):
 
 
 @pytest.mark.trap("gradient_clipping: no hook under use_pl_optimizer=False")
-def test_says_when_it_saw_no_step(lab):
-    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[0, 1\] in 20 batches: .*use_pl_optimizer=True"):
+def test_refuses_raw_optimizers(lab):
+    with pytest.raises(MisconfigurationException, match=r"cannot clip optimizer 0: .*past Lightning.*use_pl_optimizer"):
         lab.fit([GradientClipping(0.5)], module=_StepsRawOptimizers("manual"), probe=False)
 
 
@@ -96,9 +100,33 @@ class _StepsOneRawOptimizer(Net):
             optimizer.zero_grad()
 
 
-def test_names_the_optimizer_that_it_never_saw(lab):
-    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[1\] in 20 batches"):
+def test_names_the_raw_optimizer(lab):
+    with pytest.raises(MisconfigurationException, match="cannot clip optimizer 1:"):
         lab.fit([GradientClipping(0.5)], module=_StepsOneRawOptimizer("manual"), probe=False)
+
+
+class _GoesPastLightning(Net):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+def test_refuses_an_optimizer_step_that_goes_past_lightning(lab):
+    with pytest.raises(MisconfigurationException, match="cannot clip optimizer 0:"):
+        lab.fit([GradientClipping(0.5)], module=_GoesPastLightning(), probe=False)
+
+
+class _StepsOnlyTheFirst(Net):
+    def training_step(self, batch, batch_idx):
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_names_the_optimizer_that_never_stepped(lab):
+    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[1\] in 20 batches"):
+        lab.fit([GradientClipping(0.5)], module=_StepsOnlyTheFirst("manual"), probe=False)
 
 
 class _UnscalesItself(Net):
@@ -154,7 +182,7 @@ def test_says_nothing_to_a_barebones_trainer():
         warnings.simplefilter("always")
         trainer.fit(Net(), loader())
     assert not [w for w in caught if "self.log" in str(w.message)]
-    assert trainer.callbacks[0].state_dict()["steps"] == {0: 10}
+    assert _steps(trainer.callbacks[0]) == {0: 10}
 
 
 @pytest.mark.gpu
@@ -258,10 +286,11 @@ def test_counts_no_overflow_as_clipped(lab):
             if trainer.global_step < 2:
                 pl_module.net[0].bias.grad[0] = math.inf
 
-    callback = GradientClipping(1e-6)
+    callback = GradientClipping(1e-6, on_nonfinite="skip")
     lab.fit([Overflows(), callback])
-    assert callback.state_dict()["steps"] == {0: 20}
-    assert callback.state_dict()["clipped"][0] < 20
+    assert _steps(callback) == {0: 20}
+    assert callback._counts[0].skipped == 2
+    assert callback._counts[0].clipped == 18
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0.0}, {"max_norm": math.nan}])
@@ -296,4 +325,4 @@ class _Adversarial(LightningModule):
 def test_optimizers_that_step_at_their_own_pace(lab):
     callback = GradientClipping(0.5)
     lab.fit([callback], module=_Adversarial(), probe=False)
-    assert callback.state_dict()["steps"] == {0: 10, 1: 20}
+    assert _steps(callback) == {0: 10, 1: 20}

@@ -1,0 +1,1 @@
+"""What several rooms need: checks of arguments, and patterns over qualified names."""

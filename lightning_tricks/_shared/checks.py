@@ -1,0 +1,67 @@
+"""Checks of arguments whose errors name the argument, the value received and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from difflib import get_close_matches
+from numbers import Real
+
+
+def check_number(
+    name: str, value: object, *, above: float = -math.inf, at_most: float = math.inf, note: str = ""
+) -> float:
+    """Return `value` as a float in (above, at_most], or say why it is none; NaN never is.
+
+    Args:
+        name: Of the argument.
+        value: What was given for it.
+        above: The bound that the value must exceed.
+        at_most: The largest value allowed.
+        note: A remark on the range, for the error.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
+    limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {at_most:g}"] * (at_most < math.inf)
+    must = f"{name} must be a number{' ' * bool(limits)}{' and '.join(limits)}{f' ({note})' if note else ''}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
+    number = float(value)
+    if not above < number <= at_most:
+        raise ValueError(f"{must}, got {value!r}.")
+    return number
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """Return `value` as a finite float >= 0, or say why it is none."""
+    number = check_number(name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
+    return number
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Return `value` if it is a whole number of at least `least`, or say why it is none."""
+    must = f"{name} must be a whole number >= {least}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{must}, got {value!r}.")
+    return value
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> str:
+    """Return `value` if it is one of `known`, or name what is nearest to it."""
+    known = list(known)
+    if isinstance(value, str) and value in known:
+        return value
+    raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
+
+
+def nearest(value: object, known: Iterable[str]) -> str:
+    """Return a sentence, with a blank before it, that names the one of `known` most like `value`; or nothing."""
+    folded = {word.lower(): word for word in known}
+    close = get_close_matches(str(value).lower(), folded, n=1)
+    return f" Did you mean {folded[close[0]]!r}?" if close else ""

@@ -1,0 +1,155 @@
+"""Leave out an optimizer's next step, so that weights and optimizer state stay bit-identical, in any training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+
+def skip_step_(optimizer: Optimizer) -> None:
+    """Drop the gradients, so that the next step does nothing.
+
+    Zero gradients would not do: weight decay and momentum move the weights all the same. What an optimizer counts in
+    its parameter groups (schedule-free ones do) is put back after the step.
+
+    Args:
+        optimizer: Any that passes over parameters without a gradient, as those of torch do, and evaluates no closure
+            more than once (LBFGS does).
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = torch.optim.AdamW([weight])
+        >>> weight.grad = torch.tensor([1.0, torch.nan])
+        >>> skip_step_(optimizer)
+        >>> optimizer.step()
+        >>> weight, len(optimizer.state)
+        (tensor([1., 1.], requires_grad=True), 0)
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    options = options_of_groups(optimizer)
+
+    def put_back(*_: Any) -> None:
+        handle.remove()
+        set_options_of_groups(optimizer, options)
+
+    handle = optimizer.register_step_post_hook(put_back)
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether `skip_step_on_device_` works with an optimizer, as it stands before its next step.
+
+    It does with torch's fused optimizers, but for the first step of an SGD with momentum: a fused kernel that leaves
+    that out keeps uninitialised memory for its momentum.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    groups = optimizer.param_groups
+    if not all(group.get("fused") for group in groups):
+        return False
+    return not isinstance(optimizer, SGD) or all(
+        optimizer.state[parameter].get("momentum_buffer") is not None
+        for group in groups
+        if group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> None:
+    """Make the next step do nothing where `condition` holds, without reading it back to the host.
+
+    Args:
+        optimizer: One for which `skips_on_device` holds.
+        condition: A bool, shape ().
+    """
+    # the way in which a GradScaler tells a fused optimizer that it found an overflow
+    optimizer.found_inf = condition.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def forget(*_: Any) -> None:
+        handle.remove()
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+    handle = optimizer.register_step_post_hook(forget)
+
+
+def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copy what an optimizer keeps in its parameter groups beside the parameters."""
+    return [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    ]
+
+
+@torch.no_grad()
+def set_options_of_groups(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
+    """Put back what `options_of_groups` copied; groups that were added since stay as they are."""
+    for group, values in zip(optimizer.param_groups, options, strict=False):
+        for name, value in values.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)  # a captured graph and a scheduler hold this very tensor
+            else:
+                group[name] = value
+
+
+class HeldSchedulers:
+    """Learning rate schedulers that are put back to where they are now, with the options that they set.
+
+    Args:
+        optimizer: The one whose step is left out.
+        schedulers: Those of its schedulers that may be stepped before `put_back`.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: list[Any]) -> None:
+        self._optimizer, self._options = optimizer, options_of_groups(optimizer)
+        self._states = [(scheduler, dict(scheduler.state_dict())) for scheduler in schedulers]
+
+    def put_back(self) -> None:
+        """Undo what the schedulers did since."""
+        for scheduler, state in self._states:
+            scheduler.load_state_dict(state)
+        set_options_of_groups(self._optimizer, self._options)
+
+
+class StepCounts:
+    """Counts of an optimizer's steps, on the device where the answers are.
+
+    Attributes:
+        steps: All of them.
+        clipped: Those in which something was clipped; shape ().
+        skipped: Those that were left out; shape ().
+        in_a_row: How many were broken up to now, one after the other; shape ().
+        most_in_a_row: The most that ever were; shape ().
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._counts = torch.zeros(4)
+
+    clipped = property(lambda self: self._counts[0])
+    skipped = property(lambda self: self._counts[1])
+    in_a_row = property(lambda self: self._counts[2])
+    most_in_a_row = property(lambda self: self._counts[3])
+
+    @torch.no_grad()
+    def add(self, clipped: Tensor, skipped: Tensor, broken: Tensor) -> None:
+        """Count a step; the arguments are bools of shape ()."""
+        self.steps += 1
+        before = self._counts.to(clipped.device)
+        in_a_row = (before[2] + 1) * broken
+        self._counts = torch.stack(
+            [before[0] + clipped, before[1] + skipped, in_a_row, torch.maximum(before[3], in_a_row)]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"steps": self.steps, "counts": self._counts.cpu()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.steps, self._counts = state_dict["steps"], state_dict["counts"].clone()

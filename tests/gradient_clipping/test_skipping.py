@@ -1,0 +1,342 @@
+"""Steps whose gradients are not finite: left out exactly, on all ranks alike, without a host read where possible."""
+
+import copy
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks import GradientClipping
+from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
+from tests.contract.lab import SETTINGS, HostReads, Net, full, real_fp16, same
+
+_OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw single": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
+    "momentum fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adam fused amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+def _train(make, bad_steps, with_skips=True):
+    """A plain loop over six batches, of which the bad ones have a NaN; or a loop that does not know of them."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 2), (4,))]
+    optimizer = make(parameters)
+    for step in range(6):
+        gradients = [torch.randn(p.shape, generator=generator) for p in parameters]
+        bad = step in bad_steps
+        if bad and not with_skips:
+            continue
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient * (math.nan if bad else 1.0)
+        if skips_on_device(optimizer):
+            skip_step_on_device_(optimizer, torch.tensor(bad))
+        elif bad:
+            skip_step_(optimizer)
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("bad_steps", [{0}, {0, 1}, {2}, {1, 2, 5}], ids=str)
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_a_loop_that_skips_is_a_loop_without_those_batches(name, bad_steps):
+    (weights, optimizer), (expected, other) = (_train(_OPTIMIZERS[name], bad_steps, skips) for skips in (True, False))
+    assert same([w.detach() for w in weights], [w.detach() for w in expected])
+    assert same(optimizer.state_dict(), other.state_dict())
+    assert not hasattr(optimizer, "found_inf")
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_puts_back_what_an_optimizer_counts_in_its_groups():
+    class Counts(torch.optim.SGD):
+        """As schedule-free optimizers do."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    _, optimizer = _train(lambda p: Counts(p, lr=0.1), {1, 3})
+    assert optimizer.param_groups[0]["k"] == 4
+
+
+class _Poisons(Net):
+    """Two bad batches in a row: one rank's loss is NaN."""
+
+    bad = (3, 4)
+
+    def training_step(self, batch, batch_idx):
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(self._loss(batch, batch_idx))
+            for optimizer in self.optimizers():
+                optimizer.step()
+            return None
+        return self._loss(batch, batch_idx)
+
+    def _loss(self, batch, batch_idx):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        poisoned = batch_idx in self.bad and self.global_rank == self.trainer.world_size - 1
+        return loss * math.nan if poisoned else loss
+
+
+class _State(Callback):
+    """Asserts that the optimizers' steps in poisoned batches change nothing, and the others something."""
+
+    def __init__(self):
+        self.unchanged = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.before = self._now(trainer, pl_module)
+        self.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step > self.step:
+            self.unchanged.append(same(self._now(trainer, pl_module), self.before))
+
+    def _now(self, trainer, pl_module):
+        weights = {name: full(value) for name, value in pl_module.state_dict().items()}
+        states = [
+            {key: full(v) if isinstance(v, torch.Tensor) else v for key, v in values.items()}
+            for optimizer in trainer.optimizers
+            for values in optimizer.state.values()
+        ]
+        return copy.deepcopy((weights, states))
+
+
+@pytest.mark.trap("gradient_clipping: no skip on NaN in Lightning; zeroing gradients still moves weights")
+@pytest.mark.parametrize("setting", [n for n, s in SETTINGS.items() if s.accelerator == "cpu" and n != "LBFGS"])
+def test_skips_in_every_setting(lab, setting):
+    chosen = SETTINGS[setting]
+    # with accumulation both bad batches spoil a step: of batches 0 to 3, and 4 to 7
+    expected = [True, True, False] if setting == "accumulation" else [i in _Poisons.bad for i in range(10)]
+
+    class Checks(_State):
+        def on_train_end(self, trainer, pl_module):
+            assert self.unchanged == expected[: trainer.num_training_batches]
+            assert all(full(p).isfinite().all() for p in pl_module.parameters())
+            values = [v for k, v in trainer.callback_metrics.items() if k.endswith("skipped_steps")]
+            assert {v.item() for v in values} == {2}
+
+    module = _Poisons(**chosen.net)
+    ranks = lab.fit([GradientClipping(on_nonfinite="skip"), Checks()], chosen, module=module, max_epochs=1)
+    assert len(ranks) == chosen.ranks
+    assert all(same(rank.weights, ranks[0].weights) for rank in ranks)
+
+
+@pytest.mark.parametrize("layer", ["net.0.weight", "net.4.bias"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("setting", ["fp32", "bf16 fused", "FSDP2"])
+def test_one_bad_value_anywhere_is_enough(lab, setting, value, layer):
+    class Spoils(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step == 2:
+                gradient = dict(pl_module.named_parameters())[layer].grad
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                if trainer.is_global_zero:
+                    local.view(-1)[0] = value
+
+    class Checks(_State):
+        def on_train_end(self, trainer, pl_module):
+            assert self.unchanged == [i == 2 for i in range(trainer.num_training_batches)]
+
+    lab.fit([Spoils(), GradientClipping(on_nonfinite="skip"), Checks()], SETTINGS[setting], max_epochs=1)
+
+
+def test_ranks_agree_on_gradients_that_nobody_reduces(lab):
+    """A parameter that FSDP2 does not shard has a gradient of its own on each rank."""
+
+    class HalfSharded(Net):
+        def configure_model(self):
+            from torch.distributed.fsdp import fully_shard
+
+            if self.net is None:
+                self.build()
+                fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+
+    class Spoils(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step == 2 and trainer.global_rank == 1:
+                pl_module.net[4].bias.grad[0] = math.nan
+
+    class Checks(_State):
+        def on_train_end(self, trainer, pl_module):
+            assert self.unchanged == [i == 2 for i in range(trainer.num_training_batches)]
+
+    callbacks = [Spoils(), GradientClipping(on_nonfinite="skip"), Checks()]
+    ranks = lab.fit(callbacks, SETTINGS["FSDP2"], module=HalfSharded(built_late=True), max_epochs=1)
+    assert len(ranks) == 2
+
+
+@pytest.mark.parametrize("net", [{"optimization": "fused"}, {"optimization": "fused", "dropout": 0.1}], ids=str)
+def test_fused_optimizers_skip_without_a_host_read(lab, net):
+    counts = []
+    for callbacks in ([], [GradientClipping(on_nonfinite="skip")]):
+        with HostReads() as reads:
+            lab.fit(callbacks, module=_Poisons(**net), probe=False)
+        counts.append(reads.count)
+    assert counts[1] <= counts[0]
+
+
+def test_a_scaler_skips_without_another_host_read(lab):
+    counts = []
+    for callbacks in ([], [GradientClipping(on_nonfinite="skip")]):
+        with HostReads() as reads:
+            lab.fit(callbacks, SETTINGS["fp16"], module=_Poisons(), probe=False)
+        counts.append(reads.count)
+    assert counts[1] <= counts[0]
+
+
+class _AlwaysBad(Net):
+    """From the third step on the last layer's gradients are Inf."""
+
+    def on_after_backward(self):
+        if self.global_step >= 2:
+            self.net[4].weight.grad[0, 0] = math.inf
+
+
+@pytest.mark.parametrize("setting", ["fp32", "bf16 fused", "DDP"])
+def test_too_many_skips_in_a_row_stop_with_the_layers(lab, setting):
+    chosen, callback = SETTINGS[setting], GradientClipping(on_nonfinite="skip", max_consecutive_skips=3)
+    words = r"more than max_consecutive_skips=3 .*1 of 6 gradients are not finite at global step .*: net.4.weight\."
+    with pytest.raises(Exception, match=words):
+        lab.fit([callback], chosen, module=_AlwaysBad(**chosen.net), probe=False)
+
+
+def test_skips_with_good_steps_between_do_not_stop(lab):
+    class EveryOther(Net):
+        def on_after_backward(self):
+            if self.global_step % 2:
+                self.net[4].weight.grad[0, 0] = math.nan
+
+    callback = GradientClipping(on_nonfinite="skip", max_consecutive_skips=1)
+    lab.fit([callback], module=EveryOther(), probe=False)
+    assert callback._counts[0].skipped == 10
+
+
+def test_a_loss_that_is_nan_is_named(lab):
+    with pytest.raises(RuntimeError, match=r'on_nonfinite="raise".*6 of 6 gradients are not finite at global step 3'):
+        lab.fit([GradientClipping(on_nonfinite="raise")], module=_Poisons(), probe=False)
+
+
+def test_the_search_of_a_scaler_does_not_raise(lab):
+    """A scale of 2**40 overflows fp16 until it has been halved some thirty times."""
+    plugin = real_fp16()
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    callback = GradientClipping(on_nonfinite="raise")
+    lab.fit([callback], plugins=[plugin], probe=False)
+    assert 0 < callback._counts[0].skipped < 20
+
+
+def test_raises_once_the_scaler_is_at_its_end(lab):
+    plugin = real_fp16()
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(RuntimeError, match="6 of 6 gradients are not finite at global step"):
+        lab.fit([GradientClipping(on_nonfinite="raise")], plugins=[plugin], module=_Broken(), probe=False)
+
+
+class _Broken(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * math.nan
+
+
+def test_refuses_to_skip_lbfgs(lab):
+    with pytest.raises(MisconfigurationException, match="cannot leave out a step of LBFGS"):
+        lab.fit([GradientClipping(on_nonfinite="skip")], SETTINGS["LBFGS"])
+
+
+_SCHEDULERS = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 30),
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 4), torch.optim.lr_scheduler.CosineAnnealingLR(o, 9)],
+        milestones=[4],
+    ),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
+
+
+class _Scheduled(_Poisons):
+    def __init__(self, make, bad, optimization="adamw"):
+        super().__init__(optimization)
+        self.make, self.bad = make, bad
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": self.make(optimizer), "interval": "step"}]
+
+
+class _Rates(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        group = trainer.optimizers[0].param_groups[0]
+        self.seen.append((group["lr"], group.get("betas")))
+
+
+@pytest.mark.trap("gradient_clipping: global_step and LR schedulers advance on a skipped step")
+@pytest.mark.parametrize("optimization", ["adamw", "fused"])
+@pytest.mark.parametrize("name", _SCHEDULERS)
+def test_holds_the_schedulers(lab, name, optimization):
+    rates = []
+    for bad, hold in (((), False), ((3, 4), True), ((3, 4), False)):
+        watch = _Rates()
+        clipping = GradientClipping(on_nonfinite="skip", hold_lr_on_skip=hold)
+        module = _Scheduled(_SCHEDULERS[name], bad, optimization)
+        lab.fit([clipping, watch], module=module, max_epochs=1, probe=False)
+        rates.append(watch.seen)
+    clean, held, advanced = rates
+    assert held == [*clean[:4], clean[3], clean[3], *clean[4:8]]
+    assert advanced == clean
+
+
+def test_holds_a_scheduler_that_the_module_steps_itself(lab):
+    class Manual(_Scheduled):
+        def training_step(self, batch, batch_idx):
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+            for part in (batch_idx, batch_idx + 100):  # two steps a batch: the bad one first
+                optimizer.zero_grad()
+                self.manual_backward(self._loss(batch, part))
+                optimizer.step()
+                scheduler.step()
+
+    module = Manual(_SCHEDULERS["step"], (1,))
+    module.automatic_optimization = False
+    watch = _Rates()
+    lab.fit(
+        [GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True), watch], module=module, max_epochs=1, probe=False
+    )
+    assert [lr for lr, _ in watch.seen[:4]] == pytest.approx([0.01, 0.005, 0.005, 0.0025])
+
+
+def test_a_second_fit_sees_no_trace(lab):
+    callback = GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True, max_consecutive_skips=5)
+    for _ in range(2):
+        lab.fit([callback], module=_Scheduled(_SCHEDULERS["cosine"], (3, 9)), probe=False)
+    assert callback._counts[0].skipped == 4
+    assert not callback._held
+    assert not callback._hooks
+
+
+def test_resume_goes_on_counting(lab):
+    whole, first, second = (GradientClipping(on_nonfinite="skip", max_consecutive_skips=9) for _ in range(3))
+    lab.fit([whole], module=_Poisons())
+    lab.fit([first], module=_Poisons(), max_epochs=1, save_to=lab.folder / "one.ckpt")
+    lab.fit([second], module=_Poisons(), ckpt_path=lab.folder / "one.ckpt")
+    assert whole._counts[0].skipped == 4
+    assert same(second.state_dict(), whole.state_dict())

@@ -1,0 +1,219 @@
+"""Clipping by value and unit by unit against torch and timm, and on shards."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.utils.agc import adaptive_clip_grad as timm_agc
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+from lightning_tricks.gradient_clipping import adaptive_clip_grad_, clip_grad_value_, gradient_norms
+from tests.contract.lab import HostReads, fork
+
+_shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
+
+
+def _parameters(shapes, scale=1.0, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(dtype)
+    return parameters
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    shapes=_shapes,
+    scale=st.floats(1e-4, 1e2),
+    factor=st.floats(1e-3, 1.0),
+    eps=st.floats(1e-4, 1.0),
+    seed=st.integers(0, 9),
+)
+def test_agc_equals_timm(shapes, scale, factor, eps, seed):
+    ours, theirs = (_parameters(shapes, scale, seed) for _ in range(2))
+    before = [p.grad.clone() for p in ours]
+    done = adaptive_clip_grad_(ours, factor, eps)
+    timm_agc(theirs, factor, eps)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our.grad, their.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(done.norm, gradient_norms(ours).total, rtol=1e-4, atol=1e-7)
+    changed = sum(not torch.equal(old, p.grad) for old, p in zip(before, ours, strict=True))
+    assert (done.clipped > 0) == (changed > 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torchvision.models.resnet18(num_classes=10),
+        lambda: timm.create_model("vit_tiny_patch16_224", num_classes=10),
+        lambda: torch.nn.LSTM(8, 16, num_layers=2, bidirectional=True),
+    ],
+    ids=["resnet18", "vit", "lstm"],
+)
+def test_agc_equals_timm_on_real_models(make):
+    results = []
+    for clip in (adaptive_clip_grad_, timm_agc):
+        torch.manual_seed(0)
+        net = make()
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        clip(net.parameters(), 0.01)
+        results.append([p.grad for p in net.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@settings(deadline=None, derandomize=True)
+@given(shapes=_shapes, scale=st.floats(1e-3, 1e3), factor=st.floats(1e-3, 1.0))
+def test_agc_bounds_each_unit_and_twice_is_once(shapes, scale, factor):
+    parameters = _parameters([shape for shape in shapes if math.prod(shape)], scale)
+    adaptive_clip_grad_(parameters, factor)
+    once = [p.grad.clone() for p in parameters]
+    for parameter in parameters:
+        rows = parameter.shape[0] if parameter.ndim > 1 else 1
+        gradients = parameter.grad.reshape(rows, -1).norm(dim=1)
+        weights = parameter.detach().reshape(rows, -1).norm(dim=1).clamp(min=1e-3)
+        assert (gradients <= weights * factor * (1 + 1e-4)).all()
+    adaptive_clip_grad_(parameters, factor)
+    for parameter, before in zip(parameters, once, strict=True):
+        torch.testing.assert_close(parameter.grad, before, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.trap("gradient_clipping: AGC without eps gives zero weights zero gradients for ever")
+def test_weights_of_zero_can_start_to_learn():
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    weight.grad = torch.ones(2, 3)
+    adaptive_clip_grad_(weight, 0.01, eps=1e-3)
+    torch.testing.assert_close(weight.grad.norm(dim=1), torch.full((2,), 1e-5))
+
+
+def test_agc_spoils_only_the_unit_that_is_not_finite():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [1.0, 1.0]])
+    adaptive_clip_grad_(weight, 0.01)
+    assert weight.grad[0].isnan().all()
+    assert weight.grad[1, 0].isnan()
+    assert weight.grad[1, 1] == 0
+    assert weight.grad[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_agc_in_half_precision(dtype):
+    halves = _parameters([(4, 6), (5,), (2, 3, 3, 3)], 10.0, dtype=dtype)
+    singles = [torch.nn.Parameter(p.detach().float()) for p in halves]
+    for single, half in zip(singles, halves, strict=True):
+        single.grad = half.grad.float()
+    adaptive_clip_grad_(halves)
+    adaptive_clip_grad_(singles)
+    for single, half in zip(singles, halves, strict=True):
+        assert half.grad.dtype == dtype
+        torch.testing.assert_close(half.grad.float(), single.grad, rtol=1e-2, atol=1e-6)
+
+
+def test_agc_keeps_the_memory_format():
+    weight = torch.nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    weight.grad = torch.randn_like(weight)
+    other = torch.nn.Parameter(weight.detach().contiguous())
+    other.grad = weight.grad.contiguous()
+    adaptive_clip_grad_(weight)
+    adaptive_clip_grad_(other)
+    assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(weight.grad, other.grad, rtol=1e-5, atol=0)
+
+
+@settings(deadline=None, derandomize=True)
+@given(shapes=_shapes, scale=st.floats(1e-3, 1e3), value=st.floats(1e-3, 1e3))
+def test_value_equals_torch(shapes, scale, value):
+    ours, theirs = (_parameters(shapes, scale) for _ in range(2))
+    clip_grad_value_(ours, value)
+    torch.nn.utils.clip_grad_value_(theirs, value)
+    assert all(torch.equal(our.grad, their.grad) for our, their in zip(ours, theirs, strict=True))
+
+
+def test_a_hundred_steps_equal_timm_and_torch():
+    for ours, theirs in (
+        (lambda p: adaptive_clip_grad_(p, 0.05), lambda p: timm_agc(p, 0.05)),
+        (lambda p: clip_grad_value_(p, 0.02), lambda p: torch.nn.utils.clip_grad_value_(p, 0.02)),
+    ):
+        nets = []
+        for clip in (ours, theirs):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(100):
+                optimizer.zero_grad()
+                net(torch.randn(4, 8)).square().mean().backward()
+                clip(list(net.parameters()))
+                optimizer.step()
+            nets.append(list(net.parameters()))
+        for our, their in zip(*nets, strict=True):
+            torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [adaptive_clip_grad_, lambda p: clip_grad_value_(p, 0.1)], ids=["agc", "value"])
+def test_reads_nothing_and_takes_anything(clip):
+    parameters = _parameters([(3, 4), (5,), ()])
+    with HostReads() as reads:
+        clip(parameters)
+    assert reads.count == 0
+    clip([])
+    clip(torch.zeros(3, requires_grad=True))
+    clip(p for p in parameters)
+
+
+@pytest.mark.parametrize("clip", [adaptive_clip_grad_, lambda p: clip_grad_value_(p, 0.1)], ids=["agc", "value"])
+def test_refuses_sparse_gradients(clip):
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"takes dense gradients, got a sparse one \(Embedding"):
+        clip(table.parameters())
+
+
+@pytest.mark.parametrize("arguments", [{"clip_factor": 0}, {"clip_factor": math.nan}, {"eps": 0}, {"eps": -1.0}])
+def test_refuses_bad_values(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"{name} must be a number > 0.*got {value}"):
+        adaptive_clip_grad_([], **arguments)
+
+
+def test_shards_are_clipped_as_the_whole(tmp_path):
+    whole = _parameters([(5, 3), (1,), (6, 2), (7,), (1, 4), (3, 2)], 10.0)
+
+    def run(rank):
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+        places = [
+            (line, [Shard(0)]),
+            (line, [Shard(0)]),  # the second rank has nothing of it
+            (square, [Shard(1), Replicate()]),
+            (line, [Shard(0)]),
+            (line, [Shard(0)]),
+            None,
+        ]
+        for kind in ("agc", "value"):
+            parameters = []
+            for parameter, place in zip(whole, places, strict=True):
+                tensors = [parameter.detach().clone(), parameter.grad.clone()]
+                if place:
+                    tensors = [distribute_tensor(tensor, *place) for tensor in tensors]
+                parameters.append(torch.nn.Parameter(tensors[0]))
+                parameters[-1].grad = tensors[1]
+            done = adaptive_clip_grad_(parameters, 0.1) if kind == "agc" else clip_grad_value_(parameters, 0.5)
+            clipped = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]
+            torch.save({"done": done and tuple(done), "clipped": clipped}, tmp_path / f"{kind}{rank}.pt")
+
+    fork(run, 2)
+    for kind, clip in (("agc", lambda p: adaptive_clip_grad_(p, 0.1)), ("value", lambda p: clip_grad_value_(p, 0.5))):
+        copies = [torch.nn.Parameter(p.detach()) for p in whole]
+        for copy, parameter in zip(copies, whole, strict=True):
+            copy.grad = parameter.grad.clone()
+        done = clip(copies)
+        for rank in range(2):
+            seen = torch.load(tmp_path / f"{kind}{rank}.pt")
+            torch.testing.assert_close(seen["clipped"], [p.grad for p in copies], rtol=1e-5, atol=0)
+            if done:
+                torch.testing.assert_close(seen["done"], tuple(done), rtol=1e-5, atol=0)
