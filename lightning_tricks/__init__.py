@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping import clip_grad_value_ as clip_grad_value_
+    from lightning_tricks.lr_schedules import OptimizerSpec as OptimizerSpec
+    from lightning_tricks.lr_schedules import ScheduleSpec as ScheduleSpec
     from lightning_tricks.mixin import Tricks as Tricks
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.seeding import SeedEverything as SeedEverything
@@ -34,6 +36,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "clip_grad_norm_",
             "clip_grad_value_",
         ),
+        "lr_schedules": ("OptimizerSpec", "ScheduleSpec"),
         "mixin": ("Tricks", "TricksMixin"),
         "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
     },

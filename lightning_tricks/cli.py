@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
+
+import lightning_tricks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
+    for room in iter_modules(lightning_tricks.__path__):
+        if room.ispkg and find_spec(f"lightning_tricks.{room.name}.commands"):
+            import_module(f"lightning_tricks.{room.name}.commands").add_to(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 

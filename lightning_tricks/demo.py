@@ -110,10 +110,6 @@ class DigitsClassifier(TricksMixin, LightningModule):
         """Log loss and accuracy."""
         self._evaluate(batch, "test", self.test_accuracy)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
     def _evaluate(self, batch: list[Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
         images, labels = batch
         scores = self.net(images)

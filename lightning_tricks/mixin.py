@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import replace_hyperparameter, restricted_classmethod
+from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.seeding import isolated_seeding
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule as _Base
+    _Base = LightningModule
 else:
     _Base = object
 
@@ -28,11 +30,13 @@ else:
 class Tricks:
     """What `TricksMixin` switches on: one field for each room, None when it is off.
 
-    A field takes the arguments of the room's callback as a dict, or its first argument alone.
+    The field of a callback takes its arguments as a dict, or its first argument alone; `optimizer` and `schedule` take
+    an `OptimizerSpec` and a `ScheduleSpec`, or their arguments as a dict. Where YAML needs an object of the collection,
+    such as `AGC`, it is `{class_path: lightning_tricks.AGC, init_args: {...}}`.
 
     Raises:
-        TypeError: If a field is neither, or names an argument that the callback does not have.
-        ValueError: If the callback refuses a value.
+        TypeError: If a field is none of these, or names an argument that there is not.
+        ValueError: If a value is refused, or there is a schedule without an optimizer.
 
     Example:
         >>> Tricks(seeding=42, gradient_clipping={"max_norm": 1.0, "log_layers": True}).gradient_clipping
@@ -41,28 +45,68 @@ class Tricks:
 
     seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
+    optimizer: OptimizerSpec | None = None
+    schedule: ScheduleSpec | None = None
 
     def __post_init__(self) -> None:
         self.callbacks()  # raises where an argument is wrong
+        for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, spec(**value))
+            elif value is not None and not isinstance(value, spec):
+                raise TypeError(f"Tricks({name}={value!r}): must be a {spec.__name__} or a dict of its arguments.")
+        if self.schedule is not None and self.optimizer is None:
+            raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
 
     def callbacks(self) -> list[TrickCallback]:
         """Build the callbacks of the fields that are on."""
         return [
             _build(trick.name, getattr(lightning_tricks, trick.metadata["callback"]), value)
             for trick in fields(self)
-            if (value := getattr(self, trick.name)) is not None
+            if "callback" in trick.metadata and (value := getattr(self, trick.name)) is not None
         ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, from which `Tricks(**fields)` makes the same again."""
+        specs = {name: getattr(self, name) for name in ("optimizer", "schedule")}
+        return {trick.name: _plain(getattr(self, trick.name)) for trick in fields(self) if trick.name not in specs} | {
+            name: spec and {part.name: _plain(getattr(spec, part.name)) for part in fields(spec)}
+            for name, spec in specs.items()
+        }
 
 
 def _build(name: str, callback: type[TrickCallback], value: Any) -> TrickCallback:
     parameters = inspect.signature(callback).parameters
     arguments = value if isinstance(value, Mapping) else {next(iter(parameters)): value}
     try:
-        return callback(**arguments)
+        return callback(**{argument: _object(given) for argument, given in arguments.items()})
     except (TypeError, ValueError) as error:
         reason = str(error).rstrip(".")
         known = f"{callback.__name__} takes {', '.join(parameters)}."
         raise type(error)(f"Tricks({name}={value!r}): {reason}. {known}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Turn objects of the collection into dicts of plain values, at any depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        arguments = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+        return {"class_path": f"lightning_tricks.{type(value).__name__}", "init_args": arguments}
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _object(value: Any) -> Any:
+    """Turn such dicts into objects again; only those of the collection, so that a checkpoint imports nothing."""
+    if not isinstance(value, Mapping):
+        return value
+    if "class_path" not in value:
+        return {name: _object(part) for name, part in value.items()}
+    package, _, name = value["class_path"].rpartition(".")
+    if package != "lightning_tricks" or name not in lightning_tricks.__all__:
+        raise ValueError(f"class_path must name what `lightning_tricks` exports, got {value['class_path']!r}.")
+    return getattr(lightning_tricks, name)(**value.get("init_args", {}))
 
 
 class TricksMixin(_Base):
@@ -71,7 +115,8 @@ class TricksMixin(_Base):
     Write `class LitNet(TricksMixin, lightning.LightningModule)` and call `super().__init__(tricks=tricks)` before the
     submodules are created: with `seeding` on, their initial weights are seeded (and those of two modules with one seed
     are equal). The callbacks come through `configure_callbacks`, beside the module's own; a callback of the same type
-    that the module or the user of the Trainer brings wins. `save_hyperparameters()` stores the tricks as plain dicts:
+    that the module or the user of the Trainer brings wins, as does a `configure_optimizers` of the module over
+    `Tricks(optimizer=..., schedule=...)`. `save_hyperparameters()` stores the tricks as plain dicts:
     checkpoints load with `weights_only=True`.
 
     Args:
@@ -119,6 +164,21 @@ class TricksMixin(_Base):
         """Return the next class's callbacks and those of the tricks that neither it nor the Trainer has."""
         return self._add_missing(super().configure_callbacks())
 
+    def configure_optimizers(self) -> Any:
+        """Return the next class's optimizers or, where it has none of its own, those of the tricks."""
+        own = super().configure_optimizers
+        if getattr(own, "__func__", None) is not LightningModule.configure_optimizers:
+            return own()
+        if self.tricks.optimizer is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has no configure_optimizers, and its tricks no optimizer: write one, or set "
+                "Tricks(optimizer=OptimizerSpec(...))."
+            )
+        optimizer = build_optimizer(self, self.tricks.optimizer)
+        if self.tricks.schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, self.tricks.schedule, self.trainer)}
+
     def save_hyperparameters(
         self,
         *args: Any,
@@ -132,12 +192,16 @@ class TricksMixin(_Base):
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
         for name, value in self.hparams.items():
             if isinstance(value, Tricks):
-                replace_hyperparameter(self, name, asdict(value))
+                replace_hyperparameter(self, name, value.as_dict())
 
     def _add_missing(self, own: Sequence[Callback] | Callback) -> list[Callback]:
         if "_trick_callbacks" not in vars(self):
             raise MisconfigurationException(
                 f"{type(self).__name__}.__init__ did not reach TricksMixin: call super().__init__(tricks=tricks) in it."
+            )
+        if self.tricks.optimizer is not None and _finds_own_optimizers(type(self)):
+            rank_zero_info(
+                f"{type(self).__name__} has a configure_optimizers of its own: it decides, not Tricks(optimizer=...)."
             )
         tricks = self._trick_callbacks
         others = [callback for callback in ([own] if isinstance(own, Callback) else own) if callback not in tricks]
@@ -151,6 +215,11 @@ class TricksMixin(_Base):
         except RuntimeError:  # no Trainer yet
             return []
         return [c for c in callbacks if not getattr(c, "brought_by_module", False) or c in self._trick_callbacks]
+
+
+def _finds_own_optimizers(module: type[TricksMixin]) -> bool:
+    owners = [base for base in module.__mro__ if "configure_optimizers" in vars(base)]
+    return owners[0] is not TricksMixin or owners[1] is not LightningModule
 
 
 def _as_tricks(tricks: Tricks | Mapping[str, Any] | None) -> Tricks:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_tricks import Tricks
 from lightning_tricks.cli import main
 from tests.contract.readme_tables import README, rewritten
 from tests.mixin.test_mixin import LitNet
@@ -54,8 +55,7 @@ def test_yaml_block_builds(config, output, monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text(config)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "config.yaml"])
     cli = LightningCLI(LitNet, run=False, save_config_callback=None, seed_everything_default=False)
-    given = yaml.safe_load(config)["model"]["tricks"]
-    assert {name: getattr(cli.model.tricks, name) for name in given} == given
+    assert cli.model.tricks.as_dict() == Tricks(**yaml.safe_load(config)["model"]["tricks"]).as_dict()
 
 
 def test_tables_are_up_to_date():

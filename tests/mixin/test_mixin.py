@@ -15,7 +15,11 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import (
+    AGC,
+    ClipValue,
     GradientClipping,
+    OptimizerSpec,
+    ScheduleSpec,
     SeedEverything,
     Tricks,
     TricksMixin,
@@ -334,3 +338,107 @@ def test_seeding_through_the_mixin_needs_no_note(lightning_log):
     _fit(LitNet(tricks=Tricks(seeding=77)))
     assert not [message for _, message in lightning_log if "not covered" in message]
     assert [message for _, message in lightning_log if message == "Seed set to 77"]
+
+
+class _Specified(TricksMixin, LightningModule):
+    """Has no optimizer of its own."""
+
+    def __init__(self, tricks: Tricks | None = None):
+        super().__init__(tricks=tricks)
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+_SPECS = {
+    "optimizer": OptimizerSpec("SGD", lr=0.1, kwargs={"momentum": 0.9}),
+    "schedule": ScheduleSpec("wsd", warmup=2, decay=0.5),
+}
+
+
+def _fit_specified(module, **trainer):
+    fitter = Trainer(**{**QUIET, "max_epochs": 1, **trainer})
+    fitter.fit(module, loader())
+    return fitter
+
+
+def test_builds_the_optimizer_and_the_schedule():
+    trainer = _fit_specified(_Specified(Tricks(**_SPECS)))
+    (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
+    assert type(optimizer) is torch.optim.SGD
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+    assert (config.interval, config.scheduler.last_epoch) == ("step", 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    trainer = _fit_specified(_Specified(Tricks(optimizer=_SPECS["optimizer"])))
+    assert not trainer.lr_scheduler_configs
+
+
+@pytest.mark.parametrize("place", ["subclass", "base"])
+def test_own_configure_optimizers_wins_and_that_is_said(place, lightning_log):
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters())
+
+    if place == "subclass":
+        own = type("Own", (_Specified,), {"configure_optimizers": configure_optimizers})
+    else:
+        base = type("Base", (LightningModule,), {"configure_optimizers": configure_optimizers})
+        own = type("Own", (_Specified, base), {})
+    trainer = _fit_specified(own(Tricks(**_SPECS)))
+    assert type(trainer.optimizers[0]) is torch.optim.Adagrad
+    assert any("Own has a configure_optimizers of its own: it decides" in message for _, message in lightning_log)
+
+
+def test_no_optimizer_anywhere_is_refused():
+    with pytest.raises(MisconfigurationException, match="_Specified has no configure_optimizers, and its tricks no"):
+        _fit_specified(_Specified())
+
+
+def test_a_schedule_needs_an_optimizer():
+    with pytest.raises(ValueError, match=r"Tricks\(schedule=...\) needs optimizer=OptimizerSpec"):
+        Tricks(schedule=ScheduleSpec())
+    with pytest.raises(TypeError, match=r"Tricks\(optimizer=0.1\): must be a OptimizerSpec or a dict"):
+        Tricks(optimizer=0.1)
+
+
+def test_specs_and_methods_survive_a_checkpoint(tmp_path):
+    clipping = {"method": AGC(0.02, exclude="net.bias"), "groups": {"net.weight": ClipValue(0.5)}}
+    tricks = Tricks(gradient_clipping=clipping, **_SPECS)
+    assert Tricks(**tricks.as_dict()).as_dict() == tricks.as_dict()
+    trainer = _fit_specified(_Specified(tricks))
+    trainer.save_checkpoint(tmp_path / "specs.ckpt")
+    torch.load(tmp_path / "specs.ckpt", weights_only=True)
+    loaded = _Specified.load_from_checkpoint(tmp_path / "specs.ckpt", weights_only=True)
+    assert (loaded.tricks.optimizer, loaded.tricks.schedule) == (_SPECS["optimizer"], _SPECS["schedule"])
+    (callback,) = loaded.tricks.callbacks()
+    assert callback.method == clipping["method"]
+    assert callback.groups == clipping["groups"]
+
+
+def test_a_checkpoint_imports_nothing():
+    with pytest.raises(ValueError, match=r"class_path must name what `lightning_tricks` exports, got 'os.system'"):
+        Tricks(gradient_clipping={"method": {"class_path": "os.system", "init_args": {}}})
+
+
+def test_specs_in_yaml(monkeypatch, tmp_path):
+    text = """
+    model:
+      tricks:
+        optimizer: {name: SGD, lr: 0.1, weight_decay: 5.0e-4, no_decay: [], kwargs: {momentum: 0.9}}
+        schedule: {kind: multistep, milestones: [100, 140, 240], interval: epoch}
+        gradient_clipping:
+          method: {class_path: lightning_tricks.AGC, init_args: {clip_factor: 0.02}}
+    """
+    (tmp_path / "config.yaml").write_text(text)
+    arguments = ["--config", "config.yaml", "--model.tricks.schedule.warmup=2 epochs"]
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        cli = LightningCLI(_Specified, run=False, save_config_callback=None, seed_everything_default=False)
+        tricks = cli.model.tricks
+        assert tricks.optimizer.kwargs == {"momentum": 0.9}
+        assert list(tricks.schedule.milestones) == [100, 140, 240]
+        assert tricks.schedule.warmup == "2 epochs"
+        assert tricks.callbacks()[0].method == AGC(0.02)
+        cli.parser.save(cli.config, "config.yaml", overwrite=True)
+        arguments = ["--config", "config.yaml"]

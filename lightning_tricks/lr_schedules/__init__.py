@@ -1,0 +1,77 @@
+"""Optimizers and learning rate schedules from two small descriptions, right about how long a run is.
+
+When to use it: wherever `configure_optimizers` is the same twenty lines again: no weight decay for biases and norms,
+another learning rate for the backbone, warm-up, then a cosine. `OptimizerSpec` and `ScheduleSpec` say it, in code or in
+YAML; `Tricks(optimizer=..., schedule=...)` builds them, or `build_optimizer` and `build_schedule` do in a module's own
+`configure_optimizers`.
+
+What it does that the copied lines do not: it counts the steps of a run as the Trainer makes them (accumulation that
+changes from epoch to epoch, limits, ranks), or says why that cannot be known; it never starts at a learning rate of 0,
+never climbs again after the end, takes parameter groups that are added in mid-run, and resumes exactly, because every
+schedule is a closed formula of the step.
+
+Caveats: momentum is not cycled; a schedule that depends on the length of the run changes when you resume with another.
+
+Sources: Loshchilov and Hutter, arXiv 1608.03983 (cosine); Hu et al., arXiv 2404.06395 (warm-up, stable, decay); Smith
+and Topin, arXiv 1708.07120 (one cycle); Clark et al., arXiv 2003.10555 (layer-wise learning rates).
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.lr_schedules.builders import build_optimizer as build_optimizer
+    from lightning_tricks.lr_schedules.builders import build_schedule as build_schedule
+    from lightning_tricks.lr_schedules.builders import total_steps as total_steps
+    from lightning_tricks.lr_schedules.functional import constant as constant
+    from lightning_tricks.lr_schedules.functional import exponential as exponential
+    from lightning_tricks.lr_schedules.functional import inverse_sqrt as inverse_sqrt
+    from lightning_tricks.lr_schedules.functional import multistep as multistep
+    from lightning_tricks.lr_schedules.functional import one_cycle as one_cycle
+    from lightning_tricks.lr_schedules.functional import polynomial as polynomial
+    from lightning_tricks.lr_schedules.functional import ramp as ramp
+    from lightning_tricks.lr_schedules.functional import step as step
+    from lightning_tricks.lr_schedules.functional import warmup_cosine as warmup_cosine
+    from lightning_tricks.lr_schedules.functional import warmup_linear as warmup_linear
+    from lightning_tricks.lr_schedules.functional import wsd as wsd
+    from lightning_tricks.lr_schedules.layers import layer_of_parameters as layer_of_parameters
+    from lightning_tricks.lr_schedules.layers import parameter_groups as parameter_groups
+    from lightning_tricks.lr_schedules.plotting import plot_schedule as plot_schedule
+    from lightning_tricks.lr_schedules.scheduler import FactorLR as FactorLR
+    from lightning_tricks.lr_schedules.specs import OptimizerSpec as OptimizerSpec
+    from lightning_tricks.lr_schedules.specs import ScheduleSpec as ScheduleSpec
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "builders": (
+            "build_optimizer",
+            "build_schedule",
+            "total_steps",
+        ),
+        "functional": (
+            "constant",
+            "exponential",
+            "inverse_sqrt",
+            "multistep",
+            "one_cycle",
+            "polynomial",
+            "ramp",
+            "step",
+            "warmup_cosine",
+            "warmup_linear",
+            "wsd",
+        ),
+        "layers": (
+            "layer_of_parameters",
+            "parameter_groups",
+        ),
+        "plotting": ("plot_schedule",),
+        "scheduler": ("FactorLR",),
+        "specs": (
+            "OptimizerSpec",
+            "ScheduleSpec",
+        ),
+    },
+)

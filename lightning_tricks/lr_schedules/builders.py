@@ -1,0 +1,165 @@
+"""The Lightning shell of the learning rate room: optimizers and schedules for a module and its Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_tricks.lr_schedules.layers import parameter_groups
+from lightning_tricks.lr_schedules.scheduler import FactorLR
+from lightning_tricks.lr_schedules.specs import OptimizerSpec, ScheduleSpec
+
+_REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
+
+
+def build_optimizer(module: nn.Module, spec: OptimizerSpec) -> Optimizer:
+    """Make the optimizer of a spec for the trainable parameters of a module.
+
+    Its parameter groups bear names, which LearningRateMonitor shows, and are reported.
+
+    Args:
+        module: The model, or a LightningModule in `configure_optimizers`.
+        spec: What to make.
+
+    Raises:
+        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
+
+    Example:
+        >>> optimizer = build_optimizer(nn.Linear(2, 2), OptimizerSpec("SGD", weight_decay=5e-4))
+        >>> [(group["name"], group["weight_decay"]) for group in optimizer.param_groups]
+        [('parameters', 0.0005), ('parameters, no decay', 0.0)]
+    """
+    groups = parameter_groups(module, spec)
+    optimizer = spec.optimizer()
+    defaults: dict[str, Any] = {"lr": spec.lr, **(spec.kwargs or {})}
+    if "weight_decay" in inspect.signature(optimizer).parameters:
+        defaults["weight_decay"] = spec.weight_decay
+    else:
+        for group in groups:
+            del group["weight_decay"]
+    if spec.fused is not False and (spec.fused is True or _may_be_fused(module, optimizer, groups)):
+        defaults["fused"] = True
+    sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
+    rank_zero_info(f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}.")
+    built: Optimizer = optimizer(groups, **defaults)
+    return built
+
+
+def build_schedule(
+    optimizer: Optimizer, spec: ScheduleSpec, trainer: Trainer, *, n_optimizers: int | None = None
+) -> dict[str, Any]:
+    """Make the schedule of a spec for an optimizer, as Lightning takes it from `configure_optimizers`.
+
+    Args:
+        optimizer: Whose learning rates to set.
+        spec: What to make.
+        trainer: In which it runs; tells the number of steps.
+        n_optimizers: See `total_steps`.
+
+    Returns:
+        The configuration, with the `interval` in it: LightningCLI alone would step once an epoch.
+
+    Raises:
+        ValueError: If the warm-up is longer than the run, milestones do not increase, or a length is unknown.
+        MisconfigurationException: If the length of the run is needed and unknown.
+    """
+    total: float | None = None
+    if spec.needs_total and spec.total is None:
+        if spec.interval == "epoch":
+            total = _total_epochs(trainer, n_optimizers)
+        else:
+            total = total_steps(trainer, n_optimizers=n_optimizers)
+    if trainer.fast_dev_run and total is not None:  # type: ignore[attr-defined]
+        total = max(total, 10_000.0)  # a few batches to see that nothing breaks are no run to fit a schedule into
+    scheduler = FactorLR(optimizer, spec.bind(total, partial(_steps_of_epochs, trainer)))
+    return {"scheduler": scheduler, "interval": spec.interval, "frequency": 1}
+
+
+def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
+    """Count the steps that one optimizer makes in a run, from its beginning.
+
+    Right for accumulation (also by GradientAccumulationScheduler), `limit_train_batches`, `max_steps`, `max_epochs` and
+    several ranks; `Trainer.estimated_stepping_batches` is not for some of them.
+
+    Args:
+        trainer: With its training data at hand, as in `configure_optimizers`.
+        n_optimizers: How many optimizers step in each batch under manual optimization: Lightning's `max_steps` counts
+            the steps of all. None stands for 1.
+
+    Raises:
+        MisconfigurationException: If the number cannot be known, with the reason and the remedy.
+    """
+    limit = math.inf
+    if trainer.max_steps != -1:
+        limit = math.ceil(trainer.max_steps / (n_optimizers or 1))
+    epochs = trainer.max_epochs
+    by_epochs = math.inf if epochs in (None, -1) else _steps_of_epochs(trainer, epochs or 0)
+    total = min(limit, by_epochs)
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    if total == math.inf:
+        if timers:
+            reason = "max_time does not tell how many steps the run will have"
+        elif epochs in (None, -1):
+            reason = "the run has no end (max_epochs=-1, max_steps=-1)"
+        else:
+            reason = "the training data has no length (an IterableDataset)"
+        raise MisconfigurationException(f"The schedule needs the number of steps, and {reason}: {_REMEDY}.")
+    if timers:
+        rank_zero_info(f"max_time may end the run before the schedule does, which has {total:g} steps.")
+    if limit < by_epochs and n_optimizers is None and not trainer.lightning_module.automatic_optimization:
+        rank_zero_warn(
+            f"Under manual optimization max_steps={trainer.max_steps} counts the steps of all optimizers; the schedule "
+            "takes it for those of one. Give build_schedule(..., n_optimizers=...)."
+        )
+    return int(total)
+
+
+def _total_epochs(trainer: Trainer, n_optimizers: int | None) -> float:
+    if trainer.max_steps == -1 and trainer.max_epochs not in (None, -1):
+        return trainer.max_epochs or 0
+    steps, per_epoch = total_steps(trainer, n_optimizers=n_optimizers), _steps_of_epochs(trainer, 1)
+    if per_epoch == math.inf:
+        raise MisconfigurationException(
+            f"The schedule needs the number of epochs, and the training data has no length: {_REMEDY}, and "
+            'interval="step".'
+        )
+    return math.ceil(steps / max(per_epoch, 1))
+
+
+def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
+    """Count the steps of one optimizer in the first epochs, with the accumulation of each; Inf without a length."""
+    trainer.fit_loop.setup_data()
+    batches = trainer.num_training_batches
+    if batches == math.inf:
+        return math.inf
+
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+
+    def steps(epoch: int) -> int:
+        accumulated = trainer.accumulate_grad_batches
+        for scheduler in schedulers:
+            accumulated = scheduler.get_accumulate_grad_batches(epoch)
+        return math.ceil(batches / accumulated)
+
+    whole = int(epochs)
+    return sum(map(steps, range(whole))) + round((epochs - whole) * steps(whole))
+
+
+def _may_be_fused(module: nn.Module, optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
+    if "fused" not in inspect.signature(optimizer).parameters:
+        return False
+    trainer = getattr(module, "_trainer", None)
+    if getattr(trainer, "gradient_clip_val", None):  # which Lightning refuses beside it
+        return False
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(torch.is_floating_point(parameter) and parameter.is_cuda for parameter in parameters)

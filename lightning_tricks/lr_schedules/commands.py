@@ -1,0 +1,68 @@
+"""`lightning-tricks schedule`: show a schedule before a run is spent on it."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the command line's."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "schedule", help="show a learning rate schedule, step by step"
+    )
+    parser.add_argument("--kind", default="warmup_cosine", help="warmup_cosine, wsd, multistep, ... (%(default)s)")
+    parser.add_argument("--total", type=int, required=True, metavar="N", help="optimizer steps of the run")
+    parser.add_argument("--lr", type=float, default=1e-3, help="base learning rate (%(default)s)")
+    duration = "a number, a fraction of the run, or such as '500 steps'"
+    parser.add_argument("--warmup", type=_duration, help=duration)
+    parser.add_argument("--milestones", type=_duration, nargs="+", help=f"of multistep: each {duration}")
+    parser.add_argument("--gamma", type=float, help="of multistep, step, exponential")
+    parser.add_argument("--step-size", type=_duration, help=f"of step: {duration}")
+    parser.add_argument("--power", type=float, default=1.0, help="of polynomial (%(default)s)")
+    parser.add_argument("--decay", type=_duration, default=0.2, help=f"of wsd: {duration} (%(default)s)")
+    parser.add_argument("--end-factor", type=float, help="factor at the end")
+    parser.add_argument("--interval", default="step", help="step or epoch (%(default)s)")
+    parser.add_argument("--steps-per-epoch", type=int, metavar="N", help="where something is counted in epochs")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, .pdf")
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_tricks.lr_schedules.specs import ScheduleSpec
+
+    names = ("kind", "warmup", "milestones", "gamma", "step_size", "power", "decay", "end_factor", "interval")
+    try:
+        spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})
+        factors = spec.factors(arguments.total, arguments.steps_per_epoch)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    table = Table("step", "factor", "learning rate", title=f"{spec.kind}, {arguments.total:,} steps")
+    peak = factors.index(max(factors))
+    for step in sorted({0, peak, *(round(arguments.total * tenth / 10) for tenth in range(11))}):
+        note = " (peak)" if step == peak else ""
+        table.add_row(f"{step:,}{note}", f"{factors[step]:.4f}", f"{arguments.lr * factors[step]:.3g}")
+    console = Console()
+    console.print(table)
+    if arguments.plot is not None:
+        from lightning_tricks.lr_schedules.plotting import plot_schedule
+
+        try:
+            axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)
+            axes.figure.savefig(arguments.plot)  # type: ignore[union-attr]
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(str(error))
+        console.print(f"Drawn to {arguments.plot}")
+    return 0
+
+
+def _duration(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,237 @@
+"""Optimizers and schedules in real runs: the Trainer's own steps are the oracle of their number."""
+
+import datetime
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks import OptimizerSpec, ScheduleSpec
+from lightning_tricks.lr_schedules import build_optimizer, build_schedule, total_steps
+from tests.contract.lab import QUIET, Net, digits, loader, same
+
+_SGD = OptimizerSpec("SGD", lr=0.1)
+
+
+class _Scheduled(Net):
+    """Remembers the rate of every step, and how many steps were foretold."""
+
+    def __init__(self, schedule=None, optimizer=_SGD, optimization="adamw"):
+        super().__init__(optimization)
+        self.specs = optimizer, schedule or ScheduleSpec("warmup_linear", warmup=1)
+        self.rates, self.foretold = [], None
+
+    def configure_optimizers(self):
+        optimizer = build_optimizer(self, self.specs[0])
+        if self.specs[1].needs_total and self.specs[1].total is None:
+            self.foretold = total_steps(self.trainer)
+        return [optimizer], [build_schedule(optimizer, self.specs[1], self.trainer)]
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def _fit(module, data=None, **trainer):
+    fitter = Trainer(**{**QUIET, "max_epochs": 3, **trainer})
+    fitter.fit(module, loader() if data is None else data)
+    return fitter
+
+
+@pytest.mark.trap("gradient_clipping: estimated_stepping_batches is wrong for GradientAccumulationScheduler")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 4},
+        {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 4})]},
+        {"callbacks": lambda: [GradientAccumulationScheduler({1: 3})], "max_steps": 12},
+        {"limit_train_batches": 3},
+        {"limit_train_batches": 0.5, "accumulate_grad_batches": 2},
+        {"max_steps": 7},
+        {"max_steps": 7, "max_epochs": -1},
+        {"max_steps": 1000},
+        {"overfit_batches": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*overfit")
+def test_foretells_the_steps(arguments):
+    callbacks = arguments.get("callbacks", list)()
+    module = _Scheduled()
+    trainer = _fit(module, **{**arguments, "callbacks": callbacks})
+    assert module.foretold == trainer.global_step == len(module.rates) > 0
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    assert scheduler.last_epoch == module.foretold
+    assert scheduler.get_last_lr()[0] == 0.0, "the fall ends with the run"
+    assert module.rates[-1] > 0
+
+
+def test_foretells_the_steps_of_ranks(tmp_path):
+    class Writes(_Scheduled):
+        def on_train_end(self):
+            if self.global_rank == 0:
+                torch.save((self.foretold, self.trainer.global_step), tmp_path / "steps.pt")
+
+    _fit(Writes(), strategy="ddp_fork", devices=2)
+    assert torch.load(tmp_path / "steps.pt") == (15, 15)
+
+
+class _Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield digits()[0]
+
+
+@pytest.mark.trap("gradient_clipping: IterableDataset without max_steps gives -1")
+@pytest.mark.parametrize(
+    ("arguments", "data", "reason"),
+    [
+        ({"max_epochs": 3}, lambda: DataLoader(_Endless(), 4), "no length.*IterableDataset.*max_steps"),
+        ({"max_epochs": -1}, loader, "the run has no end"),
+        ({"max_epochs": None, "max_time": datetime.timedelta(seconds=5)}, loader, "max_time does not tell"),
+    ],
+)
+def test_says_why_the_steps_are_unknown(arguments, data, reason):
+    with pytest.raises(MisconfigurationException, match=rf"needs the number of steps, and .*{reason}"):
+        _fit(_Scheduled(), data(), **arguments)
+
+
+def test_an_iterable_dataset_with_max_steps_or_a_total():
+    module = _Scheduled()
+    _fit(module, DataLoader(_Endless(), 4), max_steps=6)
+    assert module.foretold == 6
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup=1, total=5))
+    _fit(module, DataLoader(_Endless(), 4), max_epochs=1, limit_train_batches=8)
+    assert module.rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025, 0, 0, 0])
+
+
+def test_says_that_max_time_may_end_before(lightning_log):
+    _fit(_Scheduled(), max_time="00:01:00:00")
+    assert any("max_time may end the run before the schedule does, which has 30 steps" in m for _, m in lightning_log)
+
+
+def test_fast_dev_run_takes_any_warm_up():
+    module = _Scheduled(ScheduleSpec(warmup="500 steps"))
+    _fit(module, fast_dev_run=True)
+    assert len(module.rates) == 1
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(ValueError, match="warmup='500 steps' longer than the whole: 500 > 30 steps"):
+        _fit(_Scheduled(ScheduleSpec(warmup="500 steps")))
+
+
+class _Two(Net):
+    """Two optimizers that both step in each batch, by hand."""
+
+    def __init__(self, n_optimizers):
+        super().__init__("manual")
+        self.n_optimizers = n_optimizers
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[4])]
+        spec = ScheduleSpec("warmup_linear", warmup=1)
+        return optimizers, [build_schedule(o, spec, self.trainer, n_optimizers=self.n_optimizers) for o in optimizers]
+
+
+@pytest.mark.trap("gradient_clipping: estimated_stepping_batches is wrong for two manual optimizers")
+@pytest.mark.parametrize("arguments", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 12}], ids=str)
+def test_several_optimizers(arguments):
+    trainer = _fit(_Two(2), **arguments)
+    for config in trainer.lr_scheduler_configs:
+        assert config.scheduler.last_epoch == trainer.global_step / 2
+        assert config.scheduler.get_last_lr() == [0.0]
+
+
+def test_says_that_max_steps_counts_all_optimizers():
+    with pytest.warns(UserWarning, match="max_steps=12 counts the steps of all optimizers.*n_optimizers"):
+        _fit(_Two(None), max_steps=12)
+
+
+def test_epochs():
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch", interval="epoch"))
+    _fit(module, max_epochs=4)
+    assert module.rates[::10] == pytest.approx([0.05, 0.1, 0.1 * 2 / 3, 0.1 / 3])
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch"))
+    _fit(module, callbacks=[GradientAccumulationScheduler({0: 5, 1: 1})])
+    assert module.rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            (
+                OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, no_decay=(), kwargs={"momentum": 0.9}),
+                ScheduleSpec("multistep", milestones=[1, 2, 4], interval="epoch"),
+            ),
+            lambda p: (
+                (optimizer := torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4)),
+                torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 4], 0.1),
+            ),
+        ),
+        (
+            (OptimizerSpec("Adam", weight_decay=0), ScheduleSpec("step", step_size=2, interval="epoch")),
+            lambda p: (
+                (optimizer := torch.optim.Adam(p, lr=1e-3)),
+                torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
+            ),
+        ),
+    ],
+    ids=["sgd with milestones", "step"],
+)
+def test_recipes_of_old_code(ours, theirs):
+    class Old(Net):
+        def configure_optimizers(self):
+            optimizer, scheduler = theirs(self.parameters())
+            return [optimizer], [scheduler]
+
+    torch.manual_seed(0)
+    new = _Scheduled(ours[1], ours[0])
+    torch.manual_seed(0)
+    old = Old()
+    _fit(new, max_epochs=6)
+    _fit(old, max_epochs=6)
+    assert same(dict(new.state_dict()), dict(old.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch")
+def test_resume_in_the_middle_of_an_epoch(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 13:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    spec = ScheduleSpec("wsd", warmup=0.2, decay=0.4)
+    torch.manual_seed(0)
+    whole = _Scheduled(spec, OptimizerSpec(lr=0.1))
+    _fit(whole, callbacks=[Saves()])
+    resumed = _Scheduled(spec, OptimizerSpec(lr=0.1))
+    trainer = Trainer(**QUIET, max_epochs=3)
+    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "middle.ckpt", weights_only=True)
+    assert resumed.rates == whole.rates[13:]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0
+
+
+def test_learning_rate_monitor_shows_the_groups(tmp_path):
+    logger = CSVLogger(tmp_path)
+    module = _Scheduled(optimizer=OptimizerSpec(groups={"net.4.*": {"lr": 1e-4}}))
+    _fit(module, logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    logged = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert "net.4.*, no decay" in logged
+
+
+@pytest.mark.gpu
+def test_fused_by_itself_on_a_gpu():
+    linear = torch.nn.Linear(2, 2, device="cuda")
+    assert build_optimizer(linear, OptimizerSpec()).param_groups[0]["fused"]
+    assert not build_optimizer(torch.nn.Linear(2, 2), OptimizerSpec()).param_groups[0]["fused"]

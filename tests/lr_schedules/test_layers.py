@@ -1,0 +1,125 @@
+"""Layers and parameter groups on real models; timm is the oracle of the layers."""
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+from lightning_tricks import OptimizerSpec
+from lightning_tricks.lr_schedules import build_optimizer, layer_of_parameters, parameter_groups
+from tests.contract.lab import Net
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "deit_tiny_patch16_224", "mixer_s32_224"])
+def test_layers_are_timms(name):
+    net = timm.create_model(name, pretrained=False)
+    theirs = {id(p): g["lr_scale"] for g in param_groups_layer_decay(net, layer_decay=0.75) for p in g["params"]}
+    layers = layer_of_parameters(net)
+    for name, parameter in net.named_parameters():
+        assert 0.75 ** (max(layers.values()) - layers[name]) == pytest.approx(theirs[id(parameter)]), name
+
+
+class _Flat(nn.Module):
+    """Two layers, and a norm between them, that no container holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (torchvision.models.vit_b_16, 14),  # stem, 12 blocks, head
+        (torchvision.models.resnet18, 10),  # stem, 8 blocks, head
+        (torchvision.models.resnet50, 18),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2),
+        (_Flat, 2),
+    ],
+    ids=["vit_b_16", "resnet18", "resnet50", "sequential", "flat"],
+)
+def test_counts_layers(make, count):
+    layers = layer_of_parameters(make())
+    assert sorted(set(layers.values())) == list(range(count))
+    assert list(layers.values()) == sorted(layers.values()), "layers rise from stem to head"
+
+
+@pytest.mark.parametrize("name", ["swin_t", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "convnext_tiny"])
+def test_other_models_have_several_layers(name):
+    layers = layer_of_parameters(getattr(torchvision.models, name)())
+    assert len(set(layers.values())) >= 8
+    values = list(layers.values())
+    assert values[0] == 0
+    assert values[-1] == max(values)
+
+
+def test_one_layer_is_refused():
+    with pytest.raises(ValueError, match="Linear has no layers to tell apart"):
+        layer_of_parameters(nn.Linear(2, 2))
+
+
+def test_norms_by_their_class_and_biases_get_no_weight_decay():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))  # "1.weight" does not say that it is a norm
+    decayed, spared = parameter_groups(net, OptimizerSpec())
+    assert [p.shape for p in decayed["params"]] == [(4, 4), (2, 4)]
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert len(spared["params"]) == 4
+
+
+def test_biases_of_recurrent_and_attention_layers():
+    net = nn.ModuleDict({"rnn": nn.LSTM(3, 3), "attention": nn.MultiheadAttention(4, 2)})
+    spared = parameter_groups(net, OptimizerSpec())[1]
+    names = {id(p): n for n, p in net.named_parameters()}
+    assert sorted(names[id(p)] for p in spared["params"]) == [
+        "attention.in_proj_bias",
+        "attention.out_proj.bias",
+        "rnn.bias_hh_l0",
+        "rnn.bias_ih_l0",
+    ]
+
+
+def test_groups_layers_and_decay_together():
+    net = torchvision.models.resnet18()
+    net.conv1.requires_grad_(False)
+    spec = OptimizerSpec(lr=1.0, groups={"fc.*": {"lr": 10.0}, "re:^layer4": {"weight_decay": 0.5}}, layer_decay=0.5)
+    optimizer = build_optimizer(net, spec)
+    found = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    assert len(found) == len(list(net.parameters())) - 1
+    assert len({g["name"] for g in optimizer.param_groups}) == len(optimizer.param_groups)
+    assert found[id(net.fc.weight)]["lr"] == 10.0
+    assert found[id(net.layer4[1].conv2.weight)]["lr"] == 0.5
+    assert found[id(net.layer4[1].conv2.weight)]["weight_decay"] == 0.5
+    assert found[id(net.layer4[1].bn2.weight)]["weight_decay"] == 0.0
+    assert found[id(net.bn1.weight)]["lr"] == pytest.approx(0.5**9)
+
+
+def test_tied_weights_come_once_and_compiled_names_are_plain():
+    net = Net(compiled=True)
+    net.tied = net.net._orig_mod[4]
+    optimizer = build_optimizer(net, OptimizerSpec(groups={"net.4.*": {"lr": 0.5}}))
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(net.parameters()))
+    assert {g["lr"] for g in optimizer.param_groups} == {1e-3, 0.5}
+
+
+@pytest.mark.parametrize(
+    "spec", [OptimizerSpec(groups={"bakbone.*": {"lr": 1}}), OptimizerSpec(no_decay=["bakbone.*"])]
+)
+def test_patterns_that_match_nothing_are_refused(spec):
+    with pytest.raises(
+        ValueError, match=r"pattern 'bakbone.\*' matches none of the 6 trainable parameters: net.0.weight"
+    ):
+        build_optimizer(Net(), spec)
+
+
+def test_nothing_trainable_is_refused():
+    with pytest.raises(ValueError, match="Net has no trainable parameters"):
+        build_optimizer(Net().requires_grad_(False), OptimizerSpec())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor", "LBFGS", "Rprop"])
+def test_every_optimizer_of_torch(name):
+    spec = OptimizerSpec(name, weight_decay=0 if name in ("LBFGS", "Rprop") else 0.01, no_decay=())
+    optimizer = build_optimizer(nn.Linear(2, 2), spec)
+    assert type(optimizer) is getattr(torch.optim, name)

@@ -1,0 +1,121 @@
+"""The specs say at construction what is wrong, and turn durations into counts."""
+
+import pytest
+
+from lightning_tricks import OptimizerSpec, ScheduleSpec
+
+
+def test_defaults_are_what_the_issue_of_warm_up_needs():
+    spec = ScheduleSpec()
+    assert (spec.kind, spec.warmup, spec.gamma, spec.end_factor) == ("warmup_cosine", 0.03, 0.1, 0.0)
+    assert ScheduleSpec("multistep", milestones=[1]).warmup == 0
+    assert ScheduleSpec("one_cycle").warmup == 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"name": "AdmW"}, ValueError, "OptimizerSpec.name must be one of .*got 'AdmW'. Did you mean 'AdamW'?"),
+        ({"name": "Optimizer"}, ValueError, "must be one of"),
+        ({"name": "os.system"}, ValueError, "must be one of"),
+        ({"lr": 0}, ValueError, "lr must be a number > 0.*got 0"),
+        ({"lr": -1e-3}, ValueError, "lr must be a number > 0.*got -0.001"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number.*'0.1'"),
+        ({"weight_decay": -1}, ValueError, "weight_decay must be a finite number >= 0, got -1"),
+        ({"name": "LBFGS"}, ValueError, "LBFGS has no weight decay: set weight_decay=0, got 0.01"),
+        ({"layer_decay": 0}, ValueError, "layer_decay must be a number > 0 and <= 1, got 0"),
+        ({"layer_decay": 1.5}, ValueError, "layer_decay must be a number > 0 and <= 1, got 1.5"),
+        ({"kwargs": {"momentun": 0.9}, "name": "SGD"}, ValueError, "no 'momentun'.*Did you mean 'momentum'"),
+        ({"kwargs": {"lr": 0.9}}, ValueError, "kwargs must not hold 'lr': it is a field of OptimizerSpec"),
+        ({"groups": {"net.*": {"lrr": 1}}}, ValueError, r"groups\['net.\*'\]: AdamW has no 'lrr'.*Did you mean 'lr'"),
+        ({"groups": {"net.*": 0.1}}, TypeError, r"groups\['net.\*'\] must be a dict of options"),
+        ({"groups": {"net.*": {"lr": -1}}}, ValueError, r"groups\['net.\*'\]\['lr'\] must be a number > 0.*got -1"),
+        ({"no_decay": "bias"}, TypeError, "no_decay must be a list of words and patterns, got the string 'bias'"),
+        ({"no_decay": ["re:["]}, ValueError, "is no regular expression"),
+        ({"fused": "yes"}, ValueError, "fused must be True, False or \"auto\", got 'yes'"),
+        ({"name": "NAdam", "fused": True}, ValueError, "NAdam has no fused implementation"),
+    ],
+)
+def test_an_optimizer_spec_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        OptimizerSpec(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"kind": "warm_up_cosine"}, ValueError, "ScheduleSpec.kind must be one of .*Did you mean 'warmup_cosine'?"),
+        ({"interval": "steps"}, ValueError, "interval must be one of step, epoch.*Did you mean 'step'?"),
+        ({"warmup": -1}, ValueError, "warmup must be .*got -1"),
+        ({"warmup": 1.5}, ValueError, "warmup must be a whole number or a fraction.*got 1.5"),
+        ({"warmup": "5 stops"}, ValueError, "warmup must be a number or such as \"500 steps\".*'5 stops'"),
+        ({"warmup": True}, TypeError, "warmup must be"),
+        ({"total": 0}, ValueError, "total must be a whole number > 0.*got 0"),
+        ({"total": 0.5}, ValueError, "total must be a whole number > 0.*got 0.5"),
+        ({"kind": "multistep"}, ValueError, 'kind="multistep" needs milestones'),
+        ({"milestones": [1, 2]}, ValueError, 'kind="warmup_cosine" has no milestones, got'),
+        ({"kind": "multistep", "milestones": [5, 3]}, ValueError, r"milestones must increase, got \[5, 3\]"),
+        ({"kind": "multistep", "milestones": [5, 5]}, ValueError, "milestones must increase"),
+        ({"kind": "multistep", "milestones": [0, 5]}, ValueError, "milestones must be .*got 0"),
+        ({"kind": "step"}, ValueError, 'kind="step" needs step_size'),
+        ({"kind": "step", "step_size": 0}, ValueError, "step_size must be"),
+        ({"kind": "exponential"}, ValueError, 'kind="exponential" needs gamma'),
+        ({"gamma": 0}, ValueError, "gamma must be a number > 0, got 0"),
+        ({"end_factor": 2}, ValueError, r"end_factor must be in \[0, 1\], got 2"),
+        ({"kind": "polynomial", "power": 0}, ValueError, "power must be a number > 0, got 0"),
+        ({"kind": "one_cycle", "start_factor": 0}, ValueError, "start_factor must be a number > 0 and <= 1"),
+    ],
+)
+def test_a_schedule_spec_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        ScheduleSpec(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"warmup": "500 steps"}, "warmup='500 steps' longer than the whole: 500 > 100 steps"),
+        ({"kind": "wsd", "warmup": 0.9}, "warmup=0.9 and decay=0.2 longer than the whole: 110 > 100 steps"),
+        ({"kind": "multistep", "milestones": ["50 steps", 0.2]}, "milestones must increase"),
+        ({"warmup": "2 epochs"}, "needs the steps of an epoch"),
+    ],
+)
+def test_a_run_refuses(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        ScheduleSpec(**arguments).bind(100)
+
+
+def test_durations():
+    def peak(spec, **arguments):
+        factors = spec.factors(100, **arguments)
+        return factors.index(max(factors))
+
+    assert peak(ScheduleSpec(warmup=0.1)) == 10
+    assert peak(ScheduleSpec(warmup=20)) == 20
+    assert peak(ScheduleSpec(warmup="1 step")) == 1
+    assert peak(ScheduleSpec(warmup="2 epochs"), steps_per_epoch=7) == 14
+    assert peak(ScheduleSpec(warmup="0.5 epochs"), steps_per_epoch=10) == 5
+    assert peak(ScheduleSpec(warmup=2, interval="epoch"), steps_per_epoch=10) == 20
+    assert peak(ScheduleSpec(warmup="30 steps", interval="epoch"), steps_per_epoch=10) == 30
+    assert ScheduleSpec(total=50).factors(100)[50:] == [0.0] * 51
+    assert ScheduleSpec("multistep", milestones=[0.5, 0.75]).factors(100)[49:51] == [1.0, 0.1]
+
+
+def test_a_warm_up_before_kinds_that_have_none():
+    factors = ScheduleSpec("multistep", milestones=[5], warmup=3).factors(8)
+    assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_only_what_depends_on_the_run_needs_its_length():
+    for spec in (
+        ScheduleSpec("multistep", milestones=[3]),
+        ScheduleSpec("step", step_size=2),
+        ScheduleSpec("exponential", gamma=0.9),
+        ScheduleSpec("inverse_sqrt", warmup=10),
+        ScheduleSpec("constant"),
+    ):
+        assert not spec.needs_total
+        assert 0 < spec.bind(None)(50) <= 1
+    assert ScheduleSpec("inverse_sqrt").needs_total
+    with pytest.raises(ValueError, match=r"needs the length of the run: give ScheduleSpec\(total"):
+        ScheduleSpec().bind(None)
