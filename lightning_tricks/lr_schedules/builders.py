@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from bisect import bisect_left
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_tricks.lr_schedules.functional import constant
 from lightning_tricks.lr_schedules.layers import parameter_groups
 from lightning_tricks.lr_schedules.scheduler import FactorLR
 from lightning_tricks.lr_schedules.specs import OptimizerSpec, ScheduleSpec
@@ -47,7 +49,8 @@ def build_optimizer(module: nn.Module, spec: OptimizerSpec) -> Optimizer:
     else:
         for group in groups:
             del group["weight_decay"]
-    if spec.fused is not False and (spec.fused is True or _may_be_fused(module, optimizer, groups)):
+    other_kernel = defaults.get("foreach") or defaults.get("differentiable")  # which torch refuses beside it
+    if spec.fused is True or (spec.fused == "auto" and not other_kernel and _may_be_fused(module, optimizer, groups)):
         defaults["fused"] = True
     sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
     rank_zero_info(f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}.")
@@ -79,10 +82,14 @@ def build_schedule(
             total = _total_epochs(trainer, n_optimizers)
         else:
             total = total_steps(trainer, n_optimizers=n_optimizers)
-    if trainer.fast_dev_run and total is not None:  # type: ignore[attr-defined]
-        total = max(total, 10_000.0)  # a few batches to see that nothing breaks are no run to fit a schedule into
-    scheduler = FactorLR(optimizer, spec.bind(total, partial(_steps_of_epochs, trainer)))
-    return {"scheduler": scheduler, "interval": spec.interval, "frequency": 1}
+    try:
+        factor = spec.bind(total, partial(_steps_of_epochs, trainer))
+    except ValueError as error:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise
+        rank_zero_info(f"The learning rate stays constant in this fast_dev_run, which is too short: {error}")
+        factor = constant
+    return {"scheduler": FactorLR(optimizer, factor), "interval": spec.interval, "frequency": 1}
 
 
 def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
@@ -127,17 +134,19 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
 def _total_epochs(trainer: Trainer, n_optimizers: int | None) -> float:
     if trainer.max_steps == -1 and trainer.max_epochs not in (None, -1):
         return trainer.max_epochs or 0
-    steps, per_epoch = total_steps(trainer, n_optimizers=n_optimizers), _steps_of_epochs(trainer, 1)
-    if per_epoch == math.inf:
+    steps = total_steps(trainer, n_optimizers=n_optimizers)
+    if _steps_of_epochs(trainer, 1) == math.inf:
         raise MisconfigurationException(
             f"The schedule needs the number of epochs, and the training data has no length: {_REMEDY}, and "
             'interval="step".'
         )
-    return math.ceil(steps / max(per_epoch, 1))
+    return bisect_left(range(steps + 1), float(steps), key=partial(_steps_of_epochs, trainer))
 
 
 def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     """Count the steps of one optimizer in the first epochs, with the accumulation of each; Inf without a length."""
+    if trainer.limit_train_batches == 0:
+        return 0  # the Trainer then looks at no data
     trainer.fit_loop.setup_data()
     batches = trainer.num_training_batches
     if batches == math.inf:
@@ -158,7 +167,10 @@ def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
 def _may_be_fused(module: nn.Module, optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
     if "fused" not in inspect.signature(optimizer).parameters:
         return False
-    trainer = getattr(module, "_trainer", None)
+    try:
+        trainer = getattr(module, "trainer", None)
+    except RuntimeError:  # a LightningModule without one
+        trainer = None
     if getattr(trainer, "gradient_clip_val", None):  # which Lightning refuses beside it
         return False
     parameters = [parameter for group in groups for parameter in group["params"]]

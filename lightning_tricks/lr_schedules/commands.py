@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--step-size", type=_duration, help=f"of step: {duration}")
     parser.add_argument("--power", type=float, default=1.0, help="of polynomial (%(default)s)")
     parser.add_argument("--decay", type=_duration, default=0.2, help=f"of wsd: {duration} (%(default)s)")
+    parser.add_argument(
+        "--start-factor", type=float, default=1 / 25, help="of one_cycle: factor at step 0 (%(default)s)"
+    )
     parser.add_argument("--end-factor", type=float, help="factor at the end")
     parser.add_argument("--interval", default="step", help="step or epoch (%(default)s)")
     parser.add_argument("--steps-per-epoch", type=int, metavar="N", help="where something is counted in epochs")
@@ -36,7 +40,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
     from lightning_tricks.lr_schedules.specs import ScheduleSpec
 
-    names = ("kind", "warmup", "milestones", "gamma", "step_size", "power", "decay", "end_factor", "interval")
+    names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
     try:
         spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})
         factors = spec.factors(arguments.total, arguments.steps_per_epoch)

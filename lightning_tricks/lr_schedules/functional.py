@@ -165,8 +165,8 @@ def one_cycle(
         >>> [round(one_cycle(step, total=5, warmup=3), 2) for step in range(6)]
         [0.04, 0.52, 1.0, 0.5, 0.0, 0.0]
     """
-    peak = max(warmup - 1, 0)
-    if step < peak:
+    peak = warmup - 1
+    if step <= peak:
         return _mix((1 - math.cos(math.pi * _share(step, 0, peak))) / 2, start_factor)
     return _mix((1 + math.cos(math.pi * _share(step, peak, total - 1))) / 2, end_factor)
 

@@ -100,7 +100,8 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
         raise ValueError(f"{type(module).__name__} has no trainable parameters (requires_grad=True).")
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
-    _refuse_unmatched([*patterns, *undecayed], [unwrapped(name) for name in trainable])
+    # a pattern for what is frozen is no misspelling
+    _refuse_unmatched([*patterns, *undecayed], [unwrapped(name) for name, _ in module.named_parameters()])
     norms = _names_in_norms(module)
     layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
 
@@ -129,7 +130,7 @@ def _refuse_unmatched(patterns: list[Pattern], names: list[str]) -> None:
     for pattern in patterns:
         if not any(map(pattern.matches, names)):
             raise ValueError(
-                f"pattern {pattern.text!r} matches none of the {len(names)} trainable parameters: "
+                f"pattern {pattern.text!r} matches none of the {len(names)} parameters: "
                 f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
             )
 

@@ -49,10 +49,11 @@ def plot_schedule(
     rates = [lr * factor for factor in spec.factors(total_steps, steps_per_epoch)]
     if ax is None:
         ax = Figure(figsize=(7, 3), layout="constrained").subplots()
-        ax.set(xlabel="optimizer steps", ylabel="learning rate" if lr != 1 else "factor of the learning rate")
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
         ax.margins(x=0)
+    if not ax.get_xlabel():
+        ax.set(xlabel="optimizer steps", ylabel="learning rate" if lr != 1 else "factor of the learning rate")
     ax.step(range(len(rates)), rates, where="post", label=label or spec.kind)
     ax.set_ylim(bottom=0)
     return ax

@@ -33,6 +33,13 @@ class FactorLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self.factor = factor
         super().__init__(optimizer)
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._watch()  # hooks are not copied with an optimizer
+
+    def _watch(self) -> None:
         this = ref(self)  # no circle of scheduler and hook
 
         def adopt(*_: Any) -> None:
@@ -40,18 +47,23 @@ class FactorLR(LRScheduler):
             if scheduler is not None:
                 scheduler.adopt_groups()
 
-        optimizer.register_step_pre_hook(adopt)
+        self.optimizer.register_step_pre_hook(adopt)
 
     def adopt_groups(self) -> None:
         """Take the learning rates of new groups for their bases, and apply the factor of now to them."""
-        for group in self.optimizer.param_groups:
-            if "initial_lr" not in group:
-                rate = group["lr"]
-                group["initial_lr"] = rate.clone() if isinstance(rate, Tensor) else rate
-                if isinstance(rate, Tensor):
-                    rate.mul_(self.factor(self.last_epoch))
-                else:
-                    group["lr"] = rate * self.factor(self.last_epoch)
+        groups = self.optimizer.param_groups
+        for group in groups:
+            if "initial_lr" in group:
+                continue
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                # the optimizer's default is one tensor for all groups, which holds the rate of now
+                known = (other["initial_lr"] for other in groups if other["lr"] is rate and "initial_lr" in other)
+                group["initial_lr"] = next(known, rate).clone()
+                rate.copy_(group["initial_lr"] * self.factor(self.last_epoch))
+            else:
+                group["initial_lr"] = rate
+                group["lr"] = rate * self.factor(self.last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group at `last_epoch`."""

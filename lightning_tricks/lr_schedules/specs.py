@@ -81,11 +81,10 @@ class OptimizerSpec:
         self._check_options("kwargs", self.kwargs or {}, [name for name in known if name not in _OWN_FIELDS])
         for pattern, options in (self.groups or {}).items():
             name = f"groups[{pattern!r}]"
-            if not isinstance(options, dict):
-                raise TypeError(f"{name} must be a dict of options such as {{'lr': 1e-4}}, got {options!r}.")
             self._check_options(name, options, [option for option in known if option not in ("params", "fused")])
             if "lr" in options:
                 check_number(f"{name}['lr']", options["lr"], above=0, at_most=1e9)
+            check_not_negative(f"{name}['weight_decay']", options.get("weight_decay", 0))
 
     def optimizer(self) -> Any:
         """Return the class.
@@ -99,7 +98,9 @@ class OptimizerSpec:
         known = sorted(classes.keys() - {"Optimizer"})
         return classes[check_choice("OptimizerSpec.name", self.name, known)]
 
-    def _check_options(self, where: str, options: dict[str, Any], known: list[str]) -> None:
+    def _check_options(self, where: str, options: object, known: list[str]) -> None:
+        if not isinstance(options, dict):
+            raise TypeError(f"{where} must be a dict of options such as {{'{known[0]}': ...}}, got {options!r}.")
         for option in options:
             if option in _OWN_FIELDS and option not in known:
                 raise ValueError(f"{where} must not hold {option!r}: it is a field of OptimizerSpec.")
@@ -175,6 +176,10 @@ class ScheduleSpec:
             value = getattr(self, name)
             if value is not None:
                 _check_duration(name, value, zero=name == "warmup", fraction=name != "total")
+        if isinstance(self.milestones, str):
+            raise TypeError(f"milestones must be a list of durations, got the string {self.milestones!r}.")
+        if self.milestones is not None:
+            object.__setattr__(self, "milestones", tuple(self.milestones))
         for milestone in self.milestones or ():
             _check_duration("milestones", milestone)
         if not any(isinstance(milestone, str) for milestone in self.milestones or ()):
@@ -211,6 +216,9 @@ class ScheduleSpec:
                 f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} longer than the whole: "
                 f"{warmup + decay:g} > {until:g} {self.interval}s."
             )
+        step_size = count("step_size") if self.step_size else None
+        if step_size == 0:
+            raise ValueError(f"step_size={self.step_size!r} is less than one {self.interval} of {until:g}.")
         milestones = [self._count("milestones", m, total, steps_after) for m in self.milestones or ()]
         _check_increasing(milestones)
         fall = {"total": until, "warmup": warmup, "end_factor": self.end_factor}
@@ -222,7 +230,7 @@ class ScheduleSpec:
             "one_cycle": {**fall, "start_factor": self.start_factor},
             "polynomial": {**fall, "power": self.power},
             "multistep": {"milestones": milestones, "gamma": self.gamma},
-            "step": {"step_size": count("step_size"), "gamma": self.gamma, "total": until} if self.step_size else {},
+            "step": {"step_size": step_size, "gamma": self.gamma, "total": until},
             "exponential": {"gamma": self.gamma, "total": until},
             "constant": {},
         }
@@ -302,7 +310,7 @@ def _check_duration(name: str, value: object, *, zero: bool = False, fraction: b
         raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
     else:
         amount = value
-        if (value < 1 and value != 0 and not fraction) or (value > 1 and value != int(value)):
+        if (value < 1 and value != 0 and not fraction) or (value > 1 and value % 1):
             raise ValueError(f"{must}, got {value!r}.")
     if not 0 <= amount < math.inf or (amount == 0 and not zero):
         raise ValueError(f"{must}, got {value!r}.")

@@ -1,11 +1,13 @@
 """Optimizers and schedules in real runs: the Trainer's own steps are the oracle of their number."""
 
 import datetime
+import sys
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
@@ -114,10 +116,27 @@ def test_says_that_max_time_may_end_before(lightning_log):
     assert any("max_time may end the run before the schedule does, which has 30 steps" in m for _, m in lightning_log)
 
 
-def test_fast_dev_run_takes_any_warm_up():
-    module = _Scheduled(ScheduleSpec(warmup="500 steps"))
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ScheduleSpec(warmup="500 steps"),
+        ScheduleSpec(warmup="20000 steps"),
+        ScheduleSpec(warmup="500 steps", total="100 epochs"),
+        ScheduleSpec(warmup=5, interval="epoch"),
+        ScheduleSpec("multistep", milestones=["500 steps", "100 epochs"]),
+        ScheduleSpec("step", step_size=0.01),
+    ],
+    ids=str,
+)
+def test_fast_dev_run_takes_any_schedule(schedule, lightning_log):
+    module = _Scheduled(schedule)
     _fit(module, fast_dev_run=True)
-    assert len(module.rates) == 1
+    assert module.rates == [0.1]
+    assert any("stays constant in this fast_dev_run" in message for _, message in lightning_log)
+
+
+def test_no_batches_are_no_steps():
+    assert _fit(_Scheduled(ScheduleSpec()), limit_train_batches=0).global_step == 0
 
 
 def test_a_warm_up_longer_than_the_run_is_refused():
@@ -164,6 +183,55 @@ def test_epochs():
     module = _Scheduled(ScheduleSpec("warmup_linear", warmup="1 epoch"))
     _fit(module, callbacks=[GradientAccumulationScheduler({0: 5, 1: 1})])
     assert module.rates[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
+
+
+def test_epochs_of_a_run_by_steps():
+    module = _Scheduled(ScheduleSpec("warmup_linear", warmup=0, interval="epoch"))
+    _fit(module, max_epochs=-1, max_steps=20, callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})])
+    epochs = [0] * 10 + [1] * 3 + [2] * 3 + [3] * 3 + [4]
+    assert module.rates == pytest.approx([0.1 * (1 - epoch / 5) for epoch in epochs])
+
+
+class _Specified(_Scheduled):
+    def __init__(self, optimizer: OptimizerSpec = _SGD, schedule: ScheduleSpec | None = None):
+        super().__init__(schedule, optimizer)
+
+
+@pytest.mark.trap("gradient_clipping: LightningCLI gives schedulers the epoch interval")
+def test_lightning_cli_leaves_the_interval(monkeypatch):
+    arguments = ["--model.optimizer.lr=0.5", "--model.schedule.kind=wsd", "--model.schedule.warmup=1 epoch"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    cli = LightningCLI(
+        _Specified,
+        run=False,
+        trainer_defaults={**QUIET, "max_epochs": 3},
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    cli.trainer.fit(cli.model, loader())
+    (config,) = cli.trainer.lr_scheduler_configs
+    assert (config.interval, config.scheduler.last_epoch) == ("step", 30)
+    assert cli.model.rates[9:12] == pytest.approx([0.5 * 10 / 11, 0.5, 0.5])
+
+
+def test_a_group_that_is_unfrozen_in_mid_run():
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.5)
+
+    class Watched(_Scheduled):
+        def on_before_optimizer_step(self, optimizer):
+            self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    module = Watched(ScheduleSpec("warmup_cosine"))
+    trainer = _fit(module, callbacks=[Unfreezing()])
+    factor = trainer.lr_scheduler_configs[0].scheduler.factor
+    bases = [[0.1, 0.1] + [0.5] * (step >= 20) for step in range(30)]
+    assert module.rates == [[base * factor(step) for base in bases[step]] for step in range(30)]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +285,8 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path):
     _fit(whole, callbacks=[Saves()])
     resumed = _Scheduled(spec, OptimizerSpec(lr=0.1))
     trainer = Trainer(**QUIET, max_epochs=3)
-    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "middle.ckpt", weights_only=True)
+    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "middle.ckpt")
+    torch.load(tmp_path / "middle.ckpt", weights_only=True)
     assert resumed.rates == whole.rates[13:]
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0
 

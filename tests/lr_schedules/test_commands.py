@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from lightning_tricks import ScheduleSpec
 from lightning_tricks.cli import main
@@ -18,6 +19,11 @@ def test_shows_and_draws(capsys, tmp_path):
     assert "300 (peak)" in printed
     assert "wsd, 10,000 steps" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_cycle_takes_its_start(capsys):
+    assert main(["schedule", "--kind", "one_cycle", "--start-factor", "0.5", "--total", "100"]) == 0
+    assert "0.5000" in capsys.readouterr().out
 
 
 def test_recipe_in_epochs(capsys):
@@ -59,6 +65,10 @@ def test_draws_on_given_axes():
     assert (first.get_label(), second.get_label()) == ("wsd", "cosine")
     assert list(first.get_ydata())[:101:50] == pytest.approx([0.025, 0.1, 0.0])
     assert axes.get_ylabel() == "learning rate"
+
+
+def test_labels_axes_that_have_no_labels():
+    assert plot_schedule(ScheduleSpec(), 10, lr=0.1, ax=Figure().subplots()).get_ylabel() == "learning rate"
 
 
 def test_says_which_extra_is_missing(monkeypatch):

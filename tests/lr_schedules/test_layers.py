@@ -107,10 +107,15 @@ def test_tied_weights_come_once_and_compiled_names_are_plain():
     "spec", [OptimizerSpec(groups={"bakbone.*": {"lr": 1}}), OptimizerSpec(no_decay=["bakbone.*"])]
 )
 def test_patterns_that_match_nothing_are_refused(spec):
-    with pytest.raises(
-        ValueError, match=r"pattern 'bakbone.\*' matches none of the 6 trainable parameters: net.0.weight"
-    ):
+    with pytest.raises(ValueError, match=r"pattern 'bakbone.\*' matches none of the 6 parameters: net.0.weight"):
         build_optimizer(Net(), spec)
+
+
+def test_patterns_may_match_what_is_frozen():
+    net = Net()
+    net.net[0].requires_grad_(False)
+    optimizer = build_optimizer(net, OptimizerSpec(groups={"net.0.*": {"lr": 0.5}}))
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
 
 
 def test_nothing_trainable_is_refused():

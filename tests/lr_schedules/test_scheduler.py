@@ -101,6 +101,24 @@ def test_learning_rates_that_are_tensors():
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
 
 
+def test_a_new_group_with_the_optimizers_default_tensor():
+    optimizer = torch.optim.Adam([_parameter()], lr=torch.tensor(1.0), foreach=False)
+    scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))
+    _step(optimizer, scheduler)
+    optimizer.add_param_group({"params": [_parameter()]})  # its rate is the tensor of the other group, now 1 / 2
+    assert [_step(optimizer, scheduler) for _ in range(2)] == [pytest.approx([rate] * 2) for rate in (1 / 2, 1 / 3)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])
+def test_a_copy_takes_groups_in_mid_run_too(copied):
+    optimizer = torch.optim.SGD([_parameter()], lr=0.1)
+    scheduler = copied(FactorLR(optimizer, ScheduleSpec("wsd", warmup=3).bind(20)))
+    scheduler.optimizer.add_param_group({"params": [_parameter()], "lr": 0.5})
+    scheduler.optimizer.step()
+    assert [group["lr"] for group in scheduler.optimizer.param_groups] == [0.025, 0.125]
+    assert len(optimizer.param_groups) == 1
+
+
 def test_copies_and_pickles():
     optimizer = torch.optim.SGD([_parameter()], lr=0.1)
     scheduler = FactorLR(optimizer, ScheduleSpec("wsd", warmup=2).bind(20))
