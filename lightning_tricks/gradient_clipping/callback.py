@@ -10,13 +10,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import logs_at_this_step
-from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import unwrapped
 from lightning_tricks.gradient_clipping.functional import (
     GradientNorms,
@@ -24,7 +23,7 @@ from lightning_tricks.gradient_clipping.functional import (
     check_norm_type,
     gradient_norms,
 )
-from lightning_tricks.gradient_clipping.methods import ClipMethod, ClipNorm
+from lightning_tricks.gradient_clipping.methods import ClipMethod, ClipNorm, check_groups, check_method
 from lightning_tricks.gradient_clipping.partition import Part, Partition
 from lightning_tricks.gradient_clipping.skipping import (
     HeldSchedulers,
@@ -33,7 +32,14 @@ from lightning_tricks.gradient_clipping.skipping import (
     skip_step_on_device_,
     skips_on_device,
 )
-from lightning_tricks.gradient_clipping.thresholds import Threshold
+from lightning_tricks.gradient_clipping.surroundings import (
+    active_scaler,
+    agreed_by_ranks,
+    leaves_unscaling_to_step,
+    may_have_overflowed,
+    refuse_hidden_gradients,
+)
+from lightning_tricks.gradient_clipping.thresholds import NoThreshold, Threshold
 
 
 class GradientClipping(TrickCallback):
@@ -98,7 +104,7 @@ class GradientClipping(TrickCallback):
     ) -> None:
         self.max_norm = check_max_norm(max_norm)
         self.norm_type = check_norm_type(norm_type)
-        self.method = _check_method(method, max_norm)
+        self.method = check_method(method, max_norm)
         self.groups = groups
         self.on_nonfinite = check_choice("on_nonfinite", on_nonfinite, ("ignore", "skip", "raise"))
         self.max_consecutive_skips = max_consecutive_skips
@@ -111,7 +117,7 @@ class GradientClipping(TrickCallback):
         for name in ("max_consecutive_skips", "hold_lr_on_skip"):
             if getattr(self, name) and on_nonfinite != "skip":
                 raise ValueError(f'{name}={getattr(self, name)!r} needs on_nonfinite="skip", got {on_nonfinite!r}.')
-        self._partition = Partition(_check_groups(groups), self.method or ClipNorm(self.max_norm))
+        self._partition = Partition(check_groups(groups), self.method or ClipNorm(self.max_norm))
         self._counts: dict[int, StepCounts] = {}
         self._thresholds: dict[str, Threshold] = {}
         self._forget_fit()
@@ -133,7 +139,7 @@ class GradientClipping(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        _refuse_hidden_gradients(trainer)
+        refuse_hidden_gradients(trainer)
         if trainer.gradient_clip_val:
             own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
             rank_zero_warn(
@@ -173,10 +179,10 @@ class GradientClipping(TrickCallback):
         index = trainer.optimizers.index(optimizer)
         self._seen.add(index)
         self._put_back_schedulers(index)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = active_scaler(trainer)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
             return  # `training_step` returned None: Lightning has unscaled nothing and leaves the step out
-        if scaler is not None and _is_scaled(scaler, optimizer):
+        if scaler is not None and leaves_unscaling_to_step(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer would do it inside its step, so Lightning has not
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
@@ -184,9 +190,8 @@ class GradientClipping(TrickCallback):
         norms = gradient_norms(parameters, self.norm_type)
         after, happened = self._clip(pl_module, index, parameters, norms)
 
-        nonfinite = _agreed(trainer, parameters, ~norms.total.isfinite())
-        # while its scale is above 1, a GradScaler may have caused the overflow itself, and looks for a lower one
-        broken = nonfinite if scaler is None else nonfinite & (scaler._scale <= 1).to(nonfinite.device)
+        nonfinite = agreed_by_ranks(trainer, parameters, ~norms.total.isfinite())
+        broken = nonfinite if scaler is None else nonfinite & ~may_have_overflowed(scaler).to(nonfinite.device)
         self._counts.setdefault(index, StepCounts()).add(happened & ~nonfinite, nonfinite, broken)
         if self._log and not trainer.barebones:
             self._log_norms(trainer, pl_module, index, norms.total, after)
@@ -229,7 +234,7 @@ class GradientClipping(TrickCallback):
         """Return the counts of each optimizer, and what the thresholds have learnt."""
         return {
             "counts": {index: counts.state_dict() for index, counts in self._counts.items()},
-            "thresholds": {key: threshold.state_dict() for key, threshold in self._thresholds.items()},
+            "thresholds": {key: state for key, t in self._thresholds.items() if (state := t.state_dict())},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -238,8 +243,12 @@ class GradientClipping(TrickCallback):
             self._counts[index] = StepCounts()
             self._counts[index].load_state_dict(counts)
         for key, state in state_dict["thresholds"].items():
-            self._thresholds[key] = self._partition.new_threshold(key.partition(":")[2])
-            self._thresholds[key].load_state_dict(state)
+            threshold = self._partition.new_threshold(key.partition(":")[2])
+            if threshold.state_dict().keys() <= state.keys() and not isinstance(threshold, NoThreshold):
+                threshold.load_state_dict(state)
+                self._thresholds[key] = threshold
+            else:
+                rank_zero_warn(f"GradientClipping has another method now: what it had learnt for {key!r} is dropped.")
 
     def _clip(
         self, pl_module: LightningModule, index: int, parameters: list[Tensor], norms: GradientNorms
@@ -335,45 +344,8 @@ class GradientClipping(TrickCallback):
         pl_module.log_dict({f"{prefix}/{name}": value for name, value in values.items()}, batch_size=1)
 
 
-def _check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
-    if method is None:
-        return None
-    if not isinstance(method, ClipMethod):
-        raise TypeError(
-            "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
-            f"{method!r} ({type(method).__name__})."
-        )
-    if max_norm != 1.0:
-        raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
-    return method
-
-
-def _check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
-    if groups is not None and not isinstance(groups, Mapping):
-        raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
-    methods = {}
-    for pattern, how in (groups or {}).items():
-        if not isinstance(how, ClipMethod):
-            how = ClipNorm(check_number(f"groups[{pattern!r}]", how, above=0, note="or a ClipMethod such as AGC(0.01)"))
-        methods[pattern] = how
-    return methods
-
-
 def _names(pl_module: LightningModule) -> dict[Tensor, str]:
     return {parameter: unwrapped(name) for name, parameter in pl_module.named_parameters()}
-
-
-def _agreed(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
-    """Return what the ranks must hold alike; only gradients that nobody has reduced can differ between them."""
-    strategies = _bases(trainer.strategy)
-    if trainer.world_size == 1 or "DDPStrategy" in strategies or all(hasattr(p, "full_tensor") for p in parameters):
-        return nonfinite
-    return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
-
-
-def _is_scaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
 
 
 def _nonfinite_error(trainer: Trainer, names: list[str], finite: Tensor, why: str) -> RuntimeError:
@@ -386,20 +358,3 @@ def _nonfinite_error(trainer: Trainer, names: list[str], finite: Tensor, why: st
         f"GradientClipping({why}): {len(bad)} of {len(names)} gradients are not finite at global step "
         f"{trainer.global_step} (epoch {trainer.current_epoch}): {listed}."
     )
-
-
-def _refuse_hidden_gradients(trainer: Trainer) -> None:
-    strategies = _bases(trainer.strategy)
-    if "DeepSpeedStrategy" in strategies:
-        remedy = "set `gradient_clipping` in DeepSpeed's own configuration"
-    elif "FSDPStrategy" in strategies:
-        remedy = "use ModelParallelStrategy (FSDP2), whose sharded gradients it can see"
-    else:
-        return
-    raise MisconfigurationException(
-        f"GradientClipping cannot see the whole gradient under {type(trainer.strategy).__name__}: {remedy}."
-    )
-
-
-def _bases(strategy: object) -> set[str]:
-    return {base.__name__ for base in type(strategy).__mro__}  # by name: of `lightning` and `pytorch_lightning` alike

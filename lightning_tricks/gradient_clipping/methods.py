@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -196,6 +196,32 @@ class ZScoreClip(ClipMethod):
     def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
         """Clip to what the threshold makes of this norm."""
         return _clip_to_norm_(parameters, threshold.update(total), total)
+
+
+def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
+    """Return `method`, or say why it is none, or why it cannot be beside `max_norm`."""
+    if method is None:
+        return None
+    if not isinstance(method, ClipMethod):
+        raise TypeError(
+            "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
+            f"{method!r} ({type(method).__name__})."
+        )
+    if max_norm != 1.0:
+        raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
+    return method
+
+
+def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
+    """Return pattern -> method, or say what is wrong with a value; a number is a `max_norm`."""
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
+    methods = {}
+    for pattern, how in (groups or {}).items():
+        if not isinstance(how, ClipMethod):
+            how = ClipNorm(check_number(f"groups[{pattern!r}]", how, above=0, note="or a ClipMethod such as AGC(0.01)"))
+        methods[pattern] = how
+    return methods
 
 
 def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total: Tensor) -> Clipped:

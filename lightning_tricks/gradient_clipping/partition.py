@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.gradient_clipping.functional import GradientNorms
 from lightning_tricks.gradient_clipping.methods import ClipMethod
-from lightning_tricks.gradient_clipping.thresholds import Threshold
+from lightning_tricks.gradient_clipping.thresholds import NoThreshold, Threshold
 
 
 class Part(NamedTuple):
@@ -63,8 +63,8 @@ class Partition:
         return label, any(pattern.matches(name) for pattern in self._excludes[label])
 
     def new_threshold(self, label: str) -> Threshold:
-        """Return what the method of a label remembers from step to step."""
-        return self._methods[label].new_threshold()
+        """Return what the method of a label remembers from step to step; nothing for an unknown label."""
+        return self._methods[label].new_threshold() if label in self._methods else NoThreshold()
 
     def report(self, sizes: Mapping[str, int]) -> str:
         """Say what is clipped how, by label.

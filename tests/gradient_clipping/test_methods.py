@@ -260,3 +260,9 @@ def test_pickles_with_methods_and_groups(lab):
     copy = pickle.loads(pickle.dumps(callback))
     assert same(copy.state_dict()["counts"], callback.state_dict()["counts"])
     lab.fit([copy])
+
+
+def test_says_what_a_resume_with_another_method_drops(lab):
+    lab.fit([GradientClipping(method=PercentileClip(20))], max_epochs=1, save_to=lab.folder / "one.ckpt")
+    with pytest.warns(UserWarning, match="has another method now: what it had learnt for '0:the rest' is dropped"):
+        lab.fit([GradientClipping(0.5)], ckpt_path=lab.folder / "one.ckpt")

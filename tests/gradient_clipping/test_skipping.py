@@ -340,3 +340,18 @@ def test_resume_goes_on_counting(lab):
     lab.fit([second], module=_Poisons(), ckpt_path=lab.folder / "one.ckpt")
     assert whole._counts[0].skipped == 4
     assert same(second.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_scaler_that_is_off_is_none(lab, policy):
+    plugin = real_fp16()
+    plugin.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    callback = GradientClipping(on_nonfinite=policy)
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="are not finite at global step 3"):
+            lab.fit([callback], plugins=[plugin], module=_Poisons(), probe=False)
+        return
+    module = _Poisons()
+    lab.fit([callback], plugins=[plugin], module=module, probe=False)
+    assert callback._counts[0].skipped == 4
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
