@@ -136,8 +136,19 @@ class AGC(ClipMethod):
         return Clipped(done.norm if norm_type == 2 else None, done.clipped > 0)
 
 
+class _ClipToThreshold(ClipMethod):
+    """Scales all gradients to a common norm that follows those of the steps before."""
+
+    def __post_init__(self) -> None:
+        self.new_threshold()  # refuses wrong values
+
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clip to what the threshold makes of this norm."""
+        return _clip_to_norm_(parameters, threshold.update(total), total)
+
+
 @dataclass(frozen=True)
-class PercentileClip(ClipMethod):
+class PercentileClip(_ClipToThreshold):
     """Clip the common norm to a percentile of the norms of the last steps: `PercentileThreshold` (AutoClip).
 
     Args:
@@ -154,20 +165,13 @@ class PercentileClip(ClipMethod):
     percentile: float = 10.0
     history: int = 1000
 
-    def __post_init__(self) -> None:
-        self.new_threshold()
-
     def new_threshold(self) -> PercentileThreshold:
         """Return the memory of one optimizer or group."""
         return PercentileThreshold(self.percentile, self.history)
 
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
-        """Clip to what the threshold makes of this norm."""
-        return _clip_to_norm_(parameters, threshold.update(total), total)
-
 
 @dataclass(frozen=True)
-class ZScoreClip(ClipMethod):
+class ZScoreClip(_ClipToThreshold):
     """Clip the common norm where it is an outlier of the norms before it: `ZScoreThreshold` (ZClip).
 
     Args:
@@ -186,16 +190,9 @@ class ZScoreClip(ClipMethod):
     decay: float = 0.97
     warmup_steps: int = 25
 
-    def __post_init__(self) -> None:
-        self.new_threshold()
-
     def new_threshold(self) -> ZScoreThreshold:
         """Return the memory of one optimizer or group."""
         return ZScoreThreshold(self.z, self.decay, self.warmup_steps)
-
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
-        """Clip to what the threshold makes of this norm."""
-        return _clip_to_norm_(parameters, threshold.update(total), total)
 
 
 def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
