@@ -134,6 +134,11 @@ class GradientClipping(TrickCallback):
         self._seen: set[int] = set()
         self._had_backward = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # in the middle of a fit, too, a copy takes neither parameters nor hooks along
+        empty = {name: type(vars(self)[name])() for name in ("_hooks", "_names", "_parts", "_finite", "_held", "_seen")}
+        return super().__getstate__() | empty
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, warn about a second clip, and count from zero."""
         super().setup(trainer, pl_module, stage)

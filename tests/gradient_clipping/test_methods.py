@@ -254,6 +254,16 @@ def test_methods_in_yaml(monkeypatch, tmp_path):
         cli.parser.save(cli.config, "config.yaml", overwrite=True)
 
 
+def test_pickles_in_the_middle_of_a_fit(lab):
+    class Pickles(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.sizes = [len(pickle.dumps(c)) for c in trainer.callbacks if isinstance(c, GradientClipping)]
+
+    pickles = Pickles()
+    lab.fit([GradientClipping(groups=_GROUPS, on_nonfinite="skip"), pickles], module=Net(hidden=512))
+    assert max(pickles.sizes) < 16_384
+
+
 def test_pickles_with_methods_and_groups(lab):
     callback = GradientClipping(method=PercentileClip(20), groups=_GROUPS, on_nonfinite="skip")
     lab.fit([callback])
