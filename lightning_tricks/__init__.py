@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from lightning_tricks._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_tricks.flops import FlopsReport as FlopsReport
+    from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
     from lightning_tricks.gradient_clipping import ClipValue as ClipValue
     from lightning_tricks.gradient_clipping import GradientClipping as GradientClipping
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "flops": ("FlopsReport", "count_flops"),
         "gradient_clipping": (
             "AGC",
             "ClipValue",

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ThroughputMonitor
 
 
 def logs_at_this_step(trainer: Trainer) -> bool:
@@ -53,7 +54,24 @@ def repeats_worker_streams() -> bool:
     return Version(lightning.__version__) < Version("2.6.1")
 
 
-def _unknown_lightning(trick: str, error: AttributeError) -> RuntimeError:
+def peak_flops_of(trainer: Trainer) -> float | None:
+    """Return the peak FLOPs per second of the Trainer's device in its precision, or None for an unknown one."""
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    try:
+        from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+    except ImportError as error:
+        raise _unknown_lightning("FlopsReport's peak", error) from error
+    return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+
+
+def forget_module_flops(monitor: ThroughputMonitor) -> None:
+    """Make a ThroughputMonitor look again whether the module has `flops_per_batch`; before 2.6 it always looks."""
+    if hasattr(monitor, "_module_has_flops"):
+        monitor._module_has_flops = None
+
+
+def _unknown_lightning(trick: str, error: Exception) -> RuntimeError:
     import lightning
 
     return RuntimeError(

@@ -45,6 +45,7 @@ class Tricks:
 
     seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
+    flops: dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
     optimizer: OptimizerSpec | None = None
     schedule: ScheduleSpec | None = None
 

@@ -1,15 +1,18 @@
 """A probe for each private Lightning symbol; run with the oldest and the newest supported Lightning."""
 
 import types
+from unittest.mock import patch
 
 import lightning
 import pytest
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
-from tests.contract.lab import QUIET, Net, digits
+from tests.contract.lab import QUIET, Net, digits, loader
 
 
 class _Hyper(Net):
@@ -80,3 +83,19 @@ def test_repeats_worker_streams(monkeypatch, version, expected):
 def test_an_unknown_lightning_is_named(call, trick):
     with pytest.raises(RuntimeError, match=f"{trick}.* does not work with lightning {lightning.__version__}.*install"):
         call(types.SimpleNamespace(lightning_module=object()))
+
+
+def test_peak_flops_of():
+    assert compat.peak_flops_of(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
+    with patch("lightning.fabric.utilities.throughput.get_available_flops", side_effect=lambda device, dtype: (dtype,)):
+        for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
+            assert compat.peak_flops_of(Trainer(**QUIET, precision=precision)) == (dtype,)
+
+
+def test_forget_module_flops():
+    monitor, net = ThroughputMonitor(lambda batch: 4, window_size=2), Net()
+    net.flops_per_batch = 7
+    Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(net, loader())
+    compat.forget_module_flops(monitor)
+    with pytest.warns(UserWarning, match="flops_per_batch"):
+        Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())

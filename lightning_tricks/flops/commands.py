@@ -1,0 +1,106 @@
+"""`lightning-tricks flops`: what a model costs, before it is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the command line's."""
+    parser: argparse.ArgumentParser = commands.add_parser("flops", help="count a model's FLOPs, module by module")
+    parser.add_argument(
+        "model", metavar="MODULE:NAME", help="a model, or what makes one without arguments: torchvision.models:resnet50"
+    )
+    parser.add_argument(
+        "--input",
+        type=_shape,
+        action="append",
+        metavar="1,3,224,224",
+        help="the shape of an input; once for each argument of forward (default: the model's example_input_array)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="of the inputs: float32, int64, bfloat16, ... ; of the model, too, if floating",
+    )
+    parser.add_argument("--backward", action="store_true", help="count a whole training step as well")
+    parser.add_argument("--depth", type=int, default=3, help="how deep the modules shown may lie (%(default)s)")
+    parser.add_argument("--backend", default="torch", choices=("torch", "thop"))
+    parser.add_argument("--compare", action="store_true", help="show the other backend's counts beside")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument("--csv", action="store_true", help="print all modules as CSV")
+    parser.set_defaults(run=partial(_run, parser))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_tricks.flops.functional import count_flops
+
+    try:
+        model = _model(arguments.model)
+        inputs = _inputs(model, arguments.input, arguments.dtype)
+        count = count_flops(
+            model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
+        )
+    except Exception as error:  # the model's own errors, too: whoever asks for a count wants no traceback
+        parser.error(f"{type(error).__name__}: {error}")
+    if arguments.json:
+        print(json.dumps(count.to_dict(), indent=2))  # noqa: T201
+    elif arguments.csv:
+        print(count.to_csv(), end="")  # noqa: T201
+    else:
+        Console().print(count.table(arguments.depth))
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a shape is whole numbers with commas, such as 1,3,224,224; got {text!r}"
+        ) from None
+
+
+def _model(path: str) -> nn.Module:
+    import importlib
+    import sys
+
+    from torch import nn
+
+    module_name, _, name = path.partition(":")
+    if not name:
+        raise ValueError(f"the model must be MODULE:NAME, such as torchvision.models:resnet50; got {path!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules in the working directory, as with `python -m`
+    made: Any = importlib.import_module(module_name)
+    for part in name.split("."):
+        made = getattr(made, part)
+    if not isinstance(made, nn.Module):
+        made = made()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"{path} is no torch.nn.Module and makes none, but {made!r}")
+    return made
+
+
+def _inputs(model: nn.Module, shapes: list[tuple[int, ...]] | None, dtype_name: str) -> tuple[Tensor, ...] | None:
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--dtype must be a torch dtype such as float32, bfloat16 or int64, got {dtype_name!r}")
+    if dtype.is_floating_point:
+        model.to(dtype)
+    if shapes is None:
+        if getattr(model, "example_input_array", None) is None:
+            raise ValueError(f"--input is needed: {type(model).__name__} has no example_input_array")
+        return None
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)

@@ -1,0 +1,30 @@
+"""What the demo shows of FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_tricks._shared.units import si
+from lightning_tricks.flops.callback import FlopsReport
+
+
+def specs(seed: int) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"flops": {"backward": True, "depth": 2}}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say what was counted in this fit."""
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, FlopsReport))  # type: ignore[attr-defined]
+    if callback.count is None:
+        return {"FLOPs": "not counted"}
+    count = callback.count
+    ratio = f" ({count.train_step_flops / count.flops:.2f}x forward)" if count.train_step_flops else ""
+    return {
+        "parameters": f"{si(count.params)}, trainable {si(count.trainable_params)}",
+        "forward": f"{si(count.macs, 'MAC')} a batch",
+        "training step": f"{si(count.train_step_flops or 0, 'FLOP')} a batch{ratio}",
+    }

@@ -1,0 +1,59 @@
+"""thop's rules, applied to a copy that may be thrown away."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def thop_macs(twin: nn.Module, run: Callable[[], None], custom: Mapping[type, Any]) -> dict[nn.Module, float]:
+    """Return what `thop.profile` counts for each module that it looks into.
+
+    Args:
+        twin: A copy of a model. It keeps thop's buffers where something raises.
+        run: Runs the copy.
+        custom: Rules by module class, as `thop.profile(custom_ops=...)` takes them.
+    """
+    _, _, layers = load_thop().profile(_Shim(twin, run), (), dict(custom), verbose=False, ret_layer_info=True)
+    macs: dict[nn.Module, float] = {}
+
+    def visit(module: nn.Module, children: dict[str, Any]) -> None:
+        for name, (operations, _, below) in children.items():
+            child = module.get_submodule(name)
+            macs[child] = operations
+            visit(child, below)
+
+    macs[twin], _, below = layers["model"]
+    visit(twin, below)
+    return macs
+
+
+def has_thop_rule(module: nn.Module, custom: Mapping[type, Any]) -> bool:
+    """Whether thop can count a module."""
+    load_thop()
+    from thop.profile import register_hooks
+
+    return type(module) in custom or type(module) in register_hooks
+
+
+def load_thop() -> Any:
+    """Import thop, without the warnings that it causes: it compares versions by `distutils`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import thop
+    return thop
+
+
+class _Shim(nn.Module):
+    """Lets thop, which only passes positional arguments to a module, run anything."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self) -> None:
+        self._run()

@@ -1,0 +1,138 @@
+"""What a stand-in needs to run `training_step` without a Trainer that takes notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Idle:
+    """Takes every call and every attribute, and does nothing: in place of loggers, optimizers and metrics."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return itself: what comes of it is as idle."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class IdleOptimizer(Idle):
+    """An optimizer that never moves a weight; the closure of its step is still called."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Call the closure."""
+        return closure() if closure is not None else None
+
+
+class TrainerView:
+    """What a stand-in sees of a Trainer: all that can be read, and nothing that acts."""
+
+    _IDLE = ("logger", "loggers", "strategy", "callbacks", "checkpoint_callback", "should_stop")
+
+    def __init__(self, trainer: Any) -> None:
+        object.__setattr__(self, "_trainer", trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TrainerView._IDLE:
+            return Idle()
+        return getattr(self._trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def put_on_stage(twin: nn.Module, trainer: Any) -> None:
+    """Give a stand-in what a `training_step` calls, so that none of it acts on the Trainer or the original.
+
+    Metrics of torchmetrics are idle: they cost no FLOPs of the model, and check values that a stand-in has not.
+
+    Args:
+        twin: The stand-in of a LightningModule.
+        trainer: The Trainer of the original, or None.
+    """
+    idle = Idle()
+    if trainer is not None:
+        vars(twin)["_trainer"] = TrainerView(trainer)
+    optimizers = [IdleOptimizer()] * _optimizer_count(twin, trainer)
+    vars(twin).update(
+        dict.fromkeys(
+            (
+                "log",
+                "log_dict",
+                "print",
+                "lr_schedulers",
+                "lr_scheduler_step",
+                "toggle_optimizer",
+                "untoggle_optimizer",
+                "toggled_optimizer",
+                "clip_gradients",
+            ),
+            idle,
+        ),
+        optimizers=lambda *_, **__: optimizers if len(optimizers) > 1 else optimizers[0],
+        manual_backward=backward_of,
+        all_gather=_gathered(getattr(trainer, "world_size", 1)),
+    )
+    torchmetrics = sys.modules.get("torchmetrics")
+    for part in twin.modules():
+        if torchmetrics is not None and isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
+            vars(part).update(forward=idle, update=idle, compute=idle, reset=idle)
+
+
+def backward_of(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Run a backward pass, but where gradients are off."""
+    if loss.requires_grad:
+        loss.backward(*args, **kwargs)
+
+
+def _optimizer_count(twin: Any, trainer: Any) -> int:
+    if trainer is not None:
+        return len(trainer.optimizers) or 1
+    if getattr(twin, "automatic_optimization", True):
+        return 1
+    try:
+        made = twin.configure_optimizers()
+    except Exception:  # it asks for a Trainer
+        return 1
+    if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
+        made = made[0]  # the other list is one of schedulers
+    return len(made) if isinstance(made, tuple | list) else 1
+
+
+def _gathered(world_size: int) -> Callable[..., Any]:
+    """Return what `LightningModule.all_gather` returns, made of this rank's data alone."""
+
+    def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        if world_size == 1:
+            return data
+        return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: torch.stack([tensor] * world_size), data)
+
+    return all_gather

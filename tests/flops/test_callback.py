@@ -1,0 +1,297 @@
+"""FlopsReport in real fits: where it looks, what it logs, ThroughputMonitor, MFU, and what goes wrong."""
+
+import csv
+import json
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_tricks import FlopsReport, Tricks, TricksMixin
+from tests.contract.checks import assert_same_run
+from tests.contract.lab import QUIET, SETTINGS, EvaluatedNet, Net, loader, real_fp16
+from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
+
+STEP = 2 * (FORWARD_MACS + BACKWARD_MACS)
+
+
+def fit(callbacks, module=None, **arguments):
+    trainer = Trainer(callbacks=callbacks, **{"max_epochs": 2, **QUIET, **arguments})
+    module = module or Net()
+    trainer.fit(module, loader(), loader() if hasattr(module, "evaluate") else None)
+    return trainer
+
+
+class Forwards(Net):
+    """A net with a `forward`."""
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_first_batch_is_looked_at_and_not_consumed(capsys):
+    class Batches(Net):
+        seen = 0
+
+        def training_step(self, batch, batch_idx):
+            self.seen += 1
+            return super().training_step(batch, batch_idx)
+
+    report, module = FlopsReport(), Batches()
+    trainer = fit([report], module)
+    assert module.seen == 20
+    assert report.count.macs == FORWARD_MACS
+    text = capsys.readouterr().out
+    assert text.count("FLOPs of Batches") == 1
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {
+        "flops/forward": 2 * FORWARD_MACS,
+        "params/total": 1242,
+        "params/trainable": 1242,
+    }
+
+
+def test_example_input_array_comes_first(capsys):
+    module = Forwards()
+    module.example_input_array = torch.zeros(7, 64)
+    report = FlopsReport(backward=True)
+    trainer = fit([report], module)
+    assert report.count.macs == 7 / 4 * FORWARD_MACS
+    assert trainer.callback_metrics["flops/train_step"] == 7 / 4 * STEP
+    given = FlopsReport(torch.zeros(1, 64), depth=0)
+    fit([given], module)
+    assert given.count.macs == FORWARD_MACS / 4
+
+
+def test_wrong_inputs_stop_the_fit_before_it_starts():
+    module = Forwards()
+    module.example_input_array = torch.zeros(7, 63)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied(.|\n)*from example_input_array"):
+        fit([FlopsReport()], module)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied(.|\n)*from FlopsReport\(inputs=...\)"):
+        fit([FlopsReport(torch.zeros(7, 62))], module)
+    assert module.trainer.global_step == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_batch_that_cannot_be_counted_is_a_warning():
+    class Iterates(Net):
+        def training_step(self, dataloader_iter):
+            batch, batch_idx, _ = next(dataloader_iter)
+            return super().training_step(batch, batch_idx)
+
+    report = FlopsReport(backward=True)
+    with pytest.warns(UserWarning, match="FlopsReport could not count a training step.*dataloader_iter"):
+        trainer = fit([report], Iterates())
+    assert trainer.global_step == 20
+    assert report.count is None
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "md", "html"])
+def test_writes_a_file(tmp_path, kind):
+    fit([FlopsReport(path=tmp_path / "deep" / f"flops.{kind}")])
+    assert "LayerNorm" in (tmp_path / "deep" / f"flops.{kind}").read_text()
+
+
+def test_compare_and_thop(capsys):
+    fit([FlopsReport(compare=True)])
+    assert "thop's MACs" in capsys.readouterr().out
+    report = FlopsReport(backend="thop")
+    fit([report])
+    assert report.count.backend == "thop"
+
+
+@pytest.mark.parametrize("arguments", [{"precision": "bf16-mixed"}, {"plugins": "fp16"}, {"precision": "16-true"}])
+def test_precision_with_accumulation(arguments):
+    if "plugins" in arguments:
+        arguments = {"plugins": [real_fp16()]}
+    report = FlopsReport(backward=True)
+    fit([report], Net(optimization="sgd"), accumulate_grad_batches=4, **arguments)
+    assert (report.count.macs, report.count.train_step_flops) == (FORWARD_MACS, STEP)
+
+
+class Keeps(Callback):
+    """Keeps what ThroughputMonitor reads in each training and validation batch."""
+
+    def __init__(self):
+        self.training, self.validation = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.training.append(pl_module.flops_per_batch)
+
+    def on_validation_batch_end(self, trainer, pl_module, *args):
+        if not trainer.sanity_checking:
+            self.validation.append(pl_module.flops_per_batch)
+
+
+def logged(folder, name):
+    (file,) = folder.glob("**/metrics.csv")
+    rows = csv.DictReader(file.read_text().splitlines())
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+@pytest.mark.trap("flops: MFU needs flops_per_batch by hand")
+@pytest.mark.parametrize("first", [True, False])
+def test_throughput_monitor_gets_its_flops(tmp_path, first):
+    report, keeps = FlopsReport(backward=True, peak_flops=1e12), Keeps()
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
+    module = EvaluatedNet()
+    callbacks = [report, monitor, keeps] if first else [monitor, report, keeps]
+    fit(callbacks, module, logger=CSVLogger(tmp_path), log_every_n_steps=2)
+    assert keeps.training == [STEP] * 20
+    assert keeps.validation == [None] * 20
+    assert not hasattr(module, "flops_per_batch")
+    per_second = logged(tmp_path, "train/device/flops_per_sec")
+    batches = logged(tmp_path, "train/device/batches_per_sec")
+    assert len(per_second) > 5
+    assert per_second == pytest.approx([STEP * rate for rate in batches])
+    assert not logged(tmp_path, "validate/device/flops_per_sec")
+
+    with pytest.warns(UserWarning, match="flops_per_batch"):
+        fit([monitor], module)
+
+
+def test_a_modules_own_flops_per_batch_wins():
+    module, keeps = Net(), Keeps()
+    module.flops_per_batch = 7
+    fit([FlopsReport(backward=True), ThroughputMonitor(lambda batch: 4, window_size=2), keeps], module)
+    assert keeps.training == [7] * 20
+    assert module.flops_per_batch == 7
+
+
+def test_nothing_is_left_after_an_exception():
+    class Breaks(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    module = Breaks()
+    with pytest.raises(ZeroDivisionError):
+        fit([FlopsReport(backward=True), ThroughputMonitor(lambda batch: 4)], module)
+    assert not hasattr(module, "flops_per_batch")
+
+
+class TestUtilization:
+    """`flops/mfu`."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """Time that passes in training and validation batches alone: two seconds in each."""
+
+        class Clock(Callback):
+            now = 100.0
+
+            def on_train_batch_start(self, *args):
+                Clock.now += 2
+
+            def on_validation_batch_start(self, *args):
+                Clock.now += 2
+
+        monkeypatch.setattr("lightning_tricks.flops.callback.time.perf_counter", lambda: Clock.now)
+        return Clock()
+
+    @pytest.mark.parametrize("accumulate", [1, 4])
+    def test_is_that_of_the_training_batches(self, tmp_path, clock, accumulate, lightning_log):
+        report = FlopsReport(backward=True, peak_flops=1e6)
+        logger = CSVLogger(tmp_path)
+        arguments = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulate, "val_check_interval": 5}
+        fit([report, clock], EvaluatedNet(), logger=logger, **arguments)
+        values = logged(tmp_path, "flops/mfu")
+        steps = {1: 20, 4: 6}[accumulate]
+        assert len(values) == steps
+        assert values[1:] == pytest.approx([STEP / 2 / 1e6] * (steps - 1))
+        assert "FlopsReport: flops/mfu is relative to 1.00 MFLOP/s of cpu in 32-true, as given." in dict(
+            map(reversed, lightning_log)
+        )
+
+    def test_without_a_known_peak_is_not_logged(self, lightning_log):
+        trainer = fit([FlopsReport(backward=True)])
+        assert "flops/mfu" not in trainer.callback_metrics
+        said = [message for _, message in lightning_log if "peak" in message]
+        assert said == ["FlopsReport knows no peak of cpu, so no flops/mfu: give it as peak_flops."]
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self, capsys):
+        trainer = fit([FlopsReport(backward=True)], accelerator="cuda", devices=1, log_every_n_steps=2)
+        assert 0 < trainer.callback_metrics["flops/mfu"] < 1
+
+
+def test_two_ranks_print_once(lab, capfd):
+    ranks = lab.fit([FlopsReport(backward=True, peak_flops=1e12)], SETTINGS["DDP"], log_every_n_steps=1)
+    assert len(ranks) == 2
+    assert capfd.readouterr().out.count("FLOPs of Net") == 1
+    assert ranks[0].metrics["flops/train_step"] == STEP
+    assert 0 < ranks[0].metrics["flops/mfu"] < 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+def test_a_step_with_collectives(lab):
+    ranks = lab.fit([FlopsReport(backward=True)], SETTINGS["DDP"], module=Gathers())
+    (plain,) = lab.fit([FlopsReport(backward=True)], module=Gathers())
+    assert ranks[0].metrics["flops/forward"] == plain.metrics["flops/forward"]
+
+
+class Gathers(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def training_step(self, batch, batch_idx):
+        scores = self.norm(self.net(batch[0]))
+        everywhere = self.all_gather(scores.detach())
+        self.log("spread", everywhere.std(), sync_dist=True)
+        return nn.functional.cross_entropy(scores, batch[1])
+
+
+def test_barebones_and_fast_dev_run(capsys):
+    arguments = {name: value for name, value in QUIET.items() if name == "accelerator"}
+    Trainer(barebones=True, max_epochs=1, callbacks=[FlopsReport(backward=True, peak_flops=1e9)], **arguments).fit(
+        Net(), loader()
+    )
+    assert "FLOPs of Net" in capsys.readouterr().out
+    fit([FlopsReport(backward=True, peak_flops=1e9)], fast_dev_run=True)
+
+
+def test_training_is_bit_identical_with_dropout_and_metrics(lab):
+    net = {"dropout": 0.3}
+    with_it = lab.fit([FlopsReport(backward=True, compare=True, peak_flops=1e9)], net=net)
+    assert_same_run(with_it, lab.fit([], net=net))
+
+
+def test_through_the_mixin_and_as_a_checkpoint(tmp_path):
+    class LitNet(TricksMixin, Net):
+        def __init__(self, tricks=None):
+            super().__init__(tricks=tricks)
+            self.save_hyperparameters()
+
+    module = LitNet(Tricks(flops={"backward": True, "path": str(tmp_path / "flops.json")}))
+    fit([], module, max_epochs=1)
+    assert json.loads((tmp_path / "flops.json").read_text())["train_step_flops"] == STEP
+
+
+def test_pickles_in_the_middle_of_a_fit():
+    class Pickles(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            assert len(pickle.dumps(trainer.callbacks[0])) < 10_000
+
+    fit([FlopsReport(backward=True, peak_flops=1e9), Pickles()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"backend": "thopp"}, "backend must be one of torch, thop, got 'thopp'. Did you mean 'thop'"),
+        ({"backend": "thop", "backward": True}, 'backward=True needs backend="torch"'),
+        ({"depth": -1}, "depth must be a whole number >= 0, got -1"),
+        ({"path": "flops.txt"}, "the suffix of path must be one of .csv, .json, .md, .html, got '.txt'"),
+        ({"peak_flops": 1e12}, "peak_flops=1000000000000.0 needs backward=True"),
+        ({"peak_flops": 0, "backward": True}, "peak_flops must be a number > 0, got 0"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        FlopsReport(**arguments)
