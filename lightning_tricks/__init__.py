@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules import ScheduleSpec as ScheduleSpec
     from lightning_tricks.mixin import Tricks as Tricks
     from lightning_tricks.mixin import TricksMixin as TricksMixin
+    from lightning_tricks.model_report import ModelReport as ModelReport
+    from lightning_tricks.model_report import summarize_model as summarize_model
     from lightning_tricks.seeding import SeedEverything as SeedEverything
     from lightning_tricks.seeding import capture_rng_state as capture_rng_state
     from lightning_tricks.seeding import isolated_rng as isolated_rng
@@ -41,6 +43,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "lr_schedules": ("OptimizerSpec", "ScheduleSpec"),
         "mixin": ("Tricks", "TricksMixin"),
+        "model_report": ("ModelReport", "summarize_model"),
         "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
     },
 )

@@ -46,6 +46,7 @@ class Tricks:
     seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
     flops: dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
+    model_report: str | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
     optimizer: OptimizerSpec | None = None
     schedule: ScheduleSpec | None = None
 

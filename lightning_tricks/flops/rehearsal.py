@@ -151,4 +151,4 @@ def _nothing(record: logging.LogRecord) -> bool:
 def _add_hint(error: Exception, call: Call, more: str = "") -> None:
     """Say in the error how the inputs were used."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n(this was {call}{more}, of a copy of the model)", *error.args[1:])
+        error.args = (f"{error.args[0]}\n(called on a copy of the model: {call}{more})", *error.args[1:])

@@ -80,7 +80,7 @@ class Copier(TorchFunctionMode):
             return self._remember(value, type(value)(map(self.value, value)))
         if isinstance(value, torch.Generator):
             return self._remember(value, value.clone_state())
-        if isinstance(value, types.FunctionType) and value.__closure__:
+        if isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             return self._function(value)
         try:
             with self:
@@ -119,14 +119,13 @@ class Copier(TorchFunctionMode):
             twin._flat_weight_refs = [weakref.ref(weight) for weight in twin._flat_weights]  # type: ignore[arg-type]
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """Copy a function together with the values that it closes over, which may be the module or a list to fill."""
+        """Copy a function with its defaults and the values that it closes over: the module, or a list to fill."""
         cells = [types.CellType() for _ in function.__closure__ or ()]
-        new = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-        )
-        new.__kwdefaults__ = function.__kwdefaults__
-        new.__dict__.update(function.__dict__)
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells))
         self._remember(function, new)
+        new.__defaults__ = self.value(function.__defaults__)
+        new.__kwdefaults__ = self.value(function.__kwdefaults__)
+        new.__dict__.update(function.__dict__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             try:
                 cell.cell_contents = self.value(old.cell_contents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,18 @@ def put_on_stage(twin: nn.Module, trainer: Any) -> None:
     )
     torchmetrics = sys.modules.get("torchmetrics")
     for part in twin.modules():
-        if torchmetrics is not None and isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
-            vars(part).update(forward=idle, update=idle, compute=idle, reset=idle)
+        if torchmetrics is not None and isinstance(part, torchmetrics.Metric):
+            vars(part).update(forward=_no_metric, compute=_no_metric, update=idle, reset=idle)
+        elif torchmetrics is not None and isinstance(part, torchmetrics.MetricCollection):
+            vars(part).update(forward=_no_metrics, compute=_no_metrics, update=idle, reset=idle)
+
+
+def _no_metric(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    return defaultdict(_no_metric, metric=_no_metric())
 
 
 def backward_of(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ class Case:
         kind: "observer" only looks; "changer" changes what training does; "structural" changes the model itself.
         neutral: The arguments at which it is as good as absent, or None.
         why_no_neutral: The reason, where there are none.
+        of_one_fit: Attributes that describe how a fit began, so that a resumed fit has its own.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
         verify: Fits in a setting and asserts that the trick did its work there.
         refuses: Setting -> words of the refusal.
@@ -32,6 +33,7 @@ class Case:
     kind: Literal["observer", "changer", "structural"]
     neutral: Mapping[str, Any] | None
     why_no_neutral: str = ""
+    of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
     verify: Callable[[Lab, Setting], None]
     refuses: Mapping[str, str] = field(default_factory=dict)

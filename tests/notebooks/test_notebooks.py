@@ -12,7 +12,8 @@ _NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path):
+def test_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")  # tqdm's, where the tests' packages bring it
     notebook = nbformat.read(path, as_version=4)
     written = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     assert any(written), "commit it with its output"

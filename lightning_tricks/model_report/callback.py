@@ -1,0 +1,108 @@
+"""The Lightning shell of the model report room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.checks import check_count
+from lightning_tricks.flops.calls import Call, call_of, step_of
+from lightning_tricks.model_report.functional import summarize_call
+from lightning_tricks.model_report.summary import ModelSummary
+
+
+class ModelReport(TrickCallback):
+    """Print a report of the model once in a fit: parameters, layers, memory; and draw its graph.
+
+    It comes right after the first optimizer step, when gradients and optimizer state are there to be measured; mean and
+    standard deviation are those after that step. Layers and graph are those of the module's `forward` with its
+    `example_input_array` or, where it has none, of its `training_step` with the first batch, which is not consumed.
+    Training stays bit-identical. Where a logger is TensorBoard, the report goes there as text.
+
+    Args:
+        path: A folder for `parameters.csv`, `report.json`, `layers.txt`, `graph.dot`, `graph.svg` and `graph.png`. None
+            writes no files.
+        graph: Whether to make the graph; True, False, or options for torchviz's `make_dot`, such as
+            `{"show_attrs": True}`.
+        depth: How deep the modules in the summary of the layers may lie.
+
+    The report itself: `lightning_tricks.model_report.functional.summarize_model`. It needs the extra `reports` for
+    layers and graph, and graphviz's `dot` for the pictures; what is missing is said.
+
+    Attributes:
+        summary: The `ModelSummary` of the last fit.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `depth` is out of range.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[ModelReport("report")], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, path: str | Path | None = None, *, graph: bool | dict[str, Any] = True, depth: int = 3) -> None:
+        self.path = path
+        self.graph = graph
+        self.depth = check_count("depth", depth)
+        if not isinstance(graph, bool | dict):
+            raise TypeError(f"graph must be True, False or a dict of options, got {graph!r} ({type(graph).__name__}).")
+        self.summary: ModelSummary | None = None
+        self._awaits_step_after: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Expect the first optimizer step."""
+        self.summary = None
+        self._awaits_step_after = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report after the first optimizer step."""
+        if self._awaits_step_after is not None and trainer.global_step > self._awaits_step_after:
+            self._awaits_step_after = None
+            self._report(trainer, pl_module, batch, batch_idx)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so when there was nothing to report."""
+        if self._awaits_step_after is not None:
+            self._awaits_step_after = None
+            rank_zero_info("ModelReport: there was no optimizer step, so there is no report.")
+
+    def _report(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        arguments: dict[str, Any] = {"depth": self.depth, "optimizers": trainer.optimizers}
+        try:
+            with trainer.precision_plugin.forward_context():
+                call = _call(pl_module, batch, batch_idx)
+                self.summary = summarize_call(pl_module, call, graph=self.graph, **arguments)
+        except Exception as error:
+            rank_zero_warn(f"ModelReport leaves out layers and graph: {type(error).__name__}: {error}")
+            self.summary = summarize_call(pl_module, None, **arguments)
+        if not trainer.is_global_zero:
+            return
+        from rich.console import Console
+
+        Console().print(self.summary)
+        if self.path is not None:
+            written = self.summary.write(self.path)
+            rank_zero_info(f"ModelReport: {', '.join(path.name for path in written)} in {self.path}.")
+        for logger in trainer.loggers:
+            experiment: Any = getattr(logger, "experiment", None)
+            if hasattr(experiment, "add_text"):
+                experiment.add_text("model_report", _preformatted(str(self.summary)), trainer.global_step)
+
+
+def _call(pl_module: LightningModule, batch: Any, batch_idx: int) -> Call:
+    example = pl_module.example_input_array
+    if example is None:
+        return step_of(pl_module, batch, batch_idx=batch_idx)
+    return call_of(pl_module, tuple(example) if isinstance(example, list) else example, "example_input_array")
+
+
+def _preformatted(text: str) -> str:
+    """Return text as Markdown that keeps its columns."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

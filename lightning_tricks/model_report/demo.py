@@ -1,0 +1,26 @@
+"""What the demo shows of the model report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_tricks._shared.units import mebibytes
+from lightning_tricks.model_report.callback import ModelReport
+
+
+def specs(seed: int) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"model_report": {"graph": False, "depth": 2}}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say what was measured after the first step."""
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, ModelReport))  # type: ignore[attr-defined]
+    if callback.summary is None:
+        return {"memory": "not measured"}
+    memory = callback.summary.memory
+    sizes = [f"weights {mebibytes(memory.weights)}", f"gradients {mebibytes(memory.gradients)}"]
+    return {"memory": ", ".join([*sizes, f"optimizer state {mebibytes(memory.optimizer_state)}"])}

@@ -1,0 +1,54 @@
+"""The autograd graph of one call, as DOT source and as a picture."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+_log = logging.getLogger("lightning.pytorch.tricks.model_report")
+
+NO_DOT = (
+    "graph.dot is written, but no picture of it: graphviz's program `dot` is not installed (on Debian: apt install "
+    "graphviz)."
+)
+
+
+def dot_source(output: Tensor, model: nn.Module, **options: Any) -> str:
+    """Return the graph that led to a tensor, by torchviz's `make_dot`.
+
+    Args:
+        output: A tensor that requires a gradient.
+        model: The module whose parameters get their names.
+        **options: For `make_dot`: `show_attrs`, `show_saved`, `max_attr_chars`.
+
+    Raises:
+        ImportError: If torchviz is not installed.
+        TypeError: If there is no such option.
+    """
+    with warnings.catch_warnings():  # torchviz compares versions by distutils
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torchviz import make_dot
+
+        return str(make_dot(output, params=dict(model.named_parameters()), **options).source)
+
+
+def draw(source: Path) -> list[Path]:
+    """Draw a DOT file as SVG and PNG beside it, or say that `dot` is not there.
+
+    Returns:
+        The pictures.
+    """
+    if shutil.which("dot") is None:
+        _log.info(NO_DOT)
+        return []
+    import graphviz
+
+    return [
+        Path(graphviz.render("dot", kind, outfile=source.with_suffix(f".{kind}"), filepath=source))
+        for kind in ("svg", "png")
+    ]

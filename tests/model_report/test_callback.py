@@ -1,0 +1,121 @@
+"""ModelReport in real fits."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_tricks import ModelReport, Tricks, TricksMixin
+from tests.contract.lab import QUIET, SETTINGS, Net, loader
+
+
+def fit(callbacks, module=None, **arguments):
+    trainer = Trainer(callbacks=callbacks, **{"max_epochs": 1, **QUIET, **arguments})
+    trainer.fit(module or Net(), loader())
+    return trainer
+
+
+def test_prints_once_after_the_first_step(capsys):
+    report = ModelReport()
+    fit([report], max_epochs=2)
+    text = capsys.readouterr().out
+    assert text.count("Parameters of Net") == 1
+    text = " ".join(text.split())
+    for words in ("net.1.weight", "grad norm", "optimizer state 9.", "LayerNorm", "TrainingStep"):
+        assert words in text
+    assert all(row.grad_norm is not None for row in report.summary.parameters)
+
+
+def test_waits_for_the_first_step_under_accumulation(tmp_path):
+    seen = []
+
+    class Watches(ModelReport):
+        def _report(self, trainer, pl_module, batch, batch_idx):
+            seen.append((batch_idx, trainer.global_step))
+            super()._report(trainer, pl_module, batch, batch_idx)
+
+    fit([Watches()], accumulate_grad_batches=4)
+    assert seen == [(3, 1)]
+
+
+def test_example_input_array_and_depth():
+    class Forwards(Net):
+        example_input_array = torch.zeros(7, 64)
+
+        def forward(self, x):
+            return self.net(x)
+
+    report = ModelReport(depth=1)
+    fit([report], Forwards())
+    assert "[7, 64]" in report.summary.layers
+    assert "LayerNorm" not in report.summary.layers
+
+
+def test_an_example_that_does_not_fit_is_a_warning():
+    class Wrong(Net):
+        example_input_array = torch.zeros(7, 63)
+
+        def forward(self, x):
+            return self.net(x)
+
+    report = ModelReport()
+    with pytest.warns(UserWarning, match=r"leaves out layers and graph: RuntimeError: (.|\n)*from example_input_array"):
+        trainer = fit([report], Wrong())
+    assert trainer.global_step == 10
+    assert report.summary.layers is None
+    assert len(report.summary.parameters) == 6
+
+
+def test_without_a_step_there_is_no_report(lightning_log, capsys):
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    report = ModelReport()
+    fit([report], Skips(), limit_train_batches=0)
+    assert report.summary is None
+
+
+def test_goes_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    fit([ModelReport(tmp_path / "report")], logger=logger, log_every_n_steps=5)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    (event,) = events.Tensors("model_report/text_summary")
+    assert b"net.0.weight" in event.tensor_proto.string_val[0]
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["model"] == "Net"
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_two_ranks_report_once(lab, capfd, name):
+    ranks = lab.fit([ModelReport(lab.folder / "report")], SETTINGS[name])
+    assert len(ranks) == 2
+    assert capfd.readouterr().out.count("Parameters of Net") == 1
+    report = json.loads((lab.folder / "report" / "report.json").read_text())
+    assert report["parameters"][0]["shape"] == [16, 64], "whole, also where it is sharded"
+
+
+def test_through_the_mixin(tmp_path):
+    class LitNet(TricksMixin, Net):
+        def __init__(self, tricks=None):
+            super().__init__(tricks=tricks)
+            self.save_hyperparameters()
+
+    fit([], LitNet(Tricks(model_report=str(tmp_path / "report"))))
+    assert (tmp_path / "report" / "graph.dot").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"depth": 0}, ValueError, "depth must be a whole number >= 1, got 0"),
+        ({"graph": "svg"}, TypeError, "graph must be True, False or a dict of options, got 'svg'"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        ModelReport(**arguments)
