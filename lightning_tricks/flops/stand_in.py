@@ -160,8 +160,8 @@ class RealCopies:
         """
         if is_lazy(tensor):
             return copy.deepcopy(tensor)
-        if tensor.is_meta or is_sharded(tensor):
-            kind = "on the meta device" if tensor.is_meta else "sharded"
+        if tensor.is_meta or is_sharded(tensor) or isinstance(tensor, FakeTensor):
+            kind = "sharded" if is_sharded(tensor) else "on the meta device" if tensor.is_meta else "fake"
             raise NoDataError(f"there is no data to copy: some tensors are {kind}")
         copied = tensor.detach().clone()
         if device is not None:
@@ -199,7 +199,7 @@ class FakeCopies:
             elem = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         elif tensor.layout != torch.strided:
             raise NotImplementedError(f"a tensor without data has no elements to skip, as {tensor.layout} does")
-        elif type(tensor) in (Tensor, nn.Parameter) and not tensor.is_quantized:
+        elif type(tensor) in (Tensor, nn.Parameter, FakeTensor) and not tensor.is_quantized:
             elem = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         else:
             return self._mode.from_tensor(tensor)

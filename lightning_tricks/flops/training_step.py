@@ -57,7 +57,23 @@ class IdleOptimizer(Idle):
 class TrainerView:
     """What a stand-in sees of a Trainer: all that can be read, and nothing that acts."""
 
-    _IDLE = ("logger", "loggers", "strategy", "callbacks", "checkpoint_callback", "should_stop")
+    _IDLE = frozenset(
+        [
+            "logger",
+            "loggers",
+            "strategy",
+            "profiler",
+            "callbacks",
+            "checkpoint_callback",
+            "checkpoint_callbacks",
+            "early_stopping_callback",
+            "early_stopping_callbacks",
+            "lr_scheduler_configs",
+            "save_checkpoint",
+            "print",
+            "should_stop",
+        ]
+    )
 
     def __init__(self, trainer: Any) -> None:
         object.__setattr__(self, "_trainer", trainer)
@@ -65,7 +81,8 @@ class TrainerView:
     def __getattr__(self, name: str) -> Any:
         if name in TrainerView._IDLE:
             return Idle()
-        return getattr(self._trainer, name)
+        value = getattr(self._trainer, name)
+        return [IdleOptimizer() for _ in value] if name == "optimizers" else value
 
     def __setattr__(self, name: str, value: Any) -> None: ...
 

@@ -247,6 +247,25 @@ class Gathers(Net):
         return nn.functional.cross_entropy(scores, batch[1])
 
 
+def test_a_step_that_uses_its_trainer_acts_once(tmp_path):
+    class Busy(Net):
+        def training_step(self, batch, batch_idx):
+            with self.trainer.profiler.profile("step"):
+                loss = super().training_step(batch, batch_idx)
+            self.trainer.save_checkpoint(tmp_path / f"{batch_idx}-{len(list(tmp_path.iterdir()))}.ckpt")
+            self.trainer.strategy.barrier()
+            assert len(self.trainer.optimizers) == len(self.optimizers()) == 2
+            assert self.trainer.is_last_batch == (batch_idx == 1)
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+            return loss
+
+    report = FlopsReport(backward=True)
+    fit([report], Busy(optimization="manual"), limit_train_batches=2, max_epochs=1)
+    assert report.count.train_step_flops == STEP
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_barebones_and_fast_dev_run(capsys):
     arguments = {name: value for name, value in QUIET.items() if name == "accelerator"}
     Trainer(barebones=True, max_epochs=1, callbacks=[FlopsReport(backward=True, peak_flops=1e9)], **arguments).fit(

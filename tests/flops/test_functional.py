@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -430,6 +431,25 @@ def test_lazy_modules_stay_lazy():
     count = count_flops(model, torch.empty(3, 8))
     assert (count.macs, count.params) == (3 * 8 * 4 + 3 * 4 * 2, 8 * 4 + 4 + 4 * 2 + 2)
     assert model[0].has_uninitialized_params()
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6.") and not torch.cuda.is_available(),
+    reason="torch 2.6 asks the CUDA driver even for fake tensors",
+)
+def test_models_without_data():
+    """Fake tensors stand for CUDA tensors here: attention and products take the paths that they take there."""
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.float16)):
+        with FakeTensorMode():
+            layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, device=device, dtype=dtype).eval()
+            models = (nn.Conv2d(8, 16, 3, groups=4, device=device, dtype=dtype), layer)
+        inputs = (torch.empty(1, 8, 6, 6, dtype=dtype), torch.empty(2, 5, 128, dtype=dtype))
+        macs = (16 * 16 * 2 * 9, 10 * (4 * 128**2 + 2 * 128 * 256) + 2 * 2 * 25 * 128)
+        for model, x, expected in zip(models, inputs, macs, strict=True):
+            count = count_flops(model, x)
+            assert (count.macs, count.notes) == (expected, ())
+    with pytest.raises(NotImplementedError, match="there is no data to copy: some tensors are fake"):
+        count_flops(model, x, backend="thop")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -155,7 +155,7 @@ def state_of(model, inputs):
         "inputs": (inputs.clone(), inputs._version, inputs.requires_grad),
         "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
         "process": (
-            bool(torch_module._has_any_global_hook()),
+            {name: len(hooks) for name, hooks in vars(torch_module).items() if isinstance(hooks, dict)},
             torch.is_grad_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
             torch.get_default_dtype(),
