@@ -16,7 +16,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import forget_module_flops, logs_at_this_step, peak_flops_of
 from lightning_tricks._shared.checks import check_choice, check_count, check_number
 from lightning_tricks._shared.units import si
-from lightning_tricks.flops.calls import Call, call_of, step_of
+from lightning_tricks.flops.calls import Call, call_of, example_call, step_of
 from lightning_tricks.flops.count import FlopsCount, check_path
 from lightning_tricks.flops.functional import check_backend, count_call
 
@@ -104,12 +104,10 @@ class FlopsReport(TrickCallback):
         """Count with the inputs that are known."""
         self.count = None
         self._forget_fit(None, None)
-        inputs, what = self.inputs, "FlopsReport(inputs=...)"
-        if inputs is None:
-            inputs, what = pl_module.example_input_array, "example_input_array"
-            inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-        if inputs is not None:
-            self.count = self._counted(trainer, pl_module, call_of(pl_module, inputs, what))
+        given = self.inputs is not None
+        call = call_of(pl_module, self.inputs, "FlopsReport(inputs=...)") if given else example_call(pl_module)
+        if call is not None:
+            self.count = self._counted(trainer, pl_module, call)
             self._report(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

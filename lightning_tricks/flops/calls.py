@@ -68,6 +68,14 @@ def call_of(model: nn.Module, inputs: Any, what: str = "inputs") -> Call:
     return Call("forward", (inputs,), {}, what)
 
 
+def example_call(model: nn.Module) -> Call | None:
+    """Return the call with a module's `example_input_array`, as Lightning makes it; None where it has none."""
+    example = getattr(bare(model), "example_input_array", None)
+    if example is None:
+        return None
+    return call_of(model, tuple(example) if isinstance(example, list) else example, "example_input_array")
+
+
 def step_of(model: nn.Module, batch: Any, what: str = "the batch", batch_idx: int = 0) -> Call:
     """Return the call of a module's `training_step` with a batch.
 

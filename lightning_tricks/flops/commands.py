@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +54,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except Exception as error:  # the model's own errors, too: whoever asks for a count wants no traceback
         parser.error(f"{type(error).__name__}: {error}")
     if arguments.json:
-        print(json.dumps(count.to_dict(), indent=2))  # noqa: T201
+        sys.stdout.write(json.dumps(count.to_dict(), indent=2) + "\n")
     elif arguments.csv:
-        print(count.to_csv(), end="")  # noqa: T201
+        sys.stdout.write(count.to_csv())
     else:
         Console().print(count.table(arguments.depth))
     return 0
@@ -72,7 +73,6 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _model(path: str) -> nn.Module:
     import importlib
-    import sys
 
     from torch import nn
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks.flops.calls import Call, call_of
+from lightning_tricks.flops.calls import Call, call_of, example_call
 from lightning_tricks.flops.count import FlopsCount, FlopsRow
 from lightning_tricks.flops.counter import OperatorCounter, Tally
 from lightning_tricks.flops.rehearsal import Copies, loss_in, rehearse
@@ -72,13 +72,10 @@ def count_flops(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
-    if inputs is None:
-        inputs = getattr(bare(model), "example_input_array", None)
-        if inputs is None:
-            raise ValueError(f"inputs=None needs an example_input_array, and {type(bare(model)).__name__} has none.")
-    return count_call(
-        model, call_of(model, inputs), backend=backend, backward=backward, custom_ops=custom_ops, compare=compare
-    )
+    call = example_call(model) if inputs is None else call_of(model, inputs)
+    if call is None:
+        raise ValueError(f"inputs=None needs an example_input_array, and {type(bare(model)).__name__} has none.")
+    return count_call(model, call, backend=backend, backward=backward, custom_ops=custom_ops, compare=compare)
 
 
 def count_call(

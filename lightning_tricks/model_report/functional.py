@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks.flops.calls import Call, call_of
+from lightning_tricks.flops.calls import Call, call_of, example_call
 from lightning_tricks.flops.counter import tensors_in
 from lightning_tricks.flops.rehearsal import NothingToDifferentiateError, loss_in, rehearse
 from lightning_tricks.flops.stand_in import bare, is_sharded
@@ -54,10 +54,7 @@ def summarize_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
-    if inputs is None:
-        inputs = getattr(bare(model), "example_input_array", None)
-        inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-    call = None if inputs is None else call_of(model, inputs)
+    call = example_call(model) if inputs is None else call_of(model, inputs)
     return summarize_call(model, call, depth=depth, graph=graph, optimizers=optimizers)
 
 
