@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 def si(value: float, unit: str = "") -> str:
-    """Return a number with three significant digits and a decimal prefix, such as `4.09 GMAC` or `25.6 M`."""
+    """Return a number with three significant digits and a decimal prefix.
+
+    Example:
+        >>> si(4_089_184_256, "MAC"), si(25_557_032), si(999_600), si(128)
+        ('4.09 GMAC', '25.6 M', '1.00 M', '128')
+    """
     if abs(value) < 1000:
         return f"{value:.4g} {unit}".rstrip()
     for prefix in "kMGTPEZY":  # noqa: B007  # the prefix that it stops at is the one
@@ -14,12 +19,16 @@ def si(value: float, unit: str = "") -> str:
     return f"{value:#.3g}".rstrip(".") + f" {prefix}{unit}"
 
 
-def mebibytes(size: float) -> str:
-    """Return a size in bytes as `512 B`, `1.5 KiB`, `97.5 MiB`, ..."""
-    for unit in ("B", "KiB", "MiB", "GiB"):  # noqa: B007  # the unit that it stops at is the one
+def byte_size(size: float) -> str:
+    """Return a size in bytes with a binary prefix.
+
+    Example:
+        >>> byte_size(512), byte_size(1536), byte_size(100 * 2**20)
+        ('512 B', '1.5 KiB', '100 MiB')
+    """
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1023.5:
             break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{size:.4g} {unit}" if abs(size) < 1023.5 or unit == "TiB" else f"{size:.0f} {unit}"
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

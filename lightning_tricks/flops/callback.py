@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import forget_module_flops, logs_at_this_step, peak_flops_of
-from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.units import si
-from lightning_tricks.flops.calls import Call, call_of, example_call, step_of
+from lightning_tricks.flops.calls import Call, find_call, step_of
 from lightning_tricks.flops.count import FlopsCount, check_path
 from lightning_tricks.flops.functional import check_backend, count_call
 
@@ -73,7 +73,7 @@ class FlopsReport(TrickCallback):
         peak_flops: float | None = None,
     ) -> None:
         self.inputs = inputs
-        self.backend = check_choice("backend", backend, ("torch", "thop"))
+        self.backend = backend
         self.backward = backward
         self.depth = check_count("depth", depth, least=0)
         self.path = path
@@ -86,15 +86,10 @@ class FlopsReport(TrickCallback):
         if peak_flops is not None and not backward:
             raise ValueError(f"peak_flops={peak_flops!r} needs backward=True: MFU is about training steps.")
         self.count: FlopsCount | None = None
-        self._gave_flops = False
-        self._forget_fit(None, None)
+        self._forget_fit()
 
-    def _forget_fit(self, trainer: Trainer | None, pl_module: LightningModule | None) -> None:
+    def _forget_fit(self) -> None:
         """Let go of what belongs to one fit."""
-        if pl_module is not None and self._gave_flops:
-            del pl_module.flops_per_batch
-            for monitor in _monitors(trainer):
-                forget_module_flops(monitor)
         self._gave_flops = False
         self._flops_per_batch: float | None = None
         self._met_batch = False
@@ -103,9 +98,8 @@ class FlopsReport(TrickCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count with the inputs that are known."""
         self.count = None
-        self._forget_fit(None, None)
-        given = self.inputs is not None
-        call = call_of(pl_module, self.inputs, "FlopsReport(inputs=...)") if given else example_call(pl_module)
+        self._forget_fit()
+        call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
         if call is not None:
             self.count = self._counted(trainer, pl_module, call)
             self._report(trainer)
@@ -128,7 +122,7 @@ class FlopsReport(TrickCallback):
         self._log_totals(trainer, pl_module)
         if self._flops_per_batch is not None:
             self._fill_monitors(trainer, pl_module)
-            self._start_meter(trainer)
+            self._start_meter(trainer, self._flops_per_batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -157,15 +151,23 @@ class FlopsReport(TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind."""
-        self._forget_fit(trainer, pl_module)
+        self._clean_up(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
-        self._forget_fit(trainer, pl_module)
+        self._clean_up(trainer, pl_module)
+
+    def _clean_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._gave_flops:
+            del pl_module.flops_per_batch
+            for monitor in _monitors(trainer):
+                forget_module_flops(monitor)
+        self._forget_fit()
 
     def _counted(self, trainer: Trainer, pl_module: LightningModule, call: Call) -> FlopsCount:
         with trainer.precision_plugin.forward_context():
-            return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=self.compare)
+            compare = self.compare and self.count is None  # a second count is of the training step alone
+            return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)
 
     def _report(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or self.count is None:
@@ -196,7 +198,7 @@ class FlopsReport(TrickCallback):
             pl_module.flops_per_batch = self._flops_per_batch  # type: ignore[assignment]
             self._gave_flops = True
 
-    def _start_meter(self, trainer: Trainer) -> None:
+    def _start_meter(self, trainer: Trainer, flops_per_batch: float) -> None:
         if trainer.barebones or not trainer.is_global_zero:
             return
         device = trainer.strategy.root_device
@@ -210,7 +212,7 @@ class FlopsReport(TrickCallback):
         rank_zero_info(
             f"FlopsReport: flops/mfu is relative to {si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}."
         )
-        self._meter = _Meter(float(peak), self._flops_per_batch or 0, trainer.global_step)
+        self._meter = _Meter(float(peak), flops_per_batch, trainer.global_step)
 
 
 class _Meter:
@@ -252,6 +254,6 @@ class _Meter:
         self._start += time.perf_counter() - self._paused
 
 
-def _monitors(trainer: Trainer | None) -> list[ThroughputMonitor]:
-    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+def _monitors(trainer: Trainer) -> list[ThroughputMonitor]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]

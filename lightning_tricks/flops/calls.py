@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_tricks.flops.counter import tensors_in
+from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.stand_in import bare
 
 
@@ -68,8 +68,24 @@ def call_of(model: nn.Module, inputs: Any, what: str = "inputs") -> Call:
     return Call("forward", (inputs,), {}, what)
 
 
-def example_call(model: nn.Module) -> Call | None:
-    """Return the call with a module's `example_input_array`, as Lightning makes it; None where it has none."""
+def find_call(model: nn.Module, inputs: Any = None, what: str = "inputs") -> Call | None:
+    """Return the call of a model with `inputs`, or with its `example_input_array` as Lightning makes it.
+
+    Args:
+        model: The module to be called.
+        inputs: See `call_of`; None for the `example_input_array`.
+        what: What to call the inputs in an error.
+
+    Returns:
+        The call; None where there is neither.
+
+    Raises:
+        TypeError: If `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
+    if inputs is not None:
+        return call_of(model, inputs, what)
     example = getattr(bare(model), "example_input_array", None)
     if example is None:
         return None

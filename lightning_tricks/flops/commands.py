@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except Exception as error:  # the model's own errors, too: whoever asks for a count wants no traceback
         parser.error(f"{type(error).__name__}: {error}")
     if arguments.json:
-        sys.stdout.write(json.dumps(count.to_dict(), indent=2) + "\n")
+        sys.stdout.write(count.to_json())
     elif arguments.csv:
         sys.stdout.write(count.to_csv())
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.text import printed, shape_text
 from lightning_tricks._shared.units import si
 
 if TYPE_CHECKING:
@@ -163,13 +164,29 @@ class FlopsCount:
 
     def to_csv(self) -> str:
         """Return one line for each module, with exact numbers."""
-        return _csv(self)
+        file = io.StringIO()
+        rows = [asdict(row) for row in self.rows]
+        if self.peer is not None:
+            theirs = {row.name: row.macs for row in self.peer.rows}
+            for row in rows:
+                row[f"{self.peer.backend}_macs"] = theirs.get(row["name"], "")
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            for key in ("input_shapes", "output_shapes"):
+                row[key] = " ".join(shape_text(shape) for shape in row[key])
+            writer.writerow(row)
+        return file.getvalue()
+
+    def to_json(self) -> str:
+        """Return `to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def __rich__(self) -> Table:
         return self.table()
 
     def __str__(self) -> str:
-        return _printed(self.table(), width=120)
+        return printed(self)
 
     def _shown(self, depth: int | None) -> list[FlopsRow]:
         return [
@@ -211,41 +228,12 @@ def check_path(path: str | Path) -> Path:
 
 
 def _shown_shapes(shapes: Shapes) -> str:
-    text = ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:2])
+    text = ", ".join(shape_text(shape) or "scalar" for shape in shapes[:2])
     return text + ", ..." * (len(shapes) > 2)
 
 
 def _difference(count: FlopsCount, reference: FlopsCount) -> str:
     return f", {count.macs / reference.macs - 1:+.1%}" if reference.macs else ""
-
-
-def _printed(table: Table, width: int) -> str:
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _csv(count: FlopsCount) -> str:
-    file = io.StringIO()
-    rows = [asdict(row) for row in count.rows]
-    if count.peer is not None:
-        theirs = {row.name: row.macs for row in count.peer.rows}
-        for row in rows:
-            row[f"{count.peer.backend}_macs"] = theirs.get(row["name"], "")
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        for key in ("input_shapes", "output_shapes"):
-            row[key] = " ".join("x".join(map(str, shape)) for shape in row[key])
-        writer.writerow(row)
-    return file.getvalue()
-
-
-def _json(count: FlopsCount) -> str:
-    return json.dumps(count.to_dict(), indent=2) + "\n"
 
 
 def _markdown(count: FlopsCount) -> str:
@@ -264,4 +252,9 @@ def _html(count: FlopsCount) -> str:
     return console.export_html(inline_styles=True)
 
 
-_WRITERS: dict[str, Callable[[FlopsCount], str]] = {".csv": _csv, ".json": _json, ".md": _markdown, ".html": _html}
+_WRITERS: dict[str, Callable[[FlopsCount], str]] = {
+    ".csv": FlopsCount.to_csv,
+    ".json": FlopsCount.to_json,
+    ".md": _markdown,
+    ".html": _html,
+}

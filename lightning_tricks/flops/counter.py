@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.formulas import Rule, rule_for
 
 
@@ -172,21 +173,6 @@ def _by_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: A
         counted = float(module.total_ops)
         del module.total_ops
     return counted
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, dataclasses and named tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple | set):
-        for part in value:
-            yield from tensors_in(part)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
 
 
 def shapes_in(value: Any) -> tuple[tuple[int, ...], ...]:

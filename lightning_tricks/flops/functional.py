@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks.flops.calls import Call, call_of, example_call
+from lightning_tricks.flops.calls import Call, find_call
 from lightning_tricks.flops.count import FlopsCount, FlopsRow
 from lightning_tricks.flops.counter import OperatorCounter, Tally
 from lightning_tricks.flops.rehearsal import Copies, loss_in, rehearse
@@ -70,9 +70,7 @@ def count_flops(
         >>> count.macs, count.flops, count.train_step_flops  # the images need no gradient
         (221184, 442368, 884736)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
-    call = example_call(model) if inputs is None else call_of(model, inputs)
+    call = find_call(model, inputs)
     if call is None:
         raise ValueError(f"inputs=None needs an example_input_array, and {type(bare(model)).__name__} has none.")
     return count_call(model, call, backend=backend, backward=backward, custom_ops=custom_ops, compare=compare)

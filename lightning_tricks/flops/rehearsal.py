@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.calls import Call
-from lightning_tricks.flops.counter import tensors_in
 from lightning_tricks.flops.stand_in import Copier, FakeCopies, NoDataError, RealCopies, bare, device_of
 from lightning_tricks.flops.training_step import TrainerView, put_on_stage
 from lightning_tricks.seeding.functional import isolated_rng

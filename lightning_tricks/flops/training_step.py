@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Idle:
-    """Takes every call and every attribute, and does nothing: in place of loggers, optimizers and metrics."""
+    """Takes every call and every attribute, and does nothing: in place of loggers and of what logs."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count
-from lightning_tricks.flops.calls import example_call, step_of
+from lightning_tricks.flops.calls import find_call, step_of
 from lightning_tricks.model_report.functional import summarize_call
 from lightning_tricks.model_report.summary import ModelSummary
 
@@ -77,7 +77,7 @@ class ModelReport(TrickCallback):
         arguments: dict[str, Any] = {"depth": self.depth, "optimizers": trainer.optimizers}
         try:
             with trainer.precision_plugin.forward_context():
-                call = example_call(pl_module) or step_of(pl_module, batch, batch_idx=batch_idx)
+                call = find_call(pl_module) or step_of(pl_module, batch, batch_idx=batch_idx)
                 self.summary = summarize_call(pl_module, call, graph=self.graph, **arguments)
         except Exception as error:
             rank_zero_warn(f"ModelReport leaves out layers and graph: {type(error).__name__}: {error}")

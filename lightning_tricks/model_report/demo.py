@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_tricks._shared.units import mebibytes
+from lightning_tricks._shared.units import byte_size
 from lightning_tricks.model_report.callback import ModelReport
 
 
@@ -22,5 +22,5 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     if callback.summary is None:
         return {"memory": "not measured"}
     memory = callback.summary.memory
-    sizes = [f"weights {mebibytes(memory.weights)}", f"gradients {mebibytes(memory.gradients)}"]
-    return {"memory": ", ".join([*sizes, f"optimizer state {mebibytes(memory.optimizer_state)}"])}
+    sizes = [f"weights {byte_size(memory.weights)}", f"gradients {byte_size(memory.gradients)}"]
+    return {"memory": ", ".join([*sizes, f"optimizer state {byte_size(memory.optimizer_state)}"])}

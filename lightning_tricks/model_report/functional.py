@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks.flops.calls import Call, call_of, example_call
-from lightning_tricks.flops.counter import tensors_in
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks.flops.calls import Call, find_call
 from lightning_tricks.flops.rehearsal import NothingToDifferentiateError, loss_in, rehearse
 from lightning_tricks.flops.stand_in import bare, is_sharded
 from lightning_tricks.model_report.graph import dot_source
@@ -52,9 +52,7 @@ def summarize_model(
         >>> summary.memory.weights, [row.name for row in summary.parameters]
         (144, ['weight', 'bias'])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
-    call = example_call(model) if inputs is None else call_of(model, inputs)
+    call = find_call(model, inputs)
     return summarize_call(model, call, depth=depth, graph=graph, optimizers=optimizers)
 
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.units import mebibytes
+from lightning_tricks._shared.text import printed, shape_text
+from lightning_tricks._shared.units import byte_size
 from lightning_tricks.model_report.graph import draw
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class ModelSummary:
         from rich.text import Text
 
         memory = ", ".join(
-            f"{field.name.replace('_', ' ')} {mebibytes(getattr(self.memory, field.name))}" for field in fields(Memory)
+            f"{field.name.replace('_', ' ')} {byte_size(getattr(self.memory, field.name))}" for field in fields(Memory)
         )
         table = Table(title=f"Parameters of {self.model}", caption=f"memory: {memory}", caption_justify="left")
         for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
@@ -103,7 +104,7 @@ class ModelSummary:
             table.add_column(heading, justify="right" if numeric else "left", no_wrap=not squeezed, overflow="ellipsis")
         for row in self.parameters:
             numbers = ["" if n is None else f"{n:.3g}" for n in (row.mean, row.std, row.grad_norm)]
-            shape = "lazy" if row.shape is None else "x".join(map(str, row.shape)) or "scalar"
+            shape = "lazy" if row.shape is None else shape_text(row.shape) or "scalar"
             table.add_row(*map(Text, (row.name, shape, row.dtype, "yes" if row.trainable else "no", *numbers)))
         return table
 
@@ -133,17 +134,12 @@ class ModelSummary:
         return Group(self.table(), *([layers] if self.layers else []), *map(Text, self.notes))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return printed(self)
 
     def _csv(self) -> str:
         file = io.StringIO()
         writer = csv.DictWriter(file, [field.name for field in fields(ParameterRow)], lineterminator="\n")
         writer.writeheader()
         for row in self.parameters:
-            writer.writerow(asdict(row) | {"shape": "x".join(map(str, row.shape or ()))})
+            writer.writerow(asdict(row) | {"shape": shape_text(row.shape or ())})
         return file.getvalue()
