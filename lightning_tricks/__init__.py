@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING
 from lightning_tricks._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_tricks.checkpoint_remapping import CheckpointRemapping as CheckpointRemapping
+    from lightning_tricks.checkpoint_remapping import align as align
+    from lightning_tricks.checkpoint_remapping import load_weights as load_weights
+    from lightning_tricks.checkpoint_remapping import read_checkpoint as read_checkpoint
+    from lightning_tricks.checkpoint_remapping import remap_keys as remap_keys
+    from lightning_tricks.checkpoint_remapping import replace_head as replace_head
+    from lightning_tricks.checkpoint_remapping import save_weights as save_weights
     from lightning_tricks.flops import FlopsReport as FlopsReport
     from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
@@ -30,6 +37,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "checkpoint_remapping": (
+            "CheckpointRemapping",
+            "align",
+            "load_weights",
+            "read_checkpoint",
+            "remap_keys",
+            "replace_head",
+            "save_weights",
+        ),
         "flops": ("FlopsReport", "count_flops"),
         "gradient_clipping": (
             "AGC",

@@ -71,6 +71,20 @@ def forget_module_flops(monitor: ThroughputMonitor) -> None:
         monitor._module_has_flops = None
 
 
+def module_from_checkpoint(
+    module: type[LightningModule], checkpoint: dict[str, Any], strict: bool | None, arguments: dict[str, Any]
+) -> LightningModule:
+    """Make a module of a checkpoint in memory, as `load_from_checkpoint` does of a file."""
+    try:
+        from lightning.pytorch.core.saving import _load_state
+        from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+    except ImportError as error:
+        raise _unknown_lightning("TricksMixin.load_from_checkpoint", error) from error
+    checkpoint = _pl_migrate_checkpoint(checkpoint)
+    made: Any = _load_state(module, checkpoint, strict=strict, **arguments)
+    return made  # type: ignore[no-any-return]
+
+
 def _unknown_lightning(trick: str, error: Exception) -> RuntimeError:
     import lightning
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.modules.module import _IncompatibleKeys
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import replace_hyperparameter, restricted_classmethod
+from lightning_tricks._lightning_compat import module_from_checkpoint, replace_hyperparameter, restricted_classmethod
+from lightning_tricks.checkpoint_remapping import Checkpoint, CheckpointRemapping, load_weights, read_checkpoint
+from lightning_tricks.checkpoint_remapping.resuming import arguments_of, where_it_was
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.seeding import isolated_seeding
 
@@ -45,6 +55,9 @@ class Tricks:
 
     seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
+    checkpoint_remapping: str | dict[str, Any] | None = field(
+        default=None, metadata={"callback": "CheckpointRemapping"}
+    )
     flops: dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
     model_report: str | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
     optimizer: OptimizerSpec | None = None
@@ -80,13 +93,17 @@ class Tricks:
 
 def _build(name: str, callback: type[TrickCallback], value: Any) -> TrickCallback:
     parameters = inspect.signature(callback).parameters
-    arguments = value if isinstance(value, Mapping) else {next(iter(parameters)): value}
+    arguments = _arguments(callback, value)
     try:
         return callback(**{argument: _object(given) for argument, given in arguments.items()})
     except (TypeError, ValueError) as error:
         reason = str(error).rstrip(".")
         known = f"{callback.__name__} takes {', '.join(parameters)}."
         raise type(error)(f"Tricks({name}={value!r}): {reason}. {known}") from error
+
+
+def _arguments(callback: type[TrickCallback], value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {next(iter(inspect.signature(callback).parameters)): value}
 
 
 def _plain(value: Any) -> Any:
@@ -157,10 +174,55 @@ class TricksMixin(_Base):
             cls.configure_callbacks = _with_tricks(cls.configure_callbacks)  # type: ignore[method-assign, assignment]
 
     @restricted_classmethod
-    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Load as Lightning does; the seeding of the loaded module leaves no trace in the process."""
+    def load_from_checkpoint(
+        cls: Any,  # noqa: N805  # a classmethod
+        checkpoint_path: str | os.PathLike[str] | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load as Lightning does, but run no code of the file, and take weights of any names and formats.
+
+        The file is read by `read_checkpoint`, whatever `weights_only` says, and its weights are mapped as
+        `Tricks(checkpoint_remapping=...)` says, or as `load_weights` does by itself; `load_report` says what was done.
+        The seeding of the loaded module leaves no trace in the process.
+
+        Raises:
+            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe, is none, or does not fit.
+        """
+        if hparams_file is not None:
+            kwargs = {**_hyperparameters_of(hparams_file), **kwargs}
         with isolated_seeding():
-            return super().load_from_checkpoint(*args, **kwargs)
+            checkpoint = _read(checkpoint_path, map_location)
+            rest = arguments_of(cls, checkpoint, kwargs)
+            version = {"pytorch-lightning_version": lightning.__version__}
+            raw = {**version, **rest, "state_dict": dict(checkpoint.state_dict)}
+            token = _loading.set(checkpoint)
+            try:
+                module = module_from_checkpoint(cls, raw, strict, kwargs)
+            finally:
+                _loading.reset(token)
+            first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
+            return module.to(first.device)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load as torch does; inside `load_from_checkpoint`, what `checkpoint_remapping` makes of the file."""
+        checkpoint = _loading.get()
+        if checkpoint is None:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        token = _loading.set(None)
+        try:
+            remapping = CheckpointRemapping(**_arguments(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
+            options = remapping.options()
+            if not (args[0] if args else kwargs.get("strict", True)):
+                options |= {"allow_missing": "*", "allow_unexpected": "*"}
+            self.load_report = load_weights(self, replace(checkpoint, state_dict=dict(state_dict)), **options)
+        finally:
+            _loading.reset(token)
+        rank_zero_info(f"{type(self).__name__}: loaded {checkpoint.source}. {self.load_report}")
+        return _IncompatibleKeys([], [])
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the next class's callbacks and those of the tricks that neither it nor the Trainer has."""
@@ -217,6 +279,25 @@ class TricksMixin(_Base):
         except RuntimeError:  # no Trainer yet
             return []
         return [c for c in callbacks if not getattr(c, "brought_by_module", False) or c in self._trick_callbacks]
+
+
+# What `load_from_checkpoint` reads, for the `load_state_dict` of the module that it makes
+_loading: ContextVar[Checkpoint | None] = ContextVar("_loading", default=None)
+
+
+def _read(path: str | os.PathLike[str] | IO[bytes], map_location: Any) -> Checkpoint:
+    location = where_it_was if map_location is None else map_location
+    if isinstance(path, str | os.PathLike):
+        return read_checkpoint(path, map_location=location)
+    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+        shutil.copyfileobj(path, file)
+        file.flush()
+        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream")
+
+
+def _hyperparameters_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    read = load_hparams_from_tags_csv if Path(path).suffix == ".csv" else load_hparams_from_yaml
+    return dict(read(os.fspath(path)))
 
 
 def _finds_own_optimizers(module: type[TricksMixin]) -> bool:

@@ -42,10 +42,11 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from lightning_tricks._shared.models import named_model
     from lightning_tricks.flops.functional import count_flops
 
     try:
-        model = _model(arguments.model)
+        model = named_model(arguments.model)
         inputs = _inputs(model, arguments.input, arguments.dtype)
         count = count_flops(
             model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
@@ -68,26 +69,6 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"a shape is whole numbers with commas, such as 1,3,224,224; got {text!r}"
         ) from None
-
-
-def _model(path: str) -> nn.Module:
-    import importlib
-
-    from torch import nn
-
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"the model must be MODULE:NAME, such as torchvision.models:resnet50; got {path!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules in the working directory, as with `python -m`
-    made: Any = importlib.import_module(module_name)
-    for part in name.split("."):
-        made = getattr(made, part)
-    if not isinstance(made, nn.Module):
-        made = made()
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"{path} is no torch.nn.Module and makes none, but {made!r}")
-    return made
 
 
 def _inputs(model: nn.Module, shapes: list[tuple[int, ...]] | None, dtype_name: str) -> tuple[Tensor, ...] | None:

@@ -1,0 +1,243 @@
+"""The Lightning shell of the checkpoint remapping room."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks.checkpoint_remapping.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.functional import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+from lightning_tricks.checkpoint_remapping.resuming import checkpoint_for
+from lightning_tricks.checkpoint_remapping.rules import strip_wrappers
+
+
+class CheckpointRemapping(TrickCallback):
+    """Let the Trainer take weights of any file and any names, and nothing that runs code.
+
+    With `path`, its weights are loaded before training starts: rank zero reads, the others receive, sharded parameters
+    get their shards. A fit that resumes (`ckpt_path=`), or goes on, is left alone. With and without `path`,
+    `fit/validate/test/predict(ckpt_path=...)` accept foreign, prefixed and safetensors files, read as `read_checkpoint`
+    reads them. Foreign weights given to `fit(ckpt_path=)` start at step 0 with fresh optimizers, which is said.
+
+    Args:
+        path: A file or an address, as in `read_checkpoint`.
+        rules: As in `load_weights`: `"auto"`, a list of rules, the path of their file, or None for names as they are.
+        submodule: The part of the module that takes the weights of `path`, such as `"backbone"`.
+        allow_missing: As in `load_weights`: patterns of names of the module that may be missing.
+        allow_unexpected: Patterns of names of the file that may be left over.
+        allow_mismatched: Patterns of names of the module that keep their values where shapes differ.
+        interpolate: Patterns of position embeddings that are resized.
+        clean_on_save: Whether what `torch.compile`, DDP and thop put into names stays out of the checkpoints that the
+            Trainer writes; after a fit, `trainer.save_checkpoint(path, weights_only=True)` is out of reach (call
+            `save_weights`), and so are the strategies that write files of their own. Loading such a checkpoint into a
+            compiled submodule again needs this callback, which finds the names.
+
+    The functions themselves: `lightning_tricks.checkpoint_remapping.functional`. A callback cannot reach
+    `load_from_checkpoint`: `TricksMixin` does, and everybody else calls `load_weights`.
+
+    Attributes:
+        report: The `LoadReport` of the last file that was loaded here, None before; on other ranks than zero the one of
+            `path` is None.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        MisconfigurationException: In a fit with `path` under FSDP1 or DeepSpeed, or with no such submodule.
+        CheckpointError: Where `load_weights` and `read_checkpoint` raise it; the module is then as it was.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> pretrained = CheckpointRemapping("weights.safetensors", submodule="backbone", allow_unexpected="fc.*")
+        >>> trainer = Trainer(callbacks=[pretrained], accelerator="cpu", logger=False)
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        rules: str | list[Any] | dict[str, Any] | None = "auto",
+        *,
+        submodule: str | None = None,
+        allow_missing: str | list[str] = (),  # type: ignore[assignment]
+        allow_unexpected: str | list[str] = (),  # type: ignore[assignment]
+        allow_mismatched: str | list[str] = (),  # type: ignore[assignment]
+        interpolate: str | list[str] = (),  # type: ignore[assignment]
+        clean_on_save: bool = False,
+    ) -> None:
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path must be a path, an address or None, got {path!r} ({type(path).__name__}).")
+        self.path = path
+        self.rules = rules
+        self.submodule = submodule
+        self.allow_missing = allow_missing
+        self.allow_unexpected = allow_unexpected
+        self.allow_mismatched = allow_mismatched
+        self.interpolate = interpolate
+        self.clean_on_save = clean_on_save
+        self.report: LoadReport | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stand before what reads and writes the Trainer's checkpoints."""
+        super().setup(trainer, pl_module, stage)
+        self._restore()
+        strategy = trainer.strategy
+        if isinstance(strategy, _OWN_FILES):
+            if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
+                raise MisconfigurationException(
+                    f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
+                    "load_weights(model, path) before the fit, or use ModelParallelStrategy."
+                )
+            load = strategy.load_checkpoint
+            strategy.load_checkpoint = _refusing_foreign_files(load, type(strategy).__name__)  # type: ignore[method-assign]
+            self._undo = lambda: vars(strategy).pop("load_checkpoint", None)
+        else:
+            inner = strategy.checkpoint_io
+            strategy.checkpoint_io = _RemappingIO(inner, self, trainer)
+            self._undo = lambda: setattr(strategy, "checkpoint_io", inner)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the weights of `path`, unless the fit resumes or goes on."""
+        if self.path is None or trainer.global_step > 0:
+            return
+        if trainer.ckpt_path is not None:
+            rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded, the fit resumes from {trainer.ckpt_path}.")
+            return
+        try:
+            module = pl_module.get_submodule(self.submodule or "")
+        except AttributeError as error:
+            raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
+        self.report = _load_on_all_ranks(
+            trainer, module, lambda: plan_loading(module, self.path or "", **self.options())
+        )
+        if self.report is not None:
+            rank_zero_info(f"CheckpointRemapping: loaded {self.path}. {self.report}")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Clean the names of a checkpoint that is about to be written, also after a fit."""
+        if self.clean_on_save and not isinstance(trainer.strategy, _OWN_FILES):
+            checkpoint["state_dict"] = _clean(checkpoint["state_dict"])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was."""
+        self._restore()
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments for `load_weights` that this callback was given."""
+        names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate")
+        return {name: getattr(self, name) for name in names}
+
+    def _restore(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_undo": None}
+
+
+_OWN_FILES = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these do not ask a CheckpointIO
+
+
+class _RemappingIO(CheckpointIO):
+    """What reads and writes the Trainer's checkpoints, with a callback in between."""
+
+    def __init__(self, inner: CheckpointIO, callback: CheckpointRemapping, trainer: Trainer) -> None:
+        self.inner = inner
+        self.callback = callback
+        self.trainer = trainer
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        where = (lambda storage, _: storage) if map_location is None else map_location
+        checkpoint = read_checkpoint(path, map_location=where)
+        fit = self.trainer.state.fn == TrainerFn.FITTING
+        loaded, self.callback.report = checkpoint_for(
+            self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.options()
+        )
+        return loaded
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if self.callback.clean_on_save:
+            checkpoint = {**checkpoint, "state_dict": _clean(checkpoint["state_dict"])}  # of weights alone, too
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {new: state_dict[old] for old, new in strip_wrappers(state_dict).items() if new is not None}
+
+
+def _refusing_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[..., Any]:
+    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.path.isfile(checkpoint_path) and read_checkpoint(checkpoint_path).kind != "lightning":  # noqa: PTH113
+            raise CheckpointError(
+                f"{checkpoint_path} is no checkpoint of the Trainer, and {strategy} reads no other with ckpt_path=. "
+                "Give it to CheckpointRemapping(path=...) instead."
+            )
+        return load(checkpoint_path, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable[[], Any]) -> LoadReport | None:
+    """Let rank zero read, and hand each tensor to all; an error of rank zero is raised on all."""
+    strategy = trainer.strategy
+    planned, error = None, None
+    if trainer.is_global_zero:
+        try:
+            planned = plan()
+        except (CheckpointError, OSError) as raised:
+            error = raised
+    kind, words = strategy.broadcast((type(error), str(error)) if error else (None, ""))
+    if error is not None:
+        raise error
+    if kind is not None:
+        raise kind(words)
+    tensors = planned.tensors if planned else {}
+    own = module.state_dict()
+    names: Iterable[str] = strategy.broadcast([name for name in tensors if isinstance(own.get(name), torch.Tensor)])
+    with torch.no_grad():
+        for name in names:
+            _place(own[name], tensors.get(name))
+    return planned.report if planned else None
+
+
+def _place(own: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Copy a value into a tensor, or into its shards, on all ranks; `value` is rank zero's."""
+    if value is not None and not torch.distributed.is_initialized():
+        own.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    local = own.to_local() if isinstance(own, DTensor) else own
+    whole = torch.empty(own.shape, dtype=own.dtype, device=local.device)
+    if value is not None:
+        whole.copy_(value)
+    torch.distributed.broadcast(whole, src=0)
+    if isinstance(own, DTensor):
+        whole = distribute_tensor(whole, own.device_mesh, own.placements)
+    own.copy_(whole)

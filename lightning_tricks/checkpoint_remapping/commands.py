@@ -1,0 +1,187 @@
+"""`lightning-tricks ckpt`: look into checkpoints, compare them, and give them other names."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+    from torch import Tensor
+
+    from lightning_tricks.checkpoint_remapping.reading import Checkpoint
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommands to the command line's."""
+    parser: argparse.ArgumentParser = commands.add_parser("ckpt", help="show, compare, align and remap checkpoints")
+    tools = parser.add_subparsers(required=True, metavar="TOOL")
+    show = _tool(tools, "show", _show, "what is in a file: kind, tensors, sizes, metadata; nothing of it is run")
+    show.add_argument("file")
+    show.add_argument("--depth", type=int, metavar="N", help="how deep the modules shown may lie (default: all)")
+    diff = _tool(tools, "diff", _diff, "how the tensors of two files differ; the exit status is 1 where they do")
+    diff.add_argument("a")
+    diff.add_argument("b")
+    align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
+    align.add_argument("file")
+    align.add_argument(
+        "model", metavar="MODULE:NAME", help="a model, or what makes one: torchvision.models:resnet50; on no device"
+    )
+    align.add_argument("--arguments", default="{}", metavar="JSON", help='for what makes it: {"num_classes": 10}')
+    align.add_argument("-o", "--out", metavar="RULES", help="write the rules there, as YAML")
+    remap = _tool(tools, "remap", _remap, "write a file with other names; what is there is replaced when it is whole")
+    remap.add_argument("file")
+    remap.add_argument("-r", "--rules", required=True, help="a file of rules, such as align writes")
+    remap.add_argument("-o", "--out", required=True, help="with .safetensors, or .pt for torch.save")
+
+
+def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = tools.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+    if name != "diff":
+        parser.add_argument("--key", help="the entry of the file that holds the weights (default: it is found)")
+    parser.set_defaults(run=partial(_run, parser, run))
+    return parser
+
+
+def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
+    try:
+        return int(run(arguments))
+    except Exception as error:  # the model's own errors, too: whoever asks for a look wants no traceback
+        parser.error(f"{type(error).__name__}: {error}")
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+
+    console = Console()
+    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
+    console.print(_tree(checkpoint, arguments.depth))
+    if checkpoint.metadata:
+        console.print("beside the weights:", markup=False)
+        for name, value in checkpoint.metadata.items():
+            text = repr(value)
+            console.print(f"  {name}: {text if len(text) <= 100 else text[:97] + '...'}", markup=False, highlight=False)
+    if checkpoint.placeholders:
+        console.print("not constructed:", markup=False)
+        for part in checkpoint.placeholders:
+            console.print(f"  {part.location or 'the file'}: {part.name}", markup=False, highlight=False)
+    return 0
+
+
+def _tree(checkpoint: Checkpoint, depth: int | None) -> Tree:
+    """Return the tensors by module, with the numbers and bytes below each."""
+    import torch
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    from lightning_tricks._shared.text import shape_text
+    from lightning_tricks._shared.units import byte_size
+
+    tensors = {n: tensor for n, tensor in checkpoint.state_dict.items() if isinstance(tensor, torch.Tensor)}
+    below: dict[str, list[Tensor]] = {"": list(tensors.values())}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            below.setdefault(".".join(parts[:end]), []).append(tensor)
+    where = f" under {checkpoint.key}" if checkpoint.key else ""
+    root = Tree(escape(f"{checkpoint.source}: {checkpoint.kind}{where}, {_sum(below[''])}"))
+    nodes = {"": root}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            parent, path = ".".join(parts[: end - 1]), ".".join(parts[:end])
+            if path not in nodes and (depth is None or end <= depth):
+                nodes[path] = nodes[parent].add(escape(f"{parts[end - 1]}  ({_sum(below[path])})"))
+        if depth is None or len(parts) <= depth:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            size = byte_size(tensor.numel() * tensor.element_size())
+            text = f"{parts[-1]}  {shape_text(tensor.shape) or 'scalar'}  {dtype}  {size}"
+            nodes[".".join(parts[:-1])].add(escape(text))
+    return root
+
+
+def _sum(tensors: list[Tensor]) -> str:
+    from lightning_tricks._shared.units import byte_size, si
+
+    size = byte_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return f"{len(tensors)} tensors, {si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_tricks._shared.text import shape_text
+    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+
+    one, other = (read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
+    table = Table(title=f"{arguments.a} and {arguments.b}", title_justify="left")
+    for column in ("tensor", "difference"):
+        table.add_column(column, overflow="fold")
+    same = 0
+    for name in dict.fromkeys((*one, *other)):
+        a, b = one.get(name), other.get(name)
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if name not in one or name not in other:
+                table.add_row(name, f"only in {arguments.b if name not in one else arguments.a}")
+            continue
+        if a.shape != b.shape:
+            table.add_row(name, f"{shape_text(a.shape)} and {shape_text(b.shape)}")
+        elif a.dtype != b.dtype:
+            table.add_row(name, f"{a.dtype} and {b.dtype}")
+        elif not torch.equal(a, b):
+            largest = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item()
+            table.add_row(name, f"values differ by up to {largest:.3g}")
+        else:
+            same += 1
+    console = Console()
+    if table.row_count:
+        console.print(table)
+    console.print(f"{same} tensors are equal, {table.row_count} differ")
+    return int(table.row_count > 0)
+
+
+def _align(arguments: argparse.Namespace) -> int:
+    import json
+
+    import torch
+    from rich.console import Console
+
+    from lightning_tricks._shared.models import named_model
+    from lightning_tricks.checkpoint_remapping.alignment import align
+    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+
+    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
+    with torch.device("meta"):
+        model = named_model(arguments.model, json.loads(arguments.arguments))
+    alignment = align(model, checkpoint)
+    console = Console()
+    console.print(alignment.report())
+    if arguments.out:
+        alignment.save(arguments.out)
+        console.print(f"rules written to {arguments.out}")
+    return 0
+
+
+def _remap(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+    from lightning_tricks.checkpoint_remapping.rules import read_rules, remap_keys
+    from lightning_tricks.checkpoint_remapping.saving import save_weights
+
+    checkpoint = read_checkpoint(arguments.file, key=arguments.key)
+    remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))
+    save_weights(remapped, arguments.out, clean=False)
+    console = Console()
+    for rule in remapped.unmatched:
+        console.print(f"matched nothing: {rule}", markup=False)
+    console.print(
+        f"{arguments.out}: {len(remapped)} tensors, {len(remapped.renamed)} renamed, {len(remapped.dropped)} dropped",
+        highlight=False,
+    )
+    return 0

@@ -1,0 +1,129 @@
+"""What Lightning needs of a checkpoint, made of one that was read safely."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks.checkpoint_remapping.errors import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.functional import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.pickles import Placeholder
+from lightning_tricks.checkpoint_remapping.reading import Checkpoint
+
+# What holds values that the Trainer does not restore; placeholders may stand there
+_ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
+
+
+def checkpoint_for(
+    module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
+) -> tuple[dict[str, Any], LoadReport]:
+    """Return the dict that Lightning restores a module from, with the module's own names, and what was done.
+
+    A checkpoint of the Trainer keeps its training state when its names are the module's but for prefixes; of any other
+    file only the weights are left, and a fit starts at its first step.
+
+    Args:
+        module: That takes the weights.
+        checkpoint: As read.
+        fit: Whether the training state is wanted.
+        **options: As in `load_weights`.
+
+    Raises:
+        CheckpointError: If the weights do not fit, or the training state is made of other than plain values.
+    """
+    plan = plan_loading(module, checkpoint, **options)
+    own = module.state_dict()
+    weights = {name: plan.tensors.get(name, tensor) for name, tensor in own.items()}
+    found = plan.report.alignment
+    same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
+    if checkpoint.kind == "lightning" and (same_model or not fit):
+        rest = {name: _in_memory(value) for name, value in checkpoint.metadata.items()}
+        if fit:
+            _refuse_placeholders(checkpoint)
+        return {**rest, "state_dict": weights}, plan.report
+    if fit:
+        rank_zero_info(
+            f"CheckpointRemapping: {checkpoint.source} gives its weights alone. The fit starts at step 0 with fresh "
+            f"optimizers. {plan.report}"
+        )
+    fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
+    return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
+
+
+def arguments_of(module: type[LightningModule], checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rest of a checkpoint, whose hyper-parameters can make a module without an import.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a class that is not an imported subclass of `module`.
+        CheckpointError: If a hyper-parameter was not restored and is not given.
+    """
+    rest = {name: _in_memory(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
+    for key in _ARGUMENTS:
+        values = rest.get(key)
+        if isinstance(values, Placeholder):
+            if not (values.items or given):
+                raise CheckpointError(
+                    f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
+                    "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
+                )
+            values = rest[key] = {**values.items}
+        if not isinstance(values, dict):
+            continue
+        wanted = values.get("_class_path")
+        if wanted is not None and wanted not in {f"{c.__module__}.{c.__qualname__}" for c in _subclasses(module)}:
+            raise UnsafeCheckpointError(
+                f"{checkpoint.source} asks for {wanted!r}, which is not an imported subclass of {module.__name__}. "
+                "Nothing of it was imported; import its module first if you trust it."
+            )
+        for name in given:
+            values.pop(name, None)
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] in _ARGUMENTS]
+    lost = [p for p in inert if p.location.split(".")[1:2] and p.location.split(".")[1] not in given]
+    if lost:
+        names = [part.location.split(".")[1] for part in lost]
+        what = ", ".join(f"{name} (a {part.name})" for name, part in zip(names, lost, strict=True))
+        arguments = ", ".join(f"{name}=..." for name in dict.fromkeys(names))
+        raise CheckpointError(
+            f"{checkpoint.source} has hyper-parameters that are not restored, as that would run code of the file: "
+            f"{what}. Give them: load_from_checkpoint(path, {arguments})."
+        )
+    return rest
+
+
+def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """Put a storage on the device that it was saved from, or leave it on the CPU where there is no such device."""
+    try:
+        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
+        return there
+    except (AssertionError, RuntimeError):
+        return storage
+
+
+def _subclasses(module: type) -> list[type]:
+    children: list[type] = module.__subclasses__()
+    return [module, *(inner for child in children for inner in _subclasses(child))]
+
+
+def _refuse_placeholders(checkpoint: Checkpoint) -> None:
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in _ARGUMENTS]
+    if inert:
+        raise CheckpointError(
+            f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
+            "as that would run code of the file. Its weights load with load_weights, or in validate, test and predict."
+        )
+
+
+def _in_memory(value: Any) -> Any:
+    """Copy mapped tensors, so that the file may be written anew while they are in use."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)({name: _in_memory(part) for name, part in value.items()})
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_in_memory(part) for part in value)
+    return value

@@ -1,0 +1,75 @@
+"""Words that different projects use for the same part of a model."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+# What a part is, and the names it goes by; matched in lower case, with every separator written as a dot.
+_ROLES = {
+    "query": r"(^|\.)(q|query|q\.proj|q\.lin|to\.q)(\.|$)",
+    "key": r"(^|\.)(k|key|k\.proj|k\.lin|to\.k)(\.|$)",
+    "value": r"(^|\.)(v|value|v\.proj|v\.lin|to\.v)(\.|$)",
+    "fused query, key and value": r"(qkv|in\.proj|c\.attn)(\.|$)",
+    "output of the attention": (
+        r"attention\.output\.dense|out\.proj|o\.proj|attn\.proj|out\.lin|attn\.c\.proj|to\.out|attention\.projection"
+    ),
+    "attention": r"attn|attention|mha|(^|\.)sa(\.|$)",
+    "shortcut": r"downsample|shortcut|skip|(^|\.)proj(\.\d+)?$",
+    "first norm": (
+        r"(norm|ln)\.?1$|norm\.before$|before\.norm$|attention\.output\.layernorm$|sa\.layer\.norm$|self\.attn\.layer\.norm$|"
+        r"input\.layernorm$|(attention|attn)\.norm$|norm\.attn$"
+    ),
+    "second norm": (
+        r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm$|"
+        r"post\.attention\.layernorm$|(ffn|ff|mlp)\.norm$"
+    ),
+    "widening layer": (
+        r"(fc|linear|lin|w|pwconv)\.?1$|intermediate\.dense$|c\.fc$|up\.proj$|mlp\.0$|expand|(^|\.)reduce$"
+    ),
+    "narrowing layer": (
+        r"(fc|linear|lin|w|pwconv)\.?2$|(?<!attention\.)output\.dense$|mlp\.c\.proj$|down\.proj$|mlp\.3$|pwl$|project"
+    ),
+    "class token": r"(^|\.)(cls|class)",
+    "distillation": r"dist",
+    "mask": r"mask",
+    "position": r"pos",
+}
+_SAME = {
+    "bn": "norm",
+    "ln": "norm",
+    "layernorm": "norm",
+    "normalization": "norm",
+    "convolution": "conv",
+    "conv2d": "conv",
+}
+
+# Layers whose weights have an order of their own: equal shapes say nothing about them
+_ORDERS = {
+    "heads interleaved": r"(^|\.)query_key_value$",
+    "rotary halves interleaved": r"(^|\.)w[qk]$",
+}
+# Buffers that a model computes for itself; some versions of a model store them and some don't
+_COMPUTED = re.compile(
+    r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|relative_coords_table|inv_freq|"
+    r"masked_bias|attn\.bias|attention\.bias)$"
+)
+
+
+@lru_cache(maxsize=65536)
+def words(path: str) -> frozenset[str]:
+    """Return what a qualified name says: the roles that it stands for, and its words."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
+    parts = [_SAME.get(part, part) for part in re.split(r"[._\-]", spaced.lower()) if part]
+    text = ".".join(re.split(r"[._\-]", path.lower()))
+    return frozenset({role for role, pattern in _ROLES.items() if re.search(pattern, text)} | set(parts))
+
+
+def order_of_elements(path: str) -> str:
+    """Return the name of the special order of a layer's weights; empty for the usual one."""
+    return next((order for order, pattern in _ORDERS.items() if re.search(pattern, path)), "")
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor is one that the model computes for itself."""
+    return _COMPUTED.search(name) is not None

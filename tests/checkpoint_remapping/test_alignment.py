@@ -1,0 +1,250 @@
+"""`align`: the right tensor in the right place, proved by the models' outputs, or a refusal."""
+
+import itertools
+import re
+import string
+from functools import cache
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchvision import models
+
+from lightning_tricks import align, load_weights, read_checkpoint, remap_keys
+from lightning_tricks._shared.text import printed
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError, read_rules, verify
+from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized
+
+DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
+
+
+@cache
+def model(architecture, origin):
+    return randomized(ARCHITECTURES[architecture][origin]())
+
+
+@pytest.mark.trap("checkpoints: shape agreement proves nothing, same-shape conv3 and shortcut get swapped")
+@pytest.mark.trap("checkpoints: HF BertEncoder <-> nn.TransformerEncoder fails with templates")
+@pytest.mark.parametrize(("architecture", "origin", "other"), DIRECTED)
+def test_outputs_agree(architecture, origin, other):
+    source = model(architecture, origin)
+    target = ARCHITECTURES[architecture][other]()
+    allowed = {"allow_unexpected": "*.total_ops"}
+    report = load_weights(target, source.state_dict(), **allowed)
+    assert not report.mismatched
+    # EfficientNet of Hugging Face pads its first convolution otherwise
+    assert verify(source, target, inputs(architecture)) < (2e-3 if architecture == "EfficientNet-B0" else 1e-4)
+
+
+REFUSED_WHEN_SORTED = {
+    ("MobileNetV2", "timm", "HF"),
+    ("MNASNet", "torchvision", "timm"),
+    ("MNASNet", "timm", "torchvision"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "origin", "other"), DIRECTED)
+def test_the_order_of_a_file_does_not_matter(architecture, origin, other):
+    """A .safetensors comes sorted by name: the mapping is the same one, or there is none."""
+    source, target = model(architecture, origin).state_dict(), model(architecture, other)
+    if (architecture, origin, other) in REFUSED_WHEN_SORTED:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(target, dict(sorted(source.items())))
+        return
+    expected, found = align(target, source), align(target, dict(sorted(source.items())))
+    assert found.renamed == expected.renamed
+    assert found.loaded == expected.loaded
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(["resnet50", "mobilenetv2_100", "vit_tiny_patch16_224"]))
+@settings(max_examples=30, deadline=None)
+def test_other_words_never_mislead(random, name):
+    """Every word of the names is another one, and the order is lost: right, or refused."""
+    net = small_timm(name)
+    words = sorted({word for path in net for word in re.findall("[a-z_]+", path.rpartition(".")[0])})
+    others = dict(zip(words, random.sample(string.ascii_lowercase, len(words)), strict=True))
+
+    def renamed(path):
+        parent, _, leaf = path.rpartition(".")
+        return f"{re.sub('[a-z_]+', lambda word: others[word[0]] * 3, parent)}.{leaf}".lstrip(".")
+
+    names = random.choice([list, sorted, lambda paths: random.sample(list(paths), len(paths))])(net)
+    truth = {renamed(path): path for path in names}
+    try:
+        found = align(net, {new: net[path] for new, path in truth.items()})
+    except AmbiguousAlignmentError:
+        return
+    assert all(truth[old] == new for old, new in found.renamed.items())
+
+
+@cache
+def small_timm(name):
+    return timm.create_model(name).state_dict()
+
+
+def heads(*names, trunk="trunk"):
+    return {f"{trunk}.weight": torch.zeros(4, 5)} | {f"{name}.weight": torch.zeros(2, 4) for name in names}
+
+
+@pytest.mark.trap("checkpoints: must refuse two same-shape heads, foo and bar -> mu and logvar")
+@pytest.mark.parametrize(
+    ("file", "target"),
+    [
+        (heads("foo", "bar"), heads("mu", "logvar")),
+        (heads("foo", "bar", trunk="stem"), heads("mu", "logvar")),
+        (heads("heads.0", "heads.1"), heads("mu", "logvar")),
+        (heads("head_a", "head_b"), heads("out1", "out2")),
+        ({"foo": torch.zeros(3), "bar": torch.zeros(3)}, {"mu": torch.zeros(3), "logvar": torch.zeros(3)}),
+        ({f"text.{i}.w": torch.zeros(3, 3) for i in range(3)} | {f"image.{i}.w": torch.zeros(3, 3) for i in range(3)},
+         {f"towers.{t}.{i}.w": torch.zeros(3, 3) for t in range(2) for i in range(3)}),
+    ],
+)  # fmt: skip
+def test_two_ways_are_refused(file, target):
+    with pytest.raises(AmbiguousAlignmentError, match="nothing tells which of"):
+        align(target, file)
+
+
+def test_a_rule_settles_it():
+    class Encoder(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.trunk = nn.Linear(5, 4)
+            for name in names:
+                self.add_module(name, nn.Linear(4, 2))
+
+    source, target = Encoder("foo", "bar"), Encoder("mu", "logvar")
+    with pytest.raises(AmbiguousAlignmentError, match=r"foo, bar in the checkpoint is which of mu, logvar"):
+        load_weights(target, source.state_dict())
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+    load_weights(target, source.state_dict(), rules=[("bar", "mu"), ("foo", "logvar")])
+    assert torch.equal(target.mu.weight, source.bar.weight)
+    load_weights(target, source.state_dict(), allow_missing=["mu.*", "logvar.*"], allow_unexpected=["foo.*", "bar.*"])
+    assert torch.equal(target.trunk.weight, source.trunk.weight)
+
+
+def test_words_settle_it():
+    found = align(heads("mu", "logvar"), heads("fc_logvar", "fc_mu", trunk="stem"))
+    assert found.renamed["fc_mu.weight"] == "mu.weight"
+    assert found.renamed["fc_logvar.weight"] == "logvar.weight"
+
+
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_student_and_teacher_are_not_chosen_between(name):
+    net = models.resnet18()
+    both = {f"{part}.{n}": t for part in ("student", "teacher") for n, t in net.state_dict().items()}
+    with pytest.raises(AmbiguousAlignmentError, match=r"student\.\*, teacher\.\* in the checkpoint is which of \*"):
+        load_weights(models.resnet18(), both)
+    report = load_weights(
+        models.resnet18(), both, rules=[(f"{name}.", "")], allow_unexpected=["student.*", "teacher.*"]
+    )
+    assert report.loaded == 122
+    twins = nn.ModuleDict({"online": models.resnet18(), "target": models.resnet18()})
+    with pytest.raises(AmbiguousAlignmentError, match=r"online\.\*, target\.\* in the model.*submodule="):
+        load_weights(twins, net.state_dict())
+    assert load_weights(twins, net.state_dict(), submodule="target").loaded == 122
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "plain"), [("attn.query_key_value", "attn.qkv"), ("attention.wq", "self_attn.q_proj")]
+)
+def test_weights_with_an_order_of_their_own_are_not_taken_for_others(interleaved, plain):
+    """GPT-NeoX interleaves heads, Meta's Llama the halves of each: equal shapes would load, and be wrong."""
+
+    def layers(name):
+        sizes = {name: (12, 4), "mlp": (8, 4)}
+        return {f"layers.{i}.{part}.weight": torch.zeros(size) for i in range(3) for part, size in sizes.items()}
+
+    found = align(layers(plain), layers(interleaved))
+    assert len(found.missing) == len(found.unexpected) == 3
+
+
+def test_another_depth_or_width_is_not_forced():
+    with pytest.raises(CheckpointError, match=r"80 missing in the file.*allow_missing="):
+        load_weights(models.resnet34(), models.resnet18().state_dict())
+    with pytest.raises(CheckpointError):
+        load_weights(models.vit_b_16(), models.resnet18().state_dict())
+
+
+def test_transposed_square_layers_follow_their_block():
+    """Biases tell that a block's oblong layers are transposed; its square ones are too."""
+    source = {f"h.0.{name}.weight": torch.randn(size) for name, size in (("c_fc", (4, 8)), ("c_proj", (4, 4)))}
+    source |= {"h.0.c_fc.bias": torch.randn(8), "h.0.c_proj.bias": torch.randn(4)}
+    target = {name.replace("h.", "layers."): t.mT if t.dim() == 2 else t for name, t in source.items()}
+    found = align(target, source)
+    moved = found.apply(source)
+    assert all(torch.equal(moved[name], value) for name, value in target.items())
+    assert sorted(found.reshaped) == ["layers.0.c_fc.weight", "layers.0.c_proj.weight"]
+
+
+def test_a_report_and_a_rule_file():
+    source = model("ResNet-18", "torchvision").state_dict()
+    target = ARCHITECTURES["ResNet-18"]["HF"]()
+    found = align(target, source)
+    table = printed(found.report())
+    assert "122/122 tensors, 11.7 M/11.7 M parameters; 122 renamed, 0 reshaped, 0 missing" in table
+    assert "the names are another project's" in table
+    found.save("rules.yaml")
+    rules = read_rules("rules.yaml")
+    assert set(remap_keys(source, rules)) == set(target.state_dict())
+    report = load_weights(target, source, rules="rules.yaml")
+    assert report.loaded == 122
+    assert verify(model("ResNet-18", "torchvision"), target, inputs("ResNet-18")) < 1e-5
+    assert "from: conv1.weight" in Path("rules.yaml").read_text()
+
+
+def test_rules_of_prefixes_are_short():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for wrapped in ({f"module.net.{n}": t for n, t in net.state_dict().items()}, net.state_dict()):
+        found = align(net, wrapped)
+        found.save("rules.yaml")
+        assert len(Path("rules.yaml").read_text().splitlines()) <= 3
+        assert list(remap_keys(wrapped, read_rules("rules.yaml"))) == list(net.state_dict())
+    fused = align(nn.ModuleDict({"qkv": nn.Linear(4, 12)}), _separate())
+    fused.save("rules.yaml")
+    assert remap_keys(_separate(), read_rules("rules.yaml"))["qkv.weight"].shape == (12, 4)
+    split = align(_separate(), {"qkv.weight": torch.zeros(12, 4), "qkv.bias": torch.zeros(12)})
+    assert set(split.apply({"qkv.weight": torch.zeros(12, 4), "qkv.bias": torch.zeros(12)})) == set(_separate())
+
+
+def _separate():
+    return {f"{n}.{leaf}": torch.zeros(s) for n in ("q", "k", "v") for leaf, s in (("weight", (4, 4)), ("bias", (4,)))}
+
+
+@pytest.mark.trap("checkpoints: gamma/beta vs weight/bias; num_batches_tracked missing")
+def test_old_names_of_norms_and_missing_counters():
+    norm, batch_norm = nn.LayerNorm(3), nn.BatchNorm1d(3)
+    old = {"ln.gamma": torch.ones(3), "ln.beta": torch.zeros(3)}
+    assert align(nn.ModuleDict({"ln": norm}), old).renamed == {"ln.gamma": "ln.weight", "ln.beta": "ln.bias"}
+    weights = {name: value for name, value in batch_norm.state_dict().items() if not name.startswith("num")}
+    report = load_weights(nn.BatchNorm1d(3), weights)
+    assert (report.loaded, report.missing) == (4, ["num_batches_tracked"])
+    assert "num_batches_tracked are computed by the model itself" in report.diagnosis
+
+
+def test_a_checkpoint_object_and_the_diagnosis_of_wrappers():
+    net = nn.Sequential(nn.Linear(2, 2))
+    torch.save(nn.DataParallel(net).state_dict(), "w.pt")
+    found = align(net, read_checkpoint("w.pt"))
+    assert found.diagnosis.startswith("all 2 keys carry `module.`: saved from DataParallel")
+    compiled = torch.compile(net, backend="eager")
+    assert "saved from a compiled model" in align(net, compiled.state_dict()).diagnosis
+    assert align(compiled, net.state_dict()).loaded == 2
+    assert "as `backbone`" in align(net, {f"backbone.{n}": t for n, t in net.state_dict().items()}).diagnosis
+
+
+def test_a_thousand_tensors_and_a_head_for_other_classes():
+    source = timm.create_model("resnet152", num_classes=10).state_dict()
+    target = models.resnet152()
+    found = align(target, source)
+    assert len(source) > 900
+    assert [str(mismatch) for mismatch in found.mismatched] == [
+        "fc.weight (1000x2048 in the model, 10x2048 in the file)",
+        "fc.bias (1000 in the model, 10 in the file)",
+    ]
+    found = align(ARCHITECTURES["ResNet-18"]["HF"](), models.resnet18(num_classes=10).state_dict())
+    assert [mismatch.target for mismatch in found.mismatched] == ["classifier.1.weight", "classifier.1.bias"]

@@ -1,0 +1,391 @@
+"""CheckpointRemapping in real Trainers, and the mixin's `load_from_checkpoint`."""
+
+import os
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_tricks import CheckpointRemapping, Tricks, TricksMixin, save_weights
+from lightning_tricks.checkpoint_remapping import (
+    CheckpointError,
+    NothingLoadedError,
+    UnsafeCheckpointError,
+    verify,
+)
+from tests.contract.lab import QUIET, Net, fork, loader
+
+
+class Evaluated(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+def trainer(*callbacks, **arguments):
+    return Trainer(callbacks=list(callbacks), **{"max_epochs": 1, **QUIET, **arguments})
+
+
+def fitted(**arguments):
+    net = Evaluated()
+    trainer(**arguments).fit(net, loader(), loader())
+    return net
+
+
+def weights_equal(left, right):
+    return all(torch.equal(value, right.state_dict()[name]) for name, value in left.state_dict().items())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+FOREIGN = ["raw.pt", "prefixed.pt", "w.safetensors", "nested.pth", "whole.pt"]
+
+
+def foreign(net, name):
+    """A file that Lightning itself does not take."""
+    state = net.state_dict()
+    if name == "prefixed.pt":
+        torch.save({f"module._orig_mod.{key}": value for key, value in state.items()}, name)
+    elif name == "nested.pth":
+        torch.save({"epoch": 3, "model_state_dict": state, "options": Namespace(lr=0.1)}, name)
+    elif name == "whole.pt":
+        torch.save(net.net, name)
+    else:
+        save_weights(net, name)
+    return name
+
+
+# ckpt_path=
+
+
+@pytest.mark.trap(
+    "checkpoints: a raw state_dict raises KeyError 'pytorch-lightning_version', .safetensors is not taken"
+)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_every_entry_point_takes_foreign_files(name, lightning_log):
+    source = fitted()
+    path = foreign(source, name)
+    for run in ("validate", "test", "predict"):
+        net = Evaluated()
+        getattr(trainer(CheckpointRemapping()), run)(net, loader(), ckpt_path=path, **quiet(run))
+        assert weights_equal(source, net)
+    net, seen = Evaluated(), []
+    fitter = trainer(remapping := CheckpointRemapping(), limit_train_batches=1)
+    net.on_train_start = lambda: seen.append((weights_equal(source, net), fitter.global_step, fitter.current_epoch))
+    fitter.fit(net, loader(), loader(), ckpt_path=path)
+    assert seen == [(True, 0, 0)]
+    assert remapping.report.loaded == 6
+    said = [line for _, line in lightning_log if "gives its weights alone" in line]
+    assert len(said) == 1
+    assert "starts at step 0 with fresh optimizers" in said[0]
+
+
+def quiet(run):
+    return {} if run == "predict" else {"verbose": False}
+
+
+def test_its_own_checkpoints_resume_as_without_it():
+    net = Evaluated()
+    whole = trainer(max_epochs=2)
+    torch.manual_seed(0)
+    whole.fit(net, loader(), loader())
+    results = []
+    for callbacks in ((), (CheckpointRemapping(),)):
+        torch.manual_seed(0)
+        first = trainer(*callbacks)
+        start = Evaluated()
+        start.load_state_dict(net.state_dict())
+        first.fit(start, loader(), loader())
+        first.save_checkpoint("own.ckpt")
+        resumed, second = Evaluated(), trainer(*callbacks, max_epochs=2)
+        second.fit(resumed, loader(), loader(), ckpt_path="own.ckpt")
+        assert second.global_step == 20
+        assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
+        results.append(resumed)
+    assert weights_equal(*results)
+
+
+def test_renamed_checkpoints_of_the_trainer_keep_their_optimizers():
+    """Compiled or not, DDP or not: the same model under other names resumes where it stopped."""
+    first = trainer()
+    first.fit(Evaluated(compiled=True), loader(), loader())
+    first.save_checkpoint("compiled.ckpt")
+    second = trainer(CheckpointRemapping(), max_epochs=2)
+    second.fit(Evaluated(), loader(), loader(), ckpt_path="compiled.ckpt")
+    assert (second.global_step, second.current_epoch) == (20, 2)
+    assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
+
+
+def test_honest_hyperparameters_do_not_stop_a_resume():
+    first = trainer()
+    first.fit(Evaluated(), loader(), loader())
+    first.save_checkpoint("own.ckpt")
+    checkpoint = torch.load("own.ckpt")
+    checkpoint["hyper_parameters"] = {"root": Path("data"), "options": Namespace(lr=0.1)}
+    torch.save(checkpoint, "honest.ckpt")
+    second = trainer(CheckpointRemapping(), max_epochs=2)
+    second.fit(Evaluated(), loader(), loader(), ckpt_path="honest.ckpt")
+    assert second.global_step == 20
+    checkpoint["mine"] = {"root": Path("data")}
+    torch.save(checkpoint, "honest.ckpt")
+    with pytest.raises(CheckpointError, match=r"honest.ckpt cannot be resumed: mine.root is a pathlib"):
+        trainer(CheckpointRemapping(), max_epochs=2).fit(Evaluated(), loader(), loader(), ckpt_path="honest.ckpt")
+    trainer(CheckpointRemapping()).validate(Evaluated(), loader(), ckpt_path="honest.ckpt", verbose=False)
+
+
+@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
+def test_unsafe_and_unfit_files_are_refused_and_the_trainer_stays_as_it_was(run):
+    net = Evaluated()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.save({"state_dict": net.state_dict(), "pytorch-lightning_version": "2.6.0", "x": Evil()}, "evil.ckpt")
+    torch.save({"other": torch.zeros(3)}, "other.pt")
+    for name, error in (("evil.ckpt", UnsafeCheckpointError), ("other.pt", NothingLoadedError)):
+        runner = trainer(CheckpointRemapping())
+        inner = runner.strategy.checkpoint_io
+        with pytest.raises(error):
+            getattr(runner, run)(net, *[loader()] * (1 + (run == "fit")), ckpt_path=name)
+        assert runner.strategy.checkpoint_io is inner
+        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.trap("checkpoints: two fits nest the wrapper unless it is removed")
+def test_the_wrapper_comes_and_goes():
+    class Probe(TorchCheckpointIO):
+        loads = 0
+
+        def load_checkpoint(self, *arguments, **keywords):
+            self.loads += 1
+            return super().load_checkpoint(*arguments, **keywords)
+
+    probe = Probe()
+    fitter = trainer(CheckpointRemapping(), plugins=[probe])
+    depths = []
+    net = Evaluated()
+    net.on_train_start = lambda: depths.append(fitter.strategy.checkpoint_io.inner is probe)
+    for epochs in (1, 2):
+        fitter.fit_loop.max_epochs = epochs
+        fitter.fit(net, loader(), loader())
+        assert fitter.strategy.checkpoint_io is probe
+    net.on_train_start = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer(CheckpointRemapping(), plugins=[probe]).fit(net, loader(), loader())
+    assert depths == [True, True]
+    assert probe.loads == 0
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_model_checkpoint_keeps_its_work(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "runs", save_last=True)
+    fitter = trainer(CheckpointRemapping(clean_on_save=True), saver, max_epochs=3, enable_checkpointing=True)
+    fitter.fit(Evaluated(compiled=True), loader(), loader())
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["epoch=2-step=30.ckpt", "last.ckpt"]
+    assert set(torch.load(saver.best_model_path)["state_dict"]) == set(Evaluated().state_dict())
+    resumed = trainer(
+        CheckpointRemapping(), ModelCheckpoint(tmp_path / "runs"), max_epochs=4, enable_checkpointing=True
+    )
+    resumed.fit(Evaluated(compiled=True), loader(), loader(), ckpt_path=saver.best_model_path)
+    assert resumed.global_step == 40
+
+
+def test_thops_counters_stay_out_of_files():
+    net = Evaluated()
+    net.net.register_buffer("total_ops", torch.zeros(1))
+    fitter = trainer(CheckpointRemapping(clean_on_save=True))
+    net.on_train_epoch_end = lambda: fitter.save_checkpoint("weights.ckpt", weights_only=True)
+    fitter.fit(net, loader(), loader())
+    fitter.save_checkpoint("full.ckpt")
+    for name in ("full.ckpt", "weights.ckpt"):
+        assert set(torch.load(name)["state_dict"]) == set(Evaluated().state_dict())
+    assert "net.total_ops" in net.state_dict()
+
+
+# path=
+
+
+def test_a_path_is_loaded_once_and_a_resume_is_left_alone(lightning_log):
+    source = fitted()
+    path = foreign(source, "prefixed.pt")
+    net, starts = Evaluated(), []
+    net.on_train_start = lambda: starts.append(weights_equal(source, net))
+    fitter = trainer(remapping := CheckpointRemapping(path))
+    fitter.fit(net, loader(), loader())
+    fitter.save_checkpoint("own.ckpt")
+    fitter.fit_loop.max_epochs = 2
+    fitter.fit(net, loader(), loader())
+    assert starts == [True, False]
+    assert remapping.report.loaded == 6
+    trained = Evaluated()
+    trained.on_train_start = lambda: starts.append(weights_equal(net, trained) or fitter.global_step)
+    resumed = trainer(CheckpointRemapping(path), max_epochs=2)
+    resumed.fit(trained, loader(), loader(), ckpt_path="own.ckpt")
+    assert resumed.global_step == 20
+    assert any("is not loaded, the fit resumes from own.ckpt" in line for _, line in lightning_log)
+    assert any(f"loaded {path}. 6/6 tensors" in line for _, line in lightning_log)
+
+
+def test_options_reach_the_loading():
+    class Pair(Evaluated):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+    source = fitted()
+    state = {name.removeprefix("net."): value for name, value in source.state_dict().items()}
+    torch.save(state | {"extra": torch.zeros(1)}, "w.pt")
+    net, seen = Pair(), []
+    net.on_train_start = lambda: seen.append(all(torch.equal(v, net.net.state_dict()[k]) for k, v in state.items()))
+    trainer(CheckpointRemapping("w.pt", submodule="net", allow_unexpected="extra")).fit(net, loader(), loader())
+    assert seen == [True]
+    with pytest.raises(CheckpointError, match=r"1 left over in the file: extra"):
+        trainer(CheckpointRemapping("w.pt", submodule="net")).fit(Pair(), loader(), loader())
+    with pytest.raises(MisconfigurationException, match=r"CheckpointRemapping\(submodule='nothing'\)"):
+        trainer(CheckpointRemapping("w.pt", submodule="nothing")).fit(Pair(), loader(), loader())
+    with pytest.raises(TypeError, match=r"path must be a path, an address or None, got 3 \(int\)"):
+        CheckpointRemapping(3)
+
+
+def test_an_error_of_rank_zero_reaches_all_ranks():
+    torch.save({"other": torch.zeros(3)}, "w.pt")
+    with pytest.raises(Exception, match=r"not one tensor of w.pt has a place in Evaluated"):
+        trainer(CheckpointRemapping("w.pt"), strategy="ddp_fork", devices=2).fit(Evaluated(), loader(), loader())
+
+
+@pytest.mark.trap("checkpoints: ModelParallelStrategy bypasses checkpoint_io")
+def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
+    foreign(Evaluated(), "raw.pt")
+
+    def run(rank):
+        strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
+        fitter = trainer(CheckpointRemapping(), strategy=strategy, devices=2)
+        with pytest.raises(CheckpointError, match=r"raw.pt is no checkpoint of the Trainer, and ModelParallelStrategy"):
+            fitter.fit(Evaluated(built_late=True), loader(), loader(), ckpt_path="raw.pt")
+        assert "load_checkpoint" not in vars(strategy)
+
+    fork(run, 2)
+
+
+# load_from_checkpoint
+
+
+class Lit(TricksMixin, LightningModule):
+    def __init__(self, width=4, root="data", tricks=None):
+        super().__init__(tricks=tricks)
+        self.save_hyperparameters()
+        self.net = nn.Linear(3, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0][:, :3]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def saved(module, path="own.ckpt", **more):
+    fitter = trainer(max_steps=1)
+    fitter.fit(module, loader())
+    fitter.save_checkpoint(path)
+    torch.save({**torch.load(path, weights_only=False), **more}, path)
+    return path
+
+
+def test_own_checkpoints_load_with_their_hyperparameters(lightning_log):
+    module = Lit(width=5, tricks=Tricks(seeding=3))
+    loaded = Lit.load_from_checkpoint(saved(module))
+    assert loaded.hparams.width == 5
+    assert weights_equal(module, loaded)
+    assert loaded.load_report.loaded == 2
+    assert any("Lit: loaded own.ckpt. 2/2 tensors" in line for _, line in lightning_log)
+    with open("own.ckpt", "rb") as stream:  # noqa: PTH123
+        assert weights_equal(module, Lit.load_from_checkpoint(stream))
+
+
+@pytest.mark.parametrize("name", ["raw.pt", "prefixed.pt", "w.safetensors", "nested.pth"])
+def test_foreign_weights_load_with_given_arguments(name):
+    module = Lit(width=5)
+    loaded = Lit.load_from_checkpoint(foreign(module, name), width=5)
+    assert weights_equal(module, loaded)
+    with pytest.raises(CheckpointError, match=r"2 of other shapes or kinds: net"):
+        Lit.load_from_checkpoint(name)
+
+
+def test_strict_and_the_options_of_the_tricks():
+    module = Lit()
+    torch.save({"net.weight": module.net.weight.detach(), "old": torch.zeros(1)}, "w.pt")
+    with pytest.raises(CheckpointError, match=r"1 missing in the file: net.bias"):
+        Lit.load_from_checkpoint("w.pt")
+    assert Lit.load_from_checkpoint("w.pt", strict=False).load_report.missing == ["net.bias"]
+    allowed = Tricks(checkpoint_remapping={"allow_missing": "net.bias", "allow_unexpected": "old"})
+    assert torch.equal(Lit.load_from_checkpoint("w.pt", tricks=allowed).net.weight, module.net.weight)
+    torch.save({"old": torch.zeros(1)}, "w.pt")
+    with pytest.raises(NothingLoadedError):
+        Lit.load_from_checkpoint("w.pt", strict=False)
+
+
+@pytest.mark.trap("checkpoints: load_from_checkpoint runs pickles from addresses; weights_only=False runs all")
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_load_from_checkpoint_runs_nothing(weights_only):
+    path = saved(Lit(), x=Evil())
+    with pytest.raises(UnsafeCheckpointError):
+        Lit.load_from_checkpoint(path, weights_only=weights_only)
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.trap("checkpoints: CVE-2026-58659, _class_path is imported in spite of weights_only=True")
+def test_class_paths_are_not_imported():
+    Path("evil_module.py").write_text("import pathlib; pathlib.Path('pwned').touch()\nclass Net: pass\n")
+    hyper_parameters = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "evil_module.Net"}
+    path = saved(Lit(), hyper_parameters=hyper_parameters)
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"asks for 'evil_module.Net', which is not an imported subclass of Lit"
+    ):
+        Lit.load_from_checkpoint(path)
+    hyper_parameters["_instantiator"] = "evil_module.Net"
+    with pytest.raises(UnsafeCheckpointError, match=r"name 'evil_module.Net' as the function"):
+        Lit.load_from_checkpoint(saved(Lit(), hyper_parameters=hyper_parameters))
+    assert not Path("pwned").exists()
+
+
+def test_hyperparameters_that_are_not_restored_are_asked_for():
+    path = saved(Lit(), hyper_parameters={"width": 4, "root": Path("data")})
+    with pytest.raises(CheckpointError, match=r"root \(a pathlib.*Give them: load_from_checkpoint\(path, root=...\)"):
+        Lit.load_from_checkpoint(path)
+    assert Lit.load_from_checkpoint(path, root=Path("data")).hparams.root == Path("data")
+
+
+def test_hparams_file_and_loading_hooks():
+    class Hooked(Lit):
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["state_dict"] = {name.replace("old", "net"): t for name, t in checkpoint["state_dict"].items()}
+
+    module = Lit(width=6)
+    torch.save({f"old.{name}": t for name, t in module.net.state_dict().items()}, "w.pt")
+    Path("hparams.yaml").write_text("width: 6\n")
+    loaded = Hooked.load_from_checkpoint("w.pt", hparams_file="hparams.yaml")
+    assert verify(module.net, loaded.net, torch.ones(1, 3)) == 0
+
+
+def test_loaded_tensors_do_not_hang_on_the_file():
+    module = Lit()
+    path = saved(module)
+    loaded = Lit.load_from_checkpoint(path)
+    Path(path).write_bytes(b"")
+    assert weights_equal(module, loaded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.load_state_dict(module.state_dict())

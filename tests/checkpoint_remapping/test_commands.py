@@ -1,0 +1,110 @@
+"""`lightning-tricks ckpt`."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks import read_checkpoint, save_weights
+from lightning_tricks.cli import main
+
+NET = "torchvision.models:resnet18"
+
+
+def run(capsys, *arguments):
+    status = main(["ckpt", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture
+def resnet():
+    from torchvision.models import resnet18
+
+    return resnet18()
+
+
+def test_show(capsys, resnet):
+    hyper_parameters = {"lr": 0.1, "root": Path("data")}
+    torch.save(
+        {"pytorch-lightning_version": "2.6.0", "state_dict": resnet.state_dict(), "hyper_parameters": hyper_parameters},
+        "w.ckpt",
+    )
+    status, text = run(capsys, "show", "w.ckpt")
+    assert status == 0
+    assert "w.ckpt: lightning under state_dict, 122 tensors, 11.7 M numbers, 44.63 MiB" in text
+    assert "layer1  (24 tensors" in text
+    assert "weight  64x3x7x7  float32  36.75 KiB" in text
+    assert "num_batches_tracked  scalar  int64  8 B" in text
+    assert "hyper_parameters.root: pathlib." in text
+    assert "pytorch-lightning_version: '2.6.0'" in text
+    _, short = run(capsys, "show", "w.ckpt", "--depth", "1")
+    assert "fc  (2 tensors" in short
+    assert "float32" not in short
+
+
+def test_show_refuses_and_runs_nothing(capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch pwned",)
+
+    torch.save({"model": {"w": torch.ones(1)}, "x": Evil()}, "w.pt")
+    with pytest.raises(SystemExit) as exit_:
+        main(["ckpt", "show", "w.pt"])
+    assert exit_.value.code == 2
+    assert "UnsafeCheckpointError: w.pt is a pickle that names" in capsys.readouterr().err
+    assert not Path("pwned").exists()
+
+
+def test_diff(capsys):
+    net = nn.Linear(2, 3)
+    save_weights(net, "a.pt")
+    save_weights(net, "b.safetensors")
+    status, text = run(capsys, "diff", "a.pt", "b.safetensors")
+    assert (status, "2 tensors are equal, 0 differ" in text) == (0, True)
+    save_weights({"weight": net.weight.detach() + 0.5, "bias": torch.zeros(4), "more": torch.ones(1)}, "b.pt")
+    status, text = run(capsys, "diff", "a.pt", "b.pt")
+    assert status == 1
+    for words in ("values differ by up to 0.5", "3 and 4", "only in b.pt", "0 tensors are equal, 3 differ"):
+        assert words in text
+
+
+def test_align_and_remap(capsys, resnet):
+    torch.save(nn.DataParallel(resnet).state_dict(), "w.pt")
+    status, text = run(capsys, "align", "w.pt", NET, "-o", "rules.yaml")
+    assert status == 0
+    assert "122/122 tensors" in text
+    assert Path("rules.yaml").read_text().splitlines()[1:] == ["- wrappers"]
+    for out in ("clean.safetensors", "clean.pt"):
+        status, text = run(capsys, "remap", "w.pt", "-r", "rules.yaml", "-o", out)
+        assert (status, text.strip()) == (0, f"{out}: 122 tensors, 122 renamed, 0 dropped")
+        found = read_checkpoint(out).state_dict
+        assert all(torch.equal(value, found[name]) for name, value in resnet.state_dict().items())
+    Path("rules.yaml").write_text("- {from: nothing, to: here}\n")
+    _, text = run(capsys, "remap", "w.pt", "-r", "rules.yaml", "-o", "out.pt")
+    assert "matched nothing: nothing -> here" in text
+    _, text = run(capsys, "align", "w.pt", NET, "--arguments", '{"num_classes": 3}')
+    assert "MISMATCHED:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "nothing.pt"], "MissingCheckpointError: nothing.pt does not exist"),
+        (["align", "w.pt", "torchvision.models"], "the model must be MODULE:NAME"),
+        (["align", "w.pt", NET], "CheckpointError"),
+        (["remap", "w.pt", "-r", "nothing.yaml", "-o", "out.pt"], "nothing.yaml"),
+        (["remap", "w.pt", "-r", "rules.yaml", "-o", "out.h5"], "path must end in .safetensors"),
+    ],
+)
+def test_errors_are_sentences(arguments, words, capsys):
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, "w.pt")
+    Path("rules.yaml").write_text("- wrappers\n")
+    if arguments[-1] == NET:
+        Path("w.pt").write_bytes(b"")
+    with pytest.raises(SystemExit) as exit_:
+        main(["ckpt", *arguments])
+    assert exit_.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not Path("out.pt").exists()

@@ -1,0 +1,339 @@
+"""`load_weights`, `save_weights`, `replace_head`, `verify`."""
+
+import os
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchvision import models
+
+from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
+from lightning_tricks.checkpoint_remapping import CheckpointError, NotACheckpointError, NothingLoadedError, verify
+from tests.checkpoint_remapping.models import randomized
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def unchanged(model, before):
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+X = torch.randn(2, 3, 4, 4)
+
+
+# Loading
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_loads_into_models_with_and_without_values(name, device):
+    source = randomized(small())
+    save_weights(source, name)
+    with torch.device(device):
+        target = small()
+    target[3].weight.requires_grad_(False)
+    parameter = target[0].weight
+    report = load_weights(target, name)
+    assert (report.loaded, report.total, report.missing, report.unexpected, report.mismatched) == (9, 9, [], [], [])
+    assert verify(source, target, X) == 0
+    assert (parameter is target[0].weight) == (device == "cpu")
+    assert [p.requires_grad for p in target.parameters()] == [True] * 4 + [False, True]
+
+
+def test_takes_the_models_precision_and_keeps_ties():
+    source = small()
+    target = small().to(torch.float64)
+    load_weights(target, source.state_dict())
+    assert target[0].weight.dtype == torch.float64
+    assert torch.equal(target[0].weight, source[0].weight.double())
+    with torch.device("meta"):
+        target = small().to(torch.bfloat16)
+    load_weights(target, source.state_dict())
+    assert target[0].weight.dtype == torch.bfloat16
+    assert not target[0].weight.is_meta
+
+
+def test_assign_replaces_and_false_copies():
+    weights, target = small().state_dict(), small()
+    load_weights(target, weights, assign=True)
+    assert target[0].weight.data_ptr() == weights["0.weight"].data_ptr()
+
+
+@pytest.mark.trap("checkpoints: strict_loading=False with module. prefixes loads 0 of 4 tensors and says it loaded")
+def test_nothing_loaded_is_an_error():
+    target = small()
+    before = snapshot(target)
+    everything = {"allow_missing": "*", "allow_unexpected": "*", "allow_mismatched": "*"}
+    with pytest.raises(NothingLoadedError, match="not one tensor of the checkpoint has a place in Sequential"):
+        load_weights(target, {"other": torch.zeros(7)}, **everything)
+    prefixed = {f"module.{name}": value for name, value in small().state_dict().items()}
+    with pytest.raises(NothingLoadedError, match=r"the checkpoint has module.0.weight"):
+        load_weights(target, prefixed, rules=None, **everything)
+    assert unchanged(target, before)
+    assert load_weights(target, prefixed).loaded == 9
+
+
+@pytest.mark.trap("checkpoints: a shape mismatch raises even with strict=False")
+def test_each_problem_names_the_argument_that_allows_it():
+    file = small().state_dict() | {"extra.weight": torch.zeros(2)}
+    file["3.weight"], file["3.bias"] = torch.zeros(7, 16), torch.zeros(7)
+    del file["0.bias"]
+    target = small()
+    before = snapshot(target)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(target, file)
+    words = str(error.value)
+    assert "does not fit Sequential, which was left as it is" in words
+    assert "3.weight (5x16 in the model, 7x16 in the file), 3.bias" in words
+    for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.*']", "allow_unexpected=['extra.*']"):
+        assert f"{remedy} allows that" in words
+    assert unchanged(target, before)
+    report = load_weights(target, file, allow_mismatched="3.*", allow_missing=["0.b*"], allow_unexpected="re:^extra")
+    assert (report.loaded, report.missing, report.unexpected) == (6, ["0.bias"], ["extra.weight"])
+    assert report.mismatched == ["3.weight", "3.bias"]
+    assert torch.equal(target[3].weight, before["3.weight"])
+    assert torch.equal(target[0].weight, file["0.weight"])
+    with pytest.raises(ValueError, match="a pattern must not be empty"):
+        load_weights(target, file, allow_missing="")
+    with pytest.raises(TypeError, match="allow_missing must be a pattern or a list of them, got 1"):
+        load_weights(target, file, allow_missing=1)
+
+
+def test_submodules():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.other = small(), small()
+
+    outer, source = Outer(), small()
+    before = snapshot(outer.other)
+    assert load_weights(outer, source.state_dict(), submodule="backbone").loaded == 9
+    assert verify(source, outer.backbone, X) == 0
+    assert unchanged(outer.other, before)
+    with pytest.raises(AttributeError, match="nothing"):
+        load_weights(outer, source.state_dict(), submodule="nothing")
+
+
+def test_integers_do_not_become_weights():
+    quantized = small().state_dict() | {"3.weight": torch.ones(5, 16, dtype=torch.int8)}
+    with pytest.raises(CheckpointError, match=r"1 of other shapes or kinds: 3.weight"):
+        load_weights(small(), quantized)
+
+
+def test_tied_tensors():
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=20)
+    model, other = (randomized(transformers.GPT2LMHeadModel(config)) for _ in range(2))
+    save_weights(model, "w.safetensors")
+    assert len(read_checkpoint("w.safetensors").state_dict) == len(model.state_dict()) - 1
+    nn.init.zeros_(other.lm_head.weight)
+    load_weights(other, "w.safetensors")
+    assert verify(model, other, {"input_ids": torch.arange(6)[None]}) == 0
+    assert other.lm_head.weight is other.transformer.wte.weight
+    load_weights(other, model.state_dict())
+    untied = dict(model.state_dict())
+    untied["lm_head.weight"] = untied["lm_head.weight"] + 1
+    with pytest.raises(CheckpointError, match=r"transformer.wte.weight and lm_head.weight are one tensor in the model"):
+        load_weights(other, untied)
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(CheckpointError, match=r"weight, bias have no shape yet: run a batch through the model first"):
+        load_weights(nn.LazyLinear(3), nn.Linear(2, 3).state_dict())
+
+
+def test_extra_state_and_what_stays_on_meta():
+    class Counting(nn.Linear):
+        steps = 0
+
+        def get_extra_state(self):
+            return {"steps": self.steps}
+
+        def set_extra_state(self, state):
+            self.steps = state["steps"]
+
+    source, target = Counting(2, 3), Counting(2, 3)
+    source.steps = 7
+    torch.save(source.state_dict(), "w.pt")
+    load_weights(target, "w.pt")
+    assert target.steps == 7
+
+    class Scratch(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 3)
+            self.register_buffer("kept", torch.zeros(2))
+
+    with torch.device("meta"):
+        partial = Scratch()
+    report = load_weights(partial, nn.Linear(2, 3).state_dict(), allow_missing="kept")
+    assert report.diagnosis.endswith("Still on the meta device, without values: kept.")
+
+
+@pytest.mark.parametrize("tokens", [1, 0])
+def test_positions_are_interpolated(tokens):
+    make = timm.create_model
+    options = {} if tokens else {"class_token": False, "global_pool": "avg"}
+    source = randomized(make("vit_tiny_patch16_224", **options))
+    target = make("vit_tiny_patch16_224", img_size=160, **options)
+    with pytest.raises(CheckpointError, match=r"interpolate=\['pos_embed'\] resizes positions"):
+        load_weights(target, source.state_dict())
+    report = load_weights(target, nn.DataParallel(source).state_dict(), interpolate="pos_embed")
+    assert report.loaded == report.total
+    oracle = timm.layers.resample_abs_pos_embed(source.pos_embed, [10, 10], num_prefix_tokens=tokens)
+    torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
+    with pytest.raises(CheckpointError, match="cannot be interpolated: it is no grid of positions"):
+        load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
+
+
+def test_swin_tables_are_interpolated():
+    source = {"relative_position_bias_table": torch.randn(13 * 13, 4), "weight": torch.ones(2)}
+    target = nn.ParameterDict({name: torch.zeros(15 * 15, 4) if "table" in name else v for name, v in source.items()})
+    assert load_weights(target, source, interpolate="*table").loaded == 2
+    grid = source["relative_position_bias_table"].T.reshape(1, 4, 13, 13)
+    oracle = nn.functional.interpolate(grid, (15, 15), mode="bicubic", antialias=True)
+    torch.testing.assert_close(target["relative_position_bias_table"], oracle.reshape(4, -1).T)
+
+
+@pytest.mark.parametrize("offset", [0, 10, 300, -100, -1])
+def test_a_cut_file_changes_nothing(offset):
+    target = small()
+    torch.save(small().state_dict(), "w.pt")
+    Path("w.pt").write_bytes(Path("w.pt").read_bytes()[:offset])
+    before = snapshot(target)
+    with pytest.raises(NotACheckpointError):
+        load_weights(target, "w.pt")
+    assert unchanged(target, before)
+
+
+# Saving
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth", ".ckpt", ".bin"])
+def test_saves_clean_names_whole_or_not_at_all(suffix, monkeypatch):
+    path = Path(f"w{suffix}")
+    model = nn.Sequential(torch.compile(small(), backend="eager"))
+    model[0].register_buffer("total_ops", torch.zeros(1))
+    save_weights(nn.DataParallel(model), path)
+    assert set(read_checkpoint(path).state_dict) == {f"0.{name}" for name in small().state_dict()}
+    save_weights(model, path, clean=False)
+    assert set(read_checkpoint(path).state_dict) == set(model.state_dict())
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_weights(small(), path)
+    assert path.read_bytes() == before
+    assert list(Path().iterdir()) == [path]
+
+
+def test_what_cannot_be_saved():
+    with pytest.raises(ValueError, match=r"path must end in .safetensors, .pt, .pth, .ckpt or .bin, got 'w.h5'"):
+        save_weights(small(), "w.h5")
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"0.weight, 0.bias, 1.weight, 1.bias and 5 more are on the"),
+    ):
+        save_weights(small(), "w.pt")
+    with pytest.raises(
+        ValueError, match=r"a._extra_state is no tensor \(dict\), and .safetensors holds tensors: use .pt"
+    ):
+        save_weights({"a._extra_state": {}}, "w.safetensors")
+    assert not list(Path().iterdir())
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1), st.tuples(st.lists(st.integers(0, 3)), st.sampled_from(DTYPES)), min_size=1
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_what_is_saved_is_read(shapes):
+    tensors = {name: torch.randint(0, 2, size).to(dtype) for name, (size, dtype) in shapes.items()}
+    for path in ("w.pt", "w.safetensors"):
+        save_weights(tensors, path, clean=False)
+        found = read_checkpoint(path).state_dict
+        assert found.keys() == tensors.keys()
+        assert all(
+            torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in tensors.items()
+        )
+
+
+# Heads
+
+
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        (lambda: models.resnet18(), "fc"),
+        (lambda: models.vgg11(), "classifier.6"),
+        (lambda: models.squeezenet1_0(), "classifier.1"),
+        (lambda: models.convnext_tiny(), "classifier.2"),
+        (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
+        (lambda: timm.create_model("mobilenetv3_small_050"), "classifier"),
+        (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
+        (lambda: small(), "3"),
+        (lambda: nn.DataParallel(small()), "module.3"),
+    ],
+)
+def test_heads_are_found(make, layer):
+    model = make()
+    old = model.get_submodule(layer)
+    new = replace_head(model, 7)
+    assert model.get_submodule(layer) is new is not old
+    assert isinstance(old, type(new))  # timm has a Linear of its own
+    assert new.weight.shape == (7, *old.weight.shape[1:])
+    classes = [getattr(model, "num_classes", None), getattr(getattr(model, "config", None), "num_labels", None)]
+    assert {count for count in classes if count} <= {7}
+
+
+def test_unclear_heads_are_refused():
+    deit = timm.create_model("deit_tiny_distilled_patch16_224")
+    with pytest.raises(CheckpointError, match=r"head, head_dist all look like heads: replace each by its name"):
+        replace_head(deit, 7)
+    assert replace_head(deit, 7, name="head_dist") is deit.head_dist
+    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(CheckpointError, match=r"the last layer, pooler.dense \(Linear\), is not known to be a head"):
+        replace_head(transformers.BertModel(config), 3)
+    with pytest.raises(CheckpointError, match="has no Linear and no convolution to replace"):
+        replace_head(nn.ReLU(), 3)
+    with pytest.raises(CheckpointError, match=r"1 is a BatchNorm2d, not a Linear or Conv2d: name='1' cannot"):
+        replace_head(small(), 3, name="1")
+    with pytest.raises(ValueError, match="num_classes must be a whole number >= 1, got 0"):
+        replace_head(small(), 0)
+
+
+def test_a_new_head_on_old_weights():
+    source = models.resnet18()
+    target = models.resnet18()
+    replace_head(target, 3)
+    with pytest.raises(CheckpointError, match=r"allow_mismatched=\['fc.\*'\]"):
+        load_weights(target, source.state_dict())
+    report = load_weights(target, source.state_dict(), allow_mismatched="fc.*")
+    assert (report.loaded, report.total) == (120, 122)
+
+
+# Comparing
+
+
+def test_verify_leaves_modes_and_random_numbers_alone():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    net[2].eval()
+    before, state = snapshot(net), torch.get_rng_state()
+    assert verify(net, net, torch.randn(3, 4, generator=torch.Generator().manual_seed(0))) == 0
+    assert [part.training for part in net] == [True, True, False]
+    assert unchanged(net, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="the outputs have other shapes"):
+        verify(nn.Linear(4, 2), nn.Linear(4, 3), torch.ones(1, 4))

@@ -1,0 +1,572 @@
+"""`read_checkpoint`: every container, nothing run, and what a file is that is none."""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import enum
+import functools
+import gzip
+import http.server
+import io
+import json
+import pickle
+import random
+import tarfile
+import threading
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_tricks import read_checkpoint, save_weights
+from lightning_tricks.checkpoint_remapping import (
+    CheckpointError,
+    MissingCheckpointError,
+    NotACheckpointError,
+    UnsafeCheckpointError,
+)
+from lightning_tricks.checkpoint_remapping.pickles import read_pickle
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.head = nn.Linear(4, 2).to(torch.bfloat16)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.scale = nn.Parameter(torch.randn(()))
+
+
+def weights():
+    return Net().state_dict()
+
+
+def equal(left, right):
+    assert {name: value.dtype for name, value in left.items()} == {name: value.dtype for name, value in right.items()}
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+class Loss(enum.IntEnum):
+    L1 = 1
+
+
+HONEST = {
+    "root": Path("data"),
+    "options": argparse.Namespace(lr=0.1),
+    "mean": np.ones(3),
+    "lr": np.float64(0.1),
+    "activation": functools.partial(nn.functional.gelu, approximate="tanh"),
+    "loss": nn.CrossEntropyLoss(),
+    "kind": Loss.L1,
+    "begun": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
+    "limit": datetime.timedelta(hours=1),
+    "counts": collections.defaultdict(list, a=[1]),
+    "layer": nn.ReLU,
+}
+PLAIN = {
+    "device": torch.device("cpu"),
+    "dtype": torch.float16,
+    "size": torch.Size([1, 2]),
+    "ordered": collections.OrderedDict(a=1),
+    "numbers": {1, 2.5, 1 + 2j, 10**30},
+    "text": ("ü", b"\xff", bytearray(b"ab"), None, True, frozenset({1})),
+    "count": collections.Counter("aab"),
+}
+
+
+# Containers
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_torch_save(zipped, protocol, mmap):
+    expected = weights()
+    torch.save(expected, "w.pt", _use_new_zipfile_serialization=zipped, pickle_protocol=protocol)
+    found = read_checkpoint("w.pt", mmap=mmap)
+    equal(found.state_dict, expected)
+    assert list(found.state_dict) == list(expected)
+    assert (found.kind, found.placeholders, found.metadata) == ("state_dict", (), {})
+
+
+@pytest.mark.parametrize(
+    "key", ["state_dict", "model", "model_state_dict", "ema", "module", "net", "params_ema", "anything"]
+)
+def test_nested(key):
+    expected = weights()
+    torch.save({"epoch": 3, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, key: expected}, "w.pt")
+    found = read_checkpoint("w.pt")
+    equal(found.state_dict, expected)
+    assert (found.kind, found.key, found.metadata["epoch"]) == ("nested", key, 3)
+    assert key not in found.metadata
+
+
+def test_raw_weights_come_before_averages_and_key_chooses():
+    raw, averaged = weights(), weights()
+    torch.save({"model": raw, "ema": {"shadow": averaged}}, "w.pt")
+    equal(read_checkpoint("w.pt").state_dict, raw)
+    equal(read_checkpoint("w.pt", key="ema.shadow").state_dict, averaged)
+    with pytest.raises(CheckpointError, match=r"key='nope'. It has model, ema.shadow"):
+        read_checkpoint("w.pt", key="nope")
+
+
+def test_several_sets_of_weights_are_not_chosen_among():
+    torch.save({"student": weights(), "teacher": weights()}, "w.pt")
+    with pytest.raises(CheckpointError, match=r"several sets of weights. Choose one with key=: 'student', 'teacher'"):
+        read_checkpoint("w.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickled_module_gives_its_tensors_and_names_its_class(zipped):
+    net = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch before 2.6 looks for the source of classes
+        torch.save(net, "net.pt", _use_new_zipfile_serialization=zipped)
+    found = read_checkpoint("net.pt")
+    equal(found.state_dict, net.state_dict())
+    assert found.kind == "model"
+    assert [part.name for part in found.placeholders] == [f"{Net.__module__}.Net"]
+
+
+def test_torchscript_and_data_parallel_inside_a_dict():
+    net = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.15 deprecates TorchScript
+        torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))).save("script.pt")
+    assert read_checkpoint("script.pt").kind == "torchscript"
+    assert read_checkpoint("script.pt").state_dict["1.running_var"].shape == (3,)
+    torch.save({"model": nn.DataParallel(net), "epoch": 1}, "wrapped.pt")
+    equal(read_checkpoint("wrapped.pt").state_dict, {f"module.{n}": t for n, t in net.state_dict().items()})
+
+
+def test_safetensors_and_shards():
+    expected = weights()
+    save_weights(expected, "w.safetensors", metadata={"author": "us"})
+    found = read_checkpoint("w.safetensors")
+    equal(found.state_dict, expected)
+    assert (found.kind, found.metadata["author"]) == ("safetensors", "us")
+    names = list(expected)
+    save_file({name: expected[name] for name in names[:4]}, "1.safetensors")
+    torch.save({name: expected[name] for name in names[4:]}, "2.bin")
+    places = {name: "1.safetensors" if i < 4 else "2.bin" for i, name in enumerate(names)}
+    Path("model.safetensors.index.json").write_text(json.dumps({"metadata": {"n": 1}, "weight_map": places}))
+    found = read_checkpoint("model.safetensors.index.json")
+    equal(found.state_dict, expected)
+    assert (found.kind, list(found.state_dict)) == ("sharded", names)
+    Path("2.bin").unlink()
+    with pytest.raises(NotACheckpointError, match=r"shard 2.bin is missing beside it"):
+        read_checkpoint("model.safetensors.index.json")
+    Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../1.safetensors"}}))
+    with pytest.raises(NotACheckpointError, match="not a file beside it"):
+        read_checkpoint("model.safetensors.index.json")
+
+
+def test_views_ties_and_other_layouts():
+    base = torch.arange(24.0)
+    special = {
+        "tied": base[:6],
+        "same": base[:6],
+        "strided": base.view(4, 6).t(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(1.5, dtype=torch.float64),
+        "half": torch.ones(3, dtype=torch.float8_e4m3fn),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "with state": _with_attribute(torch.ones(2)),
+    }
+    torch.save(special, "w.pt")
+    found = read_checkpoint("w.pt").state_dict
+    assert found["tied"].data_ptr() == found["same"].data_ptr() == found["strided"].data_ptr()
+    assert found["strided"].stride() == (1, 6)
+    for name, value in special.items():
+        assert torch.equal(found[name].to_dense().to(torch.complex64), value.detach().to_dense().to(torch.complex64))
+        assert type(found[name]) is torch.Tensor
+        assert not found[name].requires_grad
+
+
+def _with_attribute(tensor):
+    tensor.note = "kept by torch.save"
+    return tensor
+
+
+@pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors"])
+def test_map_location(name):
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    if name == "w.safetensors":
+        save_weights(tensors, name)
+    else:
+        torch.save(tensors, name, _use_new_zipfile_serialization=name == "w.pt")
+    asked = []
+    places = {
+        "cpu": "cpu",
+        torch.device("meta"): "meta",
+        "meta": "meta",
+        None: "cpu",
+        lambda storage, place: asked.append((type(storage), place)): "cpu",
+    }
+    for location, device in places.items():
+        found = read_checkpoint(name, map_location=location).state_dict
+        assert {tensor.device.type for tensor in found.values()} == {device}
+        assert found["a"].shape == (2, 3)
+    assert asked == [(torch.UntypedStorage, "cpu")] * 2
+    found = read_checkpoint(name, map_location={"cpu": "meta"}).state_dict
+    assert found["a"].is_meta
+    with pytest.raises(CheckpointError, match=r"tensors for 'cuda:7', which is not there: pass map_location='cpu'"):
+        read_checkpoint(name, map_location="cuda:7")
+
+
+# Never a call, never an import
+
+
+@pytest.mark.trap("checkpoints: honest hyper-parameters are refused by weights_only")
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+def test_honest_values_become_placeholders(protocol):
+    expected = weights()
+    file = {"pytorch-lightning_version": "2.6.0", "state_dict": expected, "hyper_parameters": {**HONEST, **PLAIN}}
+    torch.save(file, "w.ckpt", pickle_protocol=protocol)
+    found = read_checkpoint("w.ckpt")
+    equal(found.state_dict, expected)
+    assert found.kind == "lightning"
+    assert {part.location for part in found.placeholders} == {f"hyper_parameters.{name}" for name in HONEST}
+    names = {part.location.partition(".")[2]: part.name for part in found.placeholders}
+    assert names["root"].startswith("pathlib.")
+    assert names["loss"] == "torch.nn.modules.loss.CrossEntropyLoss"
+    assert {name: found.metadata["hyper_parameters"][name] for name in PLAIN} == PLAIN
+
+
+class Call:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+class Trap:
+    """Its very construction leaves a trace: by BUILD, or by being looked up."""
+
+    def __setstate__(self, state):
+        Path("pwned").touch()
+
+    def __getstate__(self):
+        return {"a": 1}
+
+
+def _instruction(text):
+    """A pickle in protocol 0, by hand, that calls a function by INST, OBJ, REDUCE or through getattr."""
+    return {
+        "INST": b"(S'touch pwned'\nios\nsystem\n.",
+        "OBJ": b"(cos\nsystem\nS'touch pwned'\no.",
+        "REDUCE": b"cos\nsystem\n(S'touch pwned'\ntR.",
+        "nested": b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR(S'touch pwned'\ntR.",
+        "BUILD on a class": b"ccollections\nOrderedDict\n(dS'__init__'\ncos\nsystem\nsb.",
+        "extension": b"\x80\x02\x82\x01.",
+        "dotted": b"\x80\x04\x8c\x07pathlib\x8c\x0aPath.touch\x93\x8c\x05pwned\x85R.",
+        "runpy": b"crunpy\nrun_path\n(S'evil.py'\ntR.",
+        "torch.load": b"ctorch\nload\n(S'evil.pt'\ntR.",
+        "numpy": b"cnumpy.testing._private.utils\nrunstring\n(S'import os'\n}tR.",
+    }[text]
+
+
+@pytest.mark.trap("checkpoints: os.system runs from an address, and with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+@pytest.mark.parametrize("container", ["zip", "legacy", *range(6)])
+@pytest.mark.parametrize("beside_weights", [True, False])
+def test_calls_are_refused(container, beside_weights, monkeypatch):
+    import os
+
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    value = {"state_dict": {"w": [1.0]}, "x": Call(os.system, "touch pwned")}
+    if beside_weights and isinstance(container, str):
+        value["state_dict"] = weights()
+    if isinstance(container, int):
+        Path("evil.pt").write_bytes(pickle.dumps(value, protocol=container))
+    else:
+        torch.save(value, "evil.pt", _use_new_zipfile_serialization=container == "zip")
+    with pytest.raises(UnsafeCheckpointError, match=r"names (posix|nt).system. Nothing of it was run") as error:
+        read_checkpoint("evil.pt")
+    assert "weights_only" not in str(error.value)
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["INST", "OBJ", "REDUCE", "nested", "BUILD on a class", "extension", "dotted", "runpy", "torch.load", "numpy"],
+)
+def test_handmade_pickles_are_refused(how):
+    Path("evil.pkl").write_bytes(_instruction(how))
+    Path("evil.py").write_text("import pathlib; pathlib.Path('pwned').touch()")
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint("evil.pkl")
+    with zipfile.ZipFile("evil.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", _instruction(how))
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint("evil.pt")
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("protocol", range(1, 6))
+def test_unknown_classes_stay_inert(protocol):
+    expected = weights()
+    torch.save({"model": expected, "trap": Trap(), "call": Call(_touch, "pwned")}, "w.pt", pickle_protocol=protocol)
+    found = read_checkpoint("w.pt")
+    equal(found.state_dict, expected)
+    assert [part.name for part in found.placeholders] == [f"{__name__}.Trap", f"{__name__}._touch"]
+    assert not Path("pwned").exists()
+
+
+def _touch(name):
+    Path(name).touch()
+
+
+def test_names_are_not_imported():
+    module = "module_that_leaves_a_trace"
+    Path(f"{module}.py").write_text("import pathlib; pathlib.Path('pwned').touch()")
+    Path("w.pkl").write_bytes(f"c{module}\nThing\n)R.".encode())
+    with pytest.raises(NotACheckpointError, match=f"a pickled {module}.Thing, not a state dict"):
+        read_checkpoint("w.pkl")
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.trap("checkpoints: CVE-2026-58659, _instantiator runs in spite of weights_only=True")
+def test_instantiators_are_refused():
+    hyper_parameters = {"_instantiator": "os.system", "_class_path": "evil.Net"}
+    torch.save({"state_dict": weights(), "hyper_parameters": hyper_parameters}, "w.ckpt")
+    with pytest.raises(UnsafeCheckpointError, match=r"hyper_parameters name 'os.system' as the function"):
+        read_checkpoint("w.ckpt")
+    hyper_parameters["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
+    torch.save({"state_dict": weights(), "hyper_parameters": hyper_parameters}, "w.ckpt")
+    assert read_checkpoint("w.ckpt").metadata["hyper_parameters"] == hyper_parameters
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.sampled_from(range(6)))
+@settings(max_examples=200, deadline=None)
+def test_plain_values_are_those_of_pickle(value, protocol):
+    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol))) == value
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_give_a_checkpoint_error(data):
+    Path("w.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"^w.pt is "):
+        read_checkpoint("w.pt")
+
+
+# What is no checkpoint
+
+
+def _archive():
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("weights.pt"))
+    return file.getvalue()
+
+
+def _npz():
+    file = io.BytesIO()
+    np.savez(file, a=np.ones(3))
+    return file.getvalue()
+
+
+def _zip():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    return file.getvalue()
+
+
+NOT_CHECKPOINTS = [
+    (b"", "an empty file"),
+    (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"),
+    (b"\n  <HTML>", "an HTML page"),
+    (b"<?xml version='1.0'?><Error/>", "an XML document"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-LFS pointer. Run `git lfs pull`"),
+    (b"\x89PNG\r\n\x1a\n0000", "a PNG picture"),
+    (gzip.compress(b"weights"), "a gzip archive. Unpack it"),
+    (_archive(), "a tar archive"),
+    (_npz(), "a NumPy .npz archive"),
+    (_zip(), r"a zip archive without a checkpoint in it \(it holds notes.txt\)"),
+    (b"hello world, this is a readme\n", "a text file, which begins with 'hello world"),
+    (b'{"error": "not found"}', "a JSON file without a weight_map"),
+    (bytes(range(100, 200)), "no format of weights that this reader knows"),
+    (pickle.dumps([1, 2]), "a pickled list, not a state dict"),
+    (pickle.dumps({"epoch": 3}), "a checkpoint without weights: it holds epoch"),
+]
+
+
+@pytest.mark.trap("checkpoints: an HTML page, a git-LFS pointer, ... advise weights_only=False")
+@pytest.mark.parametrize(("data", "words"), NOT_CHECKPOINTS, ids=[words for _, words in NOT_CHECKPOINTS])
+def test_what_it_is(data, words):
+    Path("model.pt").write_bytes(data)
+    with pytest.raises(NotACheckpointError, match=words) as error:
+        read_checkpoint("model.pt")
+    assert "weights_only" not in str(error.value)
+    assert "model.pt" in str(error.value)
+
+
+def test_an_optimizer_alone():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for value in (optimizer.state_dict(), {"optimizer": optimizer.state_dict(), "epoch": 1}):
+        torch.save(value, "w.pt")
+        with pytest.raises(NotACheckpointError, match=r"a checkpoint of an optimizer, without a model's weights"):
+            read_checkpoint("w.pt")
+
+
+def test_directories_and_missing_files():
+    with pytest.raises(MissingCheckpointError, match=r"weights.pth does not exist. Is the path right"):
+        read_checkpoint("weights.pth")
+    torch.save(weights(), "weights.pt")
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'weights.pt'"):
+        read_checkpoint("weights.pth")
+    with pytest.raises(NotACheckpointError, match=r"a directory. Give a file in it, such as weights.pt"):
+        read_checkpoint(".")
+
+
+def test_directories_of_torch_distributed_checkpoint():
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that there is one process
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="sharded")
+    with pytest.raises(NotACheckpointError, match=r"torch.distributed.checkpoint.format_utils dcp_to_torch sharded"):
+        read_checkpoint("sharded")
+    Path("sharded/meta.pt").touch()
+    with pytest.raises(NotACheckpointError, match=r"lightning.pytorch.utilities.consolidate_checkpoint sharded"):
+        read_checkpoint("sharded")
+
+
+@pytest.mark.trap("checkpoints: a truncated file raises miniz's error, an empty one EOFError without a word")
+@pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors", "net.pkl"])
+def test_truncated_at_any_byte(name):
+    if name == "w.safetensors":
+        save_weights(Net(), name)
+    elif name == "net.pkl":
+        Path(name).write_bytes(pickle.dumps({"a": list(range(300)), "b": HONEST["root"]}))
+    else:
+        torch.save(weights(), name, _use_new_zipfile_serialization=name == "w.pt")
+    whole = Path(name).read_bytes()
+    offsets = random.Random(0).sample(range(len(whole)), min(200, len(whole)))
+    for offset in offsets:
+        Path("cut").write_bytes(whole[:offset])
+        with pytest.raises(NotACheckpointError) as error:
+            read_checkpoint("cut")
+        assert "weights_only" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "old.pt", "w.safetensors", "net.pt", "in a sound archive"])
+def test_changed_bytes(name):
+    """Whatever is changed in a file, it is read or refused as a checkpoint; no other error, no call."""
+    file = {"state_dict": weights(), "hyper_parameters": {**HONEST, **PLAIN}}
+    if name == "w.safetensors":
+        save_weights(file["state_dict"], name)
+    else:
+        value = Net() if name == "net.pt" else file
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(value, name, _use_new_zipfile_serialization=name != "old.pt")
+    rng, whole = random.Random(0), Path(name).read_bytes()
+    if name == "in a sound archive":
+        with zipfile.ZipFile(name) as archive:
+            parts = {part: archive.read(part) for part in archive.namelist()}
+        pickled = next(part for part in parts if part.endswith("data.pkl"))
+        whole = parts[pickled]
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            place = rng.randrange(len(data))
+            data[place : place + rng.choice([0, 1, 1, 3])] = rng.randbytes(rng.choice([0, 1, 1, 3]))
+        Path("changed").write_bytes(data)
+        if name == "in a sound archive":
+            with zipfile.ZipFile("changed", "w") as archive:
+                for part, content in {**parts, pickled: bytes(data)}.items():
+                    archive.writestr(part, content)
+        with contextlib.suppress(CheckpointError):
+            read_checkpoint("changed")
+    assert not Path("pwned").exists()
+
+
+def test_tensors_beyond_their_data():
+    """A tensor that claims more than its storage is refused: torch would give it memory that is not its own."""
+    torch.save({"w": torch.ones(4)}, "w.pt")
+    with zipfile.ZipFile("w.pt") as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in parts if name.endswith("data.pkl"))
+    parts[pickled] = parts[pickled].replace(b"K\x04\x85", b"K\x64\x85")
+    with zipfile.ZipFile("w.pt", "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    with pytest.raises(NotACheckpointError, match="a tensor that is larger than its data"):
+        read_checkpoint("w.pt")
+
+
+# Addresses
+
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        data = self.server.pages.get(self.path)
+        self.send_response(200 if data is not None else 404)
+        self.send_header("Content-Length", str(len(data or b"") + 100 * self.path.startswith("/cut")))
+        self.end_headers()
+        self.wfile.write(data or b"")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def address():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server.pages = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.pages, f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_addresses_are_read_as_safely_as_files(address):
+    import os
+
+    pages, root = address
+    expected = weights()
+    torch.save(expected, "w.pt")
+    torch.save({"state_dict": expected, "x": Call(os.system, "touch pwned")}, "evil.pt")
+    pages |= {
+        "/w.pt": Path("w.pt").read_bytes(),
+        "/evil.pt": Path("evil.pt").read_bytes(),
+        "/cut.pt": b"PK",
+        "/": b"<html>",
+    }
+    equal(read_checkpoint(f"{root}/w.pt").state_dict, expected)
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint(f"{root}/evil.pt")
+    with pytest.raises(CheckpointError, match=r"cut.pt"):
+        read_checkpoint(f"{root}/cut.pt")
+    with pytest.raises(NotACheckpointError, match="an HTML page"):
+        read_checkpoint(f"{root}/")
+    with pytest.raises(MissingCheckpointError, match=r"cannot be downloaded: HTTP Error 404"):
+        read_checkpoint(f"{root}/nothing.pt")
+    equal(read_checkpoint(f"file://{Path('w.pt').absolute()}").state_dict, expected)
+    assert not Path("pwned").exists()
