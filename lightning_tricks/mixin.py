@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -26,7 +25,7 @@ import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import module_from_checkpoint, replace_hyperparameter, restricted_classmethod
 from lightning_tricks.checkpoint_remapping import Checkpoint, CheckpointRemapping, load_weights, read_checkpoint
-from lightning_tricks.checkpoint_remapping.resuming import arguments_of, where_it_was
+from lightning_tricks.checkpoint_remapping.resuming import ReadCheckpoint, ReadWeights, arguments_of, where_it_was
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.seeding import isolated_seeding
 
@@ -198,30 +197,21 @@ class TricksMixin(_Base):
             checkpoint = _read(checkpoint_path, map_location)
             rest = arguments_of(cls, checkpoint, kwargs)
             version = {"pytorch-lightning_version": lightning.__version__}
-            raw = {**version, **rest, "state_dict": dict(checkpoint.state_dict)}
-            token = _loading.set(checkpoint)
-            try:
-                module = module_from_checkpoint(cls, raw, strict, kwargs)
-            finally:
-                _loading.reset(token)
+            raw = ReadCheckpoint(checkpoint, {**version, **rest, "state_dict": checkpoint.state_dict})
+            module = module_from_checkpoint(cls, raw, strict, kwargs)
             first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
             return module.to(first.device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load as torch does; inside `load_from_checkpoint`, what `checkpoint_remapping` makes of the file."""
-        checkpoint = _loading.get()
-        if checkpoint is None:
+        if not isinstance(state_dict, ReadWeights):
             return super().load_state_dict(state_dict, *args, **kwargs)
-        token = _loading.set(None)
-        try:
-            remapping = CheckpointRemapping(**_arguments(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
-            options = remapping.options()
-            if not (args[0] if args else kwargs.get("strict", True)):
-                options |= {"allow_missing": "*", "allow_unexpected": "*"}
-            self.load_report = load_weights(self, replace(checkpoint, state_dict=dict(state_dict)), **options)
-        finally:
-            _loading.reset(token)
-        rank_zero_info(f"{type(self).__name__}: loaded {checkpoint.source}. {self.load_report}")
+        remapping = CheckpointRemapping(**_arguments(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
+        options = remapping.options()
+        if not (args[0] if args else kwargs.get("strict", True)):
+            options |= {"allow_missing": "*", "allow_unexpected": "*"}
+        self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)
+        rank_zero_info(f"{type(self).__name__}: loaded {state_dict.origin.source}. {self.load_report}")
         return _IncompatibleKeys([], [])
 
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -279,10 +269,6 @@ class TricksMixin(_Base):
         except RuntimeError:  # no Trainer yet
             return []
         return [c for c in callbacks if not getattr(c, "brought_by_module", False) or c in self._trick_callbacks]
-
-
-# What `load_from_checkpoint` reads, for the `load_state_dict` of the module that it makes
-_loading: ContextVar[Checkpoint | None] = ContextVar("_loading", default=None)
 
 
 def _read(path: str | os.PathLike[str] | IO[bytes], map_location: Any) -> Checkpoint:

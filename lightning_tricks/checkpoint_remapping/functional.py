@@ -85,8 +85,8 @@ def load_weights(
     Args:
         model: Takes the values, in its own precision and on its own devices; on the meta device it takes the tensors.
         path: As in `read_checkpoint`, or what it returned, or tensors by name.
-        rules: `"auto"` finds the mapping (`align`); a list of rules or the path of their YAML file is applied as it is
-            (`remap_keys`); None takes the names as they are.
+        rules: `"auto"` finds the mapping (`align`); a list of rules, `"wrappers"` or the path of a YAML file of rules
+            is applied as it is (`remap_keys`); None takes the names as they are.
         submodule: The part of the model that takes them, such as `"backbone"`.
         allow_missing: Patterns (a glob, or `re:` and a regular expression) of names of the model that may be missing.
         allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over.
@@ -172,6 +172,8 @@ def plan_loading(
     notes: list[str] = []
     own = _own_tensors(module)
     if rules != "auto":
+        if rules == "wrappers":
+            rules = ["wrappers"]
         chosen = read_rules(rules) if isinstance(rules, str | os.PathLike) else rules or []
         remapped = remap_keys(tensors, chosen)
         notes += [f"the rule {rule} matched nothing" for rule in remapped.unmatched]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,32 @@ def checkpoint_for(
         )
     fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
     return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
+
+
+class ReadWeights(dict[str, Any]):
+    """The weights of a checkpoint that was read safely, told from all other state dicts by their type."""
+
+    def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
+        super().__init__(weights)
+        self.origin = origin
+
+    def as_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with these weights, as hooks of the module may have changed them."""
+        return replace(self.origin, state_dict=dict(self))
+
+
+class ReadCheckpoint(dict[str, Any]):
+    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `ReadWeights`."""
+
+    def __init__(self, origin: Checkpoint, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.origin = origin
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if name == "state_dict" and not isinstance(value, ReadWeights):
+            value = self[name] = ReadWeights(self.origin, value)
+        return value
 
 
 def arguments_of(module: type[LightningModule], checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:

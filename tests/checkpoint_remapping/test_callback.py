@@ -380,6 +380,26 @@ def test_hparams_file_and_loading_hooks():
     assert verify(module.net, loaded.net, torch.ones(1, 3)) == 0
 
 
+def test_what_a_constructor_loads_is_its_own_affair():
+    teacher = Lit()
+
+    class Student(Lit):
+        def __init__(self, width=4, root="data", tricks=None):
+            super().__init__(width, root, tricks)
+            self.teacher = Lit()
+            self.teacher.load_state_dict(teacher.state_dict())
+            self.first = Lit.load_from_checkpoint("teacher.ckpt")
+
+    saved(teacher, "teacher.ckpt")
+    student = Student()
+    torch.save({"state_dict": {**student.state_dict(), "teacher.net.bias": torch.ones(4)}}, "student.ckpt")
+    loaded = Student.load_from_checkpoint("student.ckpt")
+    assert torch.equal(loaded.teacher.net.bias, torch.ones(4))
+    assert weights_equal(loaded.first, teacher)
+    assert loaded.load_report.loaded == 6
+    assert loaded.first.load_report.loaded == 2
+
+
 def test_loaded_tensors_do_not_hang_on_the_file():
     module = Lit()
     path = saved(module)
