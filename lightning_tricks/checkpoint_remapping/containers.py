@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -107,9 +108,14 @@ class _Storages:
             self.known[key] = restore(read(), location, self.map_location)
         return _Typed(self.known[key], dtype)
 
+    @property
+    def length(self) -> int:
+        """Of the file, in bytes."""
+        return self.path.stat().st_size
+
     def part(self, start: int, size: int) -> torch.UntypedStorage:
         """Return `size` bytes of the file from `start`."""
-        length = self.path.stat().st_size
+        length = self.length
         if start + size > length:
             raise NotACheckpointError(f"cut off: it has {length:,} bytes of at least {start + size:,}. {_AGAIN}")
         if self.on_meta:
@@ -118,15 +124,34 @@ class _Storages:
             whole = torch.UntypedStorage.from_file(str(self.path), False, length)
             return cast(torch.UntypedStorage, whole[start : start + size])
         storage = torch.UntypedStorage(size)
-        with self.path.open("rb") as stream:
+        with self.open() as stream:
             stream.seek(start)
             if size and stream.readinto(_bytes_of(storage)) != size:
                 raise NotACheckpointError(f"cut off. {_AGAIN}")
         return storage
 
+    def open(self) -> io.BufferedIOBase:
+        """Open the file."""
+        return self.path.open("rb")
+
     @property
     def on_meta(self) -> bool:
         return str(self.map_location) == "meta"
+
+
+class _StoragesInside(_Storages):
+    """The storages of a file inside of a file."""
+
+    def __init__(self, data: bytes, map_location: MapLocation) -> None:
+        super().__init__(Path(), map_location, mmap=False)
+        self.data = data
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+    def open(self) -> io.BufferedIOBase:
+        return io.BytesIO(self.data)
 
 
 def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
@@ -303,8 +328,16 @@ def _record(archive: zipfile.ZipFile, name: str, size: int, storages: _Storages)
 
 def _read_pickles(path: Path, storages: _Storages, head: bytes) -> tuple[Any, str, dict[str, str]]:
     with path.open("rb") as stream:
+
+        def storage_inside(data: bytes) -> Any:
+            """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
+            inside = io.BytesIO(data)
+            if read_pickle(inside) != _LEGACY_MAGIC:
+                raise NotACheckpointError("a checkpoint with a broken tensor.")
+            return _read_legacy(inside, _StoragesInside(data, storages.map_location))[0]
+
         try:
-            first = read_pickle(stream, _TENSORS)
+            first = read_pickle(stream, {**_TENSORS, "torch.storage._load_from_bytes": storage_inside})
             return (first, "pickle", {}) if first != _LEGACY_MAGIC else _read_legacy(stream, storages)
         except NotACheckpointError as error:
             if head[:1] == b"\x80" and head[1:2] <= b"\x05":
@@ -344,7 +377,7 @@ def _read_legacy(stream: IO[bytes], storages: _Storages) -> tuple[Any, str, dict
         places[str(key)] = stream.tell(), size
         storages.part(*places[str(key)]) if size < 0 else stream.seek(size, os.SEEK_CUR)
     end = stream.tell()
-    if end > storages.path.stat().st_size:
+    if end > storages.length:
         raise NotACheckpointError("a checkpoint that is cut off")
 
     def persistent(identifier: Any) -> Any:

@@ -97,6 +97,19 @@ def test_torch_save(zipped, protocol, mmap):
     assert (found.kind, found.placeholders, found.metadata) == ("state_dict", (), {})
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_plain_pickle(protocol):
+    """`pickle.dump` keeps each storage as a whole file of `torch.save`."""
+    expected = weights()
+    Path("w.pkl").write_bytes(pickle.dumps({"model": expected}, protocol=protocol))
+    equal(read_checkpoint("w.pkl").state_dict, expected)
+    assert read_checkpoint("w.pkl", map_location="meta").state_dict["scale"].is_meta
+    Path("evil.pkl").write_bytes(pickle.dumps(Call(torch.storage._load_from_bytes, _instruction("REDUCE"))))
+    with pytest.raises(UnsafeCheckpointError):
+        read_checkpoint("evil.pkl")
+    assert not Path("pwned").exists()
+
+
 @pytest.mark.parametrize(
     "key", ["state_dict", "model", "model_state_dict", "ema", "module", "net", "params_ema", "anything"]
 )
