@@ -116,6 +116,8 @@ class _Storages:
     def part(self, start: int, size: int) -> torch.UntypedStorage:
         """Return `size` bytes of the file from `start`."""
         length = self.length
+        if start < 0 or size < 0:
+            raise NotACheckpointError("a checkpoint with a broken tensor.")
         if start + size > length:
             raise NotACheckpointError(f"cut off: it has {length:,} bytes of at least {start + size:,}. {_AGAIN}")
         if self.on_meta:

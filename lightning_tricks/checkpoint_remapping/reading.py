@@ -86,7 +86,7 @@ def read_checkpoint(
 
 
 # What comes of bytes that mean nothing: offsets beyond the file, names that are no text, a list where a dict should be
-_BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError)
+_BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def _read(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
@@ -109,7 +109,7 @@ def _read(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str
     except CheckpointError as error:
         raise type(error)(f"{name} is {error}") from error
     except _BROKEN as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
             raise
         raise NotACheckpointError(f"{name} is broken or cut off ({error}). Download it again.") from error
     rest = _without(value, found) if isinstance(value, dict) and found else {}
