@@ -27,9 +27,10 @@ class CheckpointRemapping(TrickCallback):
     """Let the Trainer take weights of any file and any names, and nothing that runs code.
 
     With `path`, its weights are loaded before training starts: rank zero reads, the others receive, sharded parameters
-    get their shards. A fit that resumes (`ckpt_path=`), or goes on, is left alone. With and without `path`,
-    `fit/validate/test/predict(ckpt_path=...)` accept foreign, prefixed and safetensors files, read as `read_checkpoint`
-    reads them. Foreign weights given to `fit(ckpt_path=)` start at step 0 with fresh optimizers, which is said.
+    get their shards. A fit that resumes (`ckpt_path=`) or goes on is left alone, and so is a module of `TricksMixin`
+    that comes from `load_from_checkpoint`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept
+    foreign, prefixed and safetensors files, read as `read_checkpoint` reads them. Foreign weights given to
+    `fit(ckpt_path=)` start at step 0 with fresh optimizers, which is said.
 
     Args:
         path: A file or an address, as in `read_checkpoint`.
@@ -112,6 +113,11 @@ class CheckpointRemapping(TrickCallback):
             return
         if trainer.ckpt_path is not None:
             rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded, the fit resumes from {trainer.ckpt_path}.")
+            return
+        if self.brought_by_module and getattr(pl_module, "load_report", None) is not None:
+            rank_zero_info(
+                f"CheckpointRemapping: {self.path} is not loaded, the module comes from load_from_checkpoint."
+            )
             return
         try:
             module = pl_module.get_submodule(self.submodule or "")

@@ -400,6 +400,23 @@ def test_what_a_constructor_loads_is_its_own_affair():
     assert loaded.first.load_report.loaded == 2
 
 
+def test_a_module_from_a_checkpoint_keeps_its_weights(lightning_log):
+    pretrained = Lit()
+    save_weights(pretrained, "pretrained.pt")
+    starts = []
+
+    class Watched(Lit):
+        def on_train_start(self):
+            starts.append(weights_equal(self, pretrained))
+
+    trainer(max_steps=1).fit(module := Watched(tricks=Tricks(checkpoint_remapping="pretrained.pt")), loader())
+    fitter = trainer(max_steps=1)
+    fitter.fit(Watched.load_from_checkpoint(saved(module, "tuned.ckpt")), loader())
+    assert starts[0]
+    assert not starts[-1]
+    assert any("the module comes from load_from_checkpoint" in line for _, line in lightning_log)
+
+
 def test_loaded_tensors_do_not_hang_on_the_file():
     module = Lit()
     path = saved(module)
