@@ -254,13 +254,7 @@ def _match_names(
     as_they_are = by_name or all(ours.get(name) == shape for name, shape in theirs.items())
     (source, target), rivals = (("", ""), []) if as_they_are else _best_prefixes(ours, theirs)
     reason = "the same name" if not source + target else f"the same name, with {source or target!r} in front"
-    pairs = [
-        (name, other)
-        for name in ours
-        if name.startswith(source)
-        and (other := _joined(target, name[len(source) :].removeprefix(".") if source else name)) in theirs
-        and (not source or name[len(source) : len(source) + 1] == ".")
-    ]
+    pairs = [(name, other) for name in ours if (other := _moved(name, source, target)) in theirs]
     same = [(name, other) for name, other in pairs if ours[name] == theirs[other]]
     found = Matching([Match((name,), (other,), reason=reason) for name, other in same])
     if rivals:
@@ -272,8 +266,12 @@ def _match_names(
     return found, (source, target), wrong
 
 
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def _moved(name: str, source: str, target: str) -> str:
+    """Return a name with one prefix instead of another; empty where it has not the first."""
+    if source and not name.startswith(f"{source}."):
+        return ""
+    rest = name[len(source) + 1 :] if source else name
+    return f"{target}.{rest}" if target else rest
 
 
 def _best_prefixes(

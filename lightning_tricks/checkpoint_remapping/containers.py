@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -108,6 +109,11 @@ class _Storages:
             self.known[key] = restore(read(), location, self.map_location)
         return _Typed(self.known[key], dtype)
 
+    @cached_property
+    def mapped(self) -> torch.UntypedStorage:
+        """The whole file, mapped once; its storages are parts of it."""
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(self.path), False, self.length))
+
     @property
     def length(self) -> int:
         """Of the file, in bytes."""
@@ -123,8 +129,7 @@ class _Storages:
         if self.on_meta:
             return torch.UntypedStorage(size, device="meta")
         if self.mmap and size and start % 16 == 0:
-            whole = torch.UntypedStorage.from_file(str(self.path), False, length)
-            return cast(torch.UntypedStorage, whole[start : start + size])
+            return cast(torch.UntypedStorage, self.mapped[start : start + size])
         storage = torch.UntypedStorage(size)
         with self.open() as stream:
             stream.seek(start)

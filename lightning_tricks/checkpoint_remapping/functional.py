@@ -125,13 +125,17 @@ def load_weights(
         key=key,
     )
     own = module.state_dict()
-    to_meta = {name: tensor for name, tensor in plan.tensors.items() if is_on_meta(own.get(name))}
-    for tensors, assigned in ((to_meta, assign is not False), (plan.tensors, bool(assign))):
-        some = {name: tensor for name, tensor in tensors.items() if assigned or name not in to_meta}
-        if assigned:
-            some = {name: _like(tensor, own.get(name)) for name, tensor in some.items()}
-        if some:
-            _load(module, some, assigned)
+    assigned: dict[str, Any] = {}
+    copied: dict[str, Any] = {}
+    for name, tensor in plan.tensors.items():
+        valueless = is_on_meta(own.get(name))
+        if assign or (valueless and assign is None):
+            assigned[name] = _like(tensor, own.get(name))
+        elif not valueless:
+            copied[name] = tensor
+    for tensors in (assigned, copied):
+        if tensors:
+            _load(module, tensors, assign=tensors is assigned)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
     if not left:
         return plan.report

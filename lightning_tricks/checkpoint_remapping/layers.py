@@ -36,6 +36,11 @@ class Layer:
         """Which tensors it has, with how many dimensions, and in which order their elements are."""
         return (*((leaf, len(size)) for leaf, size in self.sizes), order_of_elements(self.path))
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What two layers that could be each other's have in common."""
+        return self.kind, self.sizes
+
     @cached_property
     def has_matrix(self) -> bool:
         """Whether it is more than vectors."""
@@ -158,12 +163,12 @@ def find_transposed(layers: list[Layer]) -> None:
             del layer.sizes
 
 
-def are_alike(one: Layer, other: Layer) -> bool:
-    """Whether two layers have the same kind and sizes."""
-    return one.kind == other.kind and one.sizes == other.sizes
+def rise_in_number(layers: list[Layer]) -> bool:
+    """Whether the paths of layers say in which order they come."""
+    return all(_are_counted(one, other) for one, other in pairwise(layers))
 
 
-def are_counted(first: Layer, second: Layer) -> bool:
+def _are_counted(first: Layer, second: Layer) -> bool:
     """Whether two paths first differ in two numbers, or letters from a to h, in rising order."""
     for one, other in zip(_split(first), _split(second), strict=False):
         if one != other:

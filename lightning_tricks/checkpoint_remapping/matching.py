@@ -13,12 +13,12 @@ from lightning_tricks.checkpoint_remapping.layers import (
     Layer,
     Pairs,
     Shape,
-    are_counted,
     find_transposed,
     fuse_triples,
     is_ordered,
     layers_of,
     number_naturally,
+    rise_in_number,
 )
 from lightning_tricks.checkpoint_remapping.surroundings import Surroundings
 
@@ -88,7 +88,7 @@ def match_by_structure(source: Mapping[str, Shape], target: Mapping[str, Shape])
         theirs.remove(other)
     found.undecided = [
         ([layer.path for layer in mine], [layer.path for layer in yours])
-        for mine, yours in _classes(ours, theirs, lambda layer: (layer.kind, layer.sizes))
+        for mine, yours in _classes(ours, theirs, lambda layer: layer.form)
     ]
     return found
 
@@ -145,7 +145,7 @@ def _by_words(ours: list[Layer], theirs: list[Layer]) -> Pairs:
 
 def _by_exclusion(ours: list[Layer], theirs: list[Layer]) -> Pairs:
     """Pair the last layers left where no two are alike, unless they are square matrices, which fit easily."""
-    classes = _classes(ours, theirs, lambda layer: (layer.kind, layer.sizes))
+    classes = _classes(ours, theirs, lambda layer: layer.form)
     if len(classes) != len(ours) or len(classes) != len(theirs):
         return []
     left = [(mine[0], yours[0]) for mine, yours in classes]
@@ -216,11 +216,11 @@ def _is_telling(layer: Layer) -> bool:
 
 def _by_order(ours: list[Layer], theirs: list[Layer]) -> Pairs:
     """Pair layers of one size in order, where numbers say on both sides which comes first."""
-    for mine, yours in _classes(ours, theirs, lambda layer: (layer.kind, layer.sizes)):
+    for mine, yours in _classes(ours, theirs, lambda layer: layer.form):
         if len(mine) != len(yours) or len(mine) == 1:
             continue
         mine, yours = (sorted(layers, key=lambda layer: layer.position) for layers in (mine, yours))
-        if all(are_counted(*layers[i : i + 2]) for layers in (mine, yours) for i in range(len(layers) - 1)):
+        if rise_in_number(mine) and rise_in_number(yours):
             for one, other in zip(mine, yours, strict=True):
                 yield one, other, "numbered in the same order"
 
@@ -237,18 +237,18 @@ def _by_flattening(ours: list[Layer], theirs: list[Layer]) -> Pairs:
     for mine, yours in _classes(ours, theirs, key):
         if len(mine) == len(yours) == 1:
             shapes = sorted((layer[0].leaves["weight"][1] for layer in (mine, yours)), key=len)
-            if (
-                len(shapes[0]) == 2 and len(shapes[1]) == 4 and shapes[1][1] > 4
-            ):  # an image's own channels are ordered variously
+            # an image's own channels, of which there are few, are ordered variously
+            if list(map(len, shapes)) == [2, 4] and shapes[1][1] > 4:
                 yield mine[0], yours[0], "a linear layer on flattened features is this convolution"
 
 
 def resized(source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[tuple[str, str]]:
     """Return pairs of names whose tensors differ in one size alone, such as a head for another number of classes."""
     pairs: list[tuple[str, str]] = []
-    for layer in layers_of(source):
-        fitting = [other for other in layers_of(target) if _is_resized(layer, other)]
-        rivals = [other for other in layers_of(source) for theirs in fitting[:1] if _is_resized(other, theirs)]
+    ours, theirs = layers_of(source), layers_of(target)
+    for layer in ours:
+        fitting = [other for other in theirs if _is_resized(layer, other)]
+        rivals = [other for other in ours for match in fitting[:1] if _is_resized(other, match)]
         if len(fitting) == len(rivals) == 1:
             pairs += [(names[0], fitting[0].leaves[leaf][0][0]) for leaf, (names, _) in layer.leaves.items()]
     return pairs

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ class Rule:
             raise ValueError(f"{self}: sizes must name one size for each target.")
         for text in _texts(self.source):
             expression = _expression(text)
-            stars = sum(part.count("*") for part in _texts(self.target)) if not text.startswith("re:") else 0
-            if stars and any(part.count("*") > expression.groups for part in _texts(self.target)):
+            starred = any(part.count("*") > expression.groups for part in _texts(self.target))
+            if starred and not text.startswith("re:"):
                 raise ValueError(f"{self}: the target has more '*' than the source.")
 
     def __str__(self) -> str:
@@ -206,12 +207,17 @@ def _step(rule: Any) -> Any:
     raise TypeError(f"a rule must be a Rule, a dict, a pair (source, target) or 'wrappers', got {rule!r}.")
 
 
+def _is_pattern(source: str) -> bool:
+    return source.startswith("re:") or re.search(r"[*?[]", source) is not None
+
+
+@lru_cache(maxsize=4096)
 def _expression(source: str) -> re.Pattern[str]:
     """Return what finds the part of a name that a rule replaces."""
     try:
         if source.startswith("re:"):
             return re.compile(source[3:])
-        if re.search(r"[*?[]", source):
+        if _is_pattern(source):
             stars = [translate(part)[:-2].removeprefix("(?s:").removesuffix(")") for part in source.split("*")]
             return re.compile("^(?:" + "(.*)".join(stars) + r")\Z", re.DOTALL)
         return re.compile("^" + re.escape(source) + ("" if source.endswith(".") else r"(?=\.|\Z)"))
@@ -224,12 +230,10 @@ class _Step:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.patterns: list[tuple[int, Rule, re.Pattern[str]]] = []
-        self.names: dict[
-            str, tuple[int, Rule]
-        ] = {}  # sources that are names or their beginnings, found without a search
+        self.names: dict[str, tuple[int, Rule]] = {}  # names and their beginnings need no search
         for position, rule in enumerate(rules):
             for source in _texts(rule.source):
-                if source.startswith("re:") or re.search(r"[*?[]", source):
+                if _is_pattern(source):
                     self.patterns.append((position, rule, _expression(source)))
                 else:
                     self.names.setdefault(source, (position, rule))

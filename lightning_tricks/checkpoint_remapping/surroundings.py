@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.layers import Layer, Pairs, are_alike, are_counted
+from lightning_tricks.checkpoint_remapping.layers import Layer, Pairs, rise_in_number
 
 
 class Surroundings:
@@ -27,7 +27,7 @@ class Surroundings:
         left, right = set(ours), set(theirs)
         for convolution, layer in self.norms[0].items():
             other = self.norms[1].get(self.partner[convolution]) if convolution in self.partner else None
-            if other is not None and layer in left and other in right and are_alike(layer, other):
+            if other is not None and layer in left and other in right and layer.form == other.form:
                 right.remove(other)
                 yield layer, other, "the norm of the same convolution"
 
@@ -44,7 +44,7 @@ class Surroundings:
                     break
             else:
                 continue
-            mine = [other for other in self.below[0][ancestor] if other in left and are_alike(layer, other)]
+            mine = [other for other in self.below[0][ancestor] if other in left and layer.form == other.form]
             yours = self._left_in_container_of(partners, layer, right)
             if not mine or len(mine) != len(yours):
                 continue
@@ -65,15 +65,14 @@ class Surroundings:
         for container in _ancestors(partners[0]):
             inside = self.below[1][container]
             if set(partners) <= set(inside) <= right | set(partners):
-                fitting = [other for other in inside if other in right and are_alike(layer, other)]
+                fitting = [other for other in inside if other in right and layer.form == other.form]
                 if fitting:
                     return fitting
         return []
 
     @staticmethod
     def _comes_in_order(layers: list[Layer], ordered: bool) -> bool:
-        layers = sorted(layers, key=lambda layer: layer.position)
-        return ordered or all(are_counted(one, other) for one, other in pairwise(layers))
+        return ordered or rise_in_number(sorted(layers, key=lambda layer: layer.position))
 
 
 def _norms_of(layers: list[Layer], ordered: bool) -> dict[Layer, Layer]:
