@@ -22,8 +22,22 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping import clip_grad_value_ as clip_grad_value_
+    from lightning_tricks.images import ImageLogger as ImageLogger
+    from lightning_tricks.images import denormalize as denormalize
+    from lightning_tricks.images import image_grid as image_grid
+    from lightning_tricks.images import to_numpy as to_numpy
+    from lightning_tricks.images import to_pil as to_pil
+    from lightning_tricks.images import to_tensor as to_tensor
     from lightning_tricks.lr_schedules import OptimizerSpec as OptimizerSpec
     from lightning_tricks.lr_schedules import ScheduleSpec as ScheduleSpec
+    from lightning_tricks.metrics import MetricsMonitor as MetricsMonitor
+    from lightning_tricks.metrics import MetricSuite as MetricSuite
+    from lightning_tricks.metrics import binary_metrics as binary_metrics
+    from lightning_tricks.metrics import multiclass_metrics as multiclass_metrics
+    from lightning_tricks.metrics import multilabel_metrics as multilabel_metrics
+    from lightning_tricks.metrics import regression_metrics as regression_metrics
+    from lightning_tricks.metrics import retrieval_metrics as retrieval_metrics
+    from lightning_tricks.metrics import segmentation_metrics as segmentation_metrics
     from lightning_tricks.mixin import Tricks as Tricks
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.model_report import ModelReport as ModelReport
@@ -57,7 +71,18 @@ __getattr__, __dir__, __all__ = lazy_names(
             "clip_grad_norm_",
             "clip_grad_value_",
         ),
+        "images": ("ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
         "lr_schedules": ("OptimizerSpec", "ScheduleSpec"),
+        "metrics": (
+            "MetricSuite",
+            "MetricsMonitor",
+            "binary_metrics",
+            "multiclass_metrics",
+            "multilabel_metrics",
+            "regression_metrics",
+            "retrieval_metrics",
+            "segmentation_metrics",
+        ),
         "mixin": ("Tricks", "TricksMixin"),
         "model_report": ("ModelReport", "summarize_model"),
         "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),

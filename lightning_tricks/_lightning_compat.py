@@ -9,6 +9,7 @@ from packaging.version import Version
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ThroughputMonitor
+    from torch import Tensor
 
 
 def logs_at_this_step(trainer: Trainer) -> bool:
@@ -69,6 +70,42 @@ def forget_module_flops(monitor: ThroughputMonitor) -> None:
     """Make a ThroughputMonitor look again whether the module has `flops_per_batch`; before 2.6 it always looks."""
     if hasattr(monitor, "_module_has_flops"):
         monitor._module_has_flops = None
+
+
+def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> None:
+    """Log a value of an epoch that is the same on all ranks, from a callback's hook at the epoch's end.
+
+    `LightningModule.log` would take it for another part of what the module logs under this name in the same hook, and
+    would warn that it is not synchronised, or synchronise it, with a rounding error.
+    """
+    try:
+        results: Any = trainer._results
+        known = results.get(f"{source}.{name}")
+        if known is not None and known.value.device == value.device:
+            results.update_metrics(f"{source}.{name}", value, 1)  # a tenth of the time
+        else:
+            results.log(
+                source, name, value, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True
+            )
+    except (AttributeError, TypeError) as error:
+        raise _unknown_lightning(f"logging by {source}", error) from error
+
+
+def names_logged_by_module(trainer: Trainer, source: str) -> set[str]:
+    """Return what was logged in this stage, but not by `log_epoch_value` of `source`."""
+    try:
+        logged = [item.meta for item in trainer._results.values() if not item.has_reset]  # type: ignore[union-attr]
+        return {meta.name for meta in logged if meta.fx != source}
+    except AttributeError as error:
+        raise _unknown_lightning(f"logging by {source}", error) from error
+
+
+def evaluation_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of the validation or test that runs; in `validate`, `val_dataloaders` are the last fit's."""
+    try:
+        return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
+    except AttributeError as error:
+        raise _unknown_lightning("MetricsMonitor on several ranks", error) from error
 
 
 def module_from_checkpoint(

@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
-from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks
 from lightning_tricks.mixin import Tricks, TricksMixin
@@ -91,31 +90,22 @@ class DigitsClassifier(TricksMixin, LightningModule):
             nn.Dropout(0.2),
             nn.Linear(64, 10),
         )
-        self.loss = nn.CrossEntropyLoss()
-        self.val_accuracy = MulticlassAccuracy(10, average="micro")
-        self.test_accuracy = MulticlassAccuracy(10, average="micro")
+        self.loss = nn.CrossEntropyLoss(reduction="none")
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the cross-entropy of a batch of images (n, 1, 8, 8) and labels (n,)."""
-        images, labels = batch
-        loss: Tensor = self.loss(self.net(images), labels)
-        self.log("train/loss", loss)
-        return loss
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Measure a batch of images (n, 1, 8, 8) and labels (n,), and log its loss."""
+        outputs = self.validation_step(batch, batch_idx)
+        outputs["loss"] = outputs["loss"].mean()
+        self.log("train/loss", outputs["loss"])
+        return outputs
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
-        self._evaluate(batch, "val", self.val_accuracy)
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
-        self._evaluate(batch, "test", self.test_accuracy)
-
-    def _evaluate(self, batch: list[Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the cross-entropy of each image, the scores and the labels."""
         images, labels = batch
         scores = self.net(images)
-        accuracy(scores, labels)
-        self.log(f"{stage}/loss", self.loss(scores, labels), on_epoch=True, sync_dist=True, batch_size=len(labels))
-        self.log(f"{stage}/acc", accuracy, on_epoch=True)
+        return {"loss": self.loss(scores, labels), "preds": scores, "target": labels}
+
+    test_step = validation_step
 
 
 def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Trainer, Tricks]:

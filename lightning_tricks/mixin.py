@@ -59,6 +59,8 @@ class Tricks:
     )
     flops: dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
     model_report: str | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
+    metrics: dict[str, Any] | None = field(default=None, metadata={"callback": "MetricsMonitor"})
+    images: int | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
     optimizer: OptimizerSpec | None = None
     schedule: ScheduleSpec | None = None
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.contract.case import Case
 from tests.contract.lab import EvaluatedNet, HostReads, Lab, Net, Setting, attributes, same, traces, twins
 
-_BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name is stored with an underscore
+_BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name, or a property's, is stored with an underscore
 _LARGEST_PICKLE = 16_384
 
 Check = Callable[..., None]
@@ -53,7 +53,8 @@ def signature(case: Case, lab: Lab) -> None:
 
 def assert_stores(callback: Any, given: dict[str, Any]) -> None:
     for name, value in given.items():
-        stored = vars(callback).get(f"_{name}" if name in _BOUND_BY_LIGHTNING else name, "nothing")
+        taken = name in _BOUND_BY_LIGHTNING or isinstance(getattr(type(callback), name, None), property)
+        stored = vars(callback).get(f"_{name}" if taken else name, "nothing")
         assert stored == value, f"{name}={value!r} is stored as {stored!r}"
 
 

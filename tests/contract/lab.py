@@ -88,14 +88,15 @@ class Net(LightningModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        scores = self.net(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
         if not self.automatic_optimization:
             for optimizer in self.optimizers():
                 optimizer.zero_grad()
             self.manual_backward(loss)
             for optimizer in self.optimizers():
                 optimizer.step()
-        return loss
+        return {"loss": loss, "preds": scores, "target": batch[1]}
 
     def configure_optimizers(self):
         parameters = list(self.parameters())
@@ -356,7 +357,9 @@ class EvaluatedNet(Net):
     """A net that is validated and tested as well."""
 
     def evaluate(self, batch, batch_idx):
-        self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        scores = self.net(batch[0])
+        self.log("loss", nn.functional.cross_entropy(scores, batch[1]))
+        return {"preds": scores, "target": batch[1]}
 
     validation_step = test_step = evaluate
 

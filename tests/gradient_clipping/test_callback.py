@@ -266,7 +266,7 @@ def test_reads_the_host_only_when_the_logger_does():
 
 class _PoisonsItsLoss(Net):
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)["loss"]
         return loss * math.nan if batch_idx == 3 and self.global_rank == 1 else loss
 
 

@@ -249,7 +249,7 @@ def test_raises_once_the_scaler_is_at_its_end(lab):
 
 class _Broken(Net):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * math.nan
+        return super().training_step(batch, batch_idx)["loss"] * math.nan
 
 
 def test_refuses_to_skip_lbfgs(lab):

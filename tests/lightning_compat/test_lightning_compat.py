@@ -117,3 +117,55 @@ def test_module_from_checkpoint():
         pytest.raises(RuntimeError, match="load_from_checkpoint does"),
     ):
         compat.module_from_checkpoint(Net, checkpoint, None, {})
+
+
+class _LogsAtTheEnd(lightning.pytorch.Callback):
+    def __init__(self):
+        self.by_module = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.by_module.append(compat.names_logged_by_module(trainer, "Trick"))
+        compat.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
+        compat.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
+
+
+class _LogsToo(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("own", 3.0, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("both", 2.0)
+
+
+def test_log_epoch_value_and_names_logged_by_module():
+    logs = _LogsAtTheEnd()
+    trainer = Trainer(max_epochs=3, callbacks=[logs], **QUIET)
+    trainer.fit(_LogsToo(), loader())
+    assert trainer.callback_metrics == {"own": 3.0, "value": 2.0, "both": 2.0}  # the module comes last
+    assert logs.by_module == [{"own"}] * 3
+
+
+def test_evaluation_loaders():
+    seen = {}
+
+    class Look(lightning.pytorch.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            seen["val"] = [item.batch_size for item in compat.evaluation_loaders(trainer)]
+
+        def on_test_start(self, trainer, pl_module):
+            seen["test"] = [item.batch_size for item in compat.evaluation_loaders(trainer)]
+
+    class Evaluated(Net):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
+        test_step = validation_step
+
+    trainer = Trainer(max_epochs=1, callbacks=[Look()], **QUIET)
+    trainer.fit(Evaluated(), loader(), [DataLoader(digits(), 2), DataLoader(digits(), 3)])
+    assert seen["val"] == [2, 3]
+    trainer.validate(Evaluated(), DataLoader(digits(), 5), verbose=False)
+    assert seen["val"] == [5]
+    trainer.test(Evaluated(), DataLoader(digits(), 6), verbose=False)
+    assert seen["test"] == [6]

@@ -1,0 +1,36 @@
+"""Images: tensors, PIL images and arrays into each other, grids, and the most confident mistakes in the loggers.
+
+When to use it: to look at what goes into a model and what it makes of it.
+
+What the usual snippets get wrong: `(tensor * 255).byte()` cuts off, so that pixels lose a step on the way through
+floats; an array with negative strides (`array[::-1]`) is refused by `torch.from_numpy`; a normalized image, an image of
+0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here a type, a shape or a range that
+no image has is named, with the remedy.
+
+Other conversions of the old snippets are one call of torch each and have no wrapper here: `tensor.float()`,
+`tensor.long()`, `tensor.cpu()`, `tensor.cuda()`, `tensor.type_as(other)`, `torch.from_numpy(array)` (which shares its
+memory) and `tensor.numpy()` (likewise); `torch.Tensor(array)` is not among them, since it always makes floats.
+
+Caveats: PIL images of mode "I" and "F" do not say what is white, and are refused. Arrays come as (H, W, C) also with
+one channel.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.images.callback import ImageLogger as ImageLogger
+    from lightning_tricks.images.functional import denormalize as denormalize
+    from lightning_tricks.images.functional import image_grid as image_grid
+    from lightning_tricks.images.functional import to_numpy as to_numpy
+    from lightning_tricks.images.functional import to_pil as to_pil
+    from lightning_tricks.images.functional import to_tensor as to_tensor
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "callback": ("ImageLogger",),
+        "functional": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
+    },
+)

@@ -1,0 +1,259 @@
+"""The Lightning shell of the images room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.pictures import log_picture, take_pictures
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks.images.functional import denormalize, image_grid, to_tensor
+from lightning_tricks.images.ranking import Samples, judged, together
+
+_STAGES = ("train", "val", "test")
+
+
+class ImageLogger(TrickCallback):
+    """Show the loggers a grid of inputs with predicted and true labels, the most confident mistakes first.
+
+    The steps return `{"preds": ..., "target": ...}`, as for `MetricsMonitor`; the images are the batch's first tensor
+    of shape (N, C, H, W), of floats in [0, 1] once they are denormalized, or of uint8. Mistakes are captioned in red.
+    Each rank keeps no more than `n` images at a time, and nothing is read from the device before the end of the epoch,
+    but from the first batch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; beside a
+    CSVLogger it is a PNG file. Without such a logger nothing is done. It needs the extra `reports`.
+
+    Args:
+        n: How many images to show.
+        every_n_epochs: In which epochs of a fit: each n-th one. Tests and validations alone always show them.
+        class_names: The names of the classes; their numbers are shown without.
+        mean: What was taken from the images, for each channel.
+        std: What the images were then divided by, for each channel.
+        shape: The shape (C, H, W) of one image, where a row of the batch holds its pixels in another shape.
+        stages: Of "train", "val" and "test".
+        inputs: A function of a step's outputs, the batch and the stage that returns a dict of `images`, `preds` and
+            `target`, for modules whose steps return something else.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, or one of `mean` and `std` is missing.
+        MisconfigurationException: In the first batch, if there are no images in it, or none that can be shown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> images = ImageLogger(n=9, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+        >>> trainer = Trainer(callbacks=[images], accelerator="cpu", logger=False)
+    """
+
+    def __init__(
+        self,
+        n: int = 16,
+        every_n_epochs: int = 1,
+        *,
+        class_names: Sequence[str] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        shape: Sequence[int] | None = None,
+        stages: Sequence[str] = ("val", "test"),
+        inputs: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.n = check_count("n", n)
+        self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
+        self.class_names = class_names
+        self.mean = mean
+        self.std = std
+        self.shape = shape
+        self.stages = stages
+        self.inputs = inputs
+        for stage in [stages] if isinstance(stages, str) else stages:
+            check_choice("stages", stage, _STAGES)
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std belong together, got mean={mean!r} and std={std!r}.")
+        if shape is not None and (len(shape) != 3 or any(check_count("shape", side) < 1 for side in shape)):
+            raise ValueError(f"shape must be (channels, height, width), got {shape!r}.")
+        if inputs is not None and not callable(inputs):
+            raise TypeError(f"inputs must be a function of (outputs, batch, stage), got {inputs!r}.")
+        self._active = False
+        self._function = ""
+        self._only_looks = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: dict[str, Samples] = {}
+        self._kinds: dict[str, dict[str, bool]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask whether there is a logger for pictures."""
+        super().setup(trainer, pl_module, stage)
+        self._forget()
+        self._function = stage
+        self._only_looks = False
+        self._active = take_pictures(trainer.loggers)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep nothing from here on."""
+        self._only_looks = True
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep again."""
+        self._only_looks = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep what is worth a look."""
+        if outputs:  # a step may return None
+            self._look(trainer, "train", outputs, batch)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep what is worth a look."""
+        self._look(trainer, "val", outputs, batch)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep what is worth a look."""
+        self._look(trainer, "test", outputs, batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the training's images."""
+        self._show(trainer, "train")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the validation's images."""
+        self._show(trainer, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the test's images."""
+        self._show(trainer, "test")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the images."""
+        self._forget()
+
+    def _is_due(self, trainer: Trainer, stage: str) -> bool:
+        if not self._active or stage not in self.stages:
+            return False
+        return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def _look(self, trainer: Trainer, stage: str, outputs: Any, batch: Any) -> None:
+        if not self._is_due(trainer, stage):
+            return
+        images, preds, target = self._inputs_of(outputs, batch, stage)
+        if stage not in self._kinds:
+            self._kinds[stage] = self._kinds_of(images, preds, target, stage)
+        if self._only_looks:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            samples = judged(images, preds, target, **self._kinds[stage]).best(self.n)
+            kept = self._kept.get(stage)
+            self._kept[stage] = samples if kept is None else together([kept, samples]).best(self.n)
+
+    def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+        given = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
+        if not isinstance(given, Mapping) or not {"preds", "target"} <= given.keys():
+            there = ", ".join(given) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            raise MisconfigurationException(
+                f"ImageLogger needs preds and target of each step of {stage}, and there is {there or 'nothing'}: "
+                "return a dict with them, or give inputs=(outputs, batch, stage) -> dict."
+            )
+        images = given.get("images")
+        if images is None:
+            images = self._images_in(batch)
+        if self.shape is not None:
+            images = images.reshape(-1, *self.shape)
+        return images.detach(), given["preds"].detach(), given["target"].detach()
+
+    def _images_in(self, batch: Any) -> Tensor:
+        tensors = list(tensors_in(batch))
+        if self.shape is not None and tensors:
+            return tensors[0]
+        for tensor in tensors:
+            if tensor.ndim == 4 and tensor.shape[1] in (1, 2, 3, 4):
+                return tensor
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise MisconfigurationException(
+            f"ImageLogger finds no images of shape (N, C, H, W) in the batch, but {shapes or 'no tensors'}: give "
+            "shape=(C, H, W), or inputs=(outputs, batch, stage) -> dict with images."
+        )
+
+    def _kinds_of(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
+        """Look at a first batch: whether it can be shown, and what its predictions are."""
+        rows = {"images": len(images), "preds": len(preds), "target": len(target)}
+        if len(set(rows.values())) > 1 or preds.ndim > 2 or target.ndim > 1:
+            shapes = f"images {tuple(images.shape)}, preds {tuple(preds.shape)}, target {tuple(target.shape)}"
+            raise MisconfigurationException(
+                f"ImageLogger shows one prediction for each image, scores (N, C) or classes or values (N,): {shapes}."
+            )
+        try:
+            to_tensor(self._shown(images))
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(f"ImageLogger cannot show the images of {stage}: {error}") from error
+        values = target.is_floating_point() and not bool(((target == 0) | (target == 1)).all().item())
+        logits = False
+        if preds.is_floating_point() and not values:
+            outside = (preds < 0) | (preds > 1)
+            sums = (preds.sum(-1) - 1).abs() > 1e-2 if preds.ndim == 2 else outside
+            logits = bool((outside.any() | sums.any()).item())
+        return {"logits": logits, "values": values}
+
+    def _shown(self, images: Tensor) -> Tensor:
+        if self.mean is None or self.std is None:
+            return images
+        return denormalize(images.float(), self.mean, self.std)
+
+    def _show(self, trainer: Trainer, stage: str) -> None:
+        if self._only_looks or not self._is_due(trainer, stage):
+            return
+        own = self._kept.pop(stage, None)
+        ranks = [part for part in gather_objects(None if own is None else own.cpu()) if part is not None]
+        if not trainer.is_global_zero or not ranks:
+            return
+        samples = together(ranks).best(self.n).cpu()
+        shown = self._shown(samples.images)
+        shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
+        try:
+            grid = image_grid(shown, captions=self._captions(samples, self._kinds[stage]["values"]))
+        except ModuleNotFoundError as error:
+            rank_zero_info(f"ImageLogger shows nothing: {error}")
+            return
+        log_picture(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
+
+    def _captions(self, samples: Samples, values: bool) -> list[str]:
+        rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)
+        if values:
+            return [f"{predicted:.3g}, is {target:.3g}" for predicted, target, _ in rows]
+        return [
+            f"!{self._name(predicted)} at {confidence:.0%}, is {self._name(target)}"
+            if predicted != target
+            else f"{self._name(predicted)} at {confidence:.0%}"
+            for predicted, target, confidence in rows
+        ]
+
+    def _name(self, label: float) -> str:
+        number = int(label)
+        names = self.class_names
+        return names[number] if names is not None and 0 <= number < len(names) else str(number)

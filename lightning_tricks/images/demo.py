@@ -1,0 +1,20 @@
+"""What the demo shows of the images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def specs(seed: int) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"images": {"n": 16, "every_n_epochs": 5}}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say how many pictures lie beside the logs."""
+    grids = list(Path(str(getattr(trainer.logger, "log_dir", "")), "pictures").rglob("images_*.png"))
+    return {"grids of mistakes": f"{len(grids)} PNG files beside the logs"}

@@ -1,0 +1,73 @@
+"""Which samples are worth a look: the most confident mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some samples, the most telling first.
+
+    Attributes:
+        images: Shape (N, C, H, W).
+        score: How telling each is, of shape (N,).
+        predicted: Class or value, of shape (N,).
+        target: Class or value, of shape (N,).
+        confidence: Of the prediction, of shape (N,); the error where values are predicted.
+    """
+
+    images: Tensor
+    score: Tensor
+    predicted: Tensor
+    target: Tensor
+    confidence: Tensor
+
+    def best(self, count: int) -> Samples:
+        """Return the `count` most telling ones."""
+        chosen = self.score.topk(min(count, len(self.score))).indices
+        return self._each(lambda part: part[chosen])
+
+    def cpu(self) -> Samples:
+        """Return them on the CPU."""
+        return self._each(lambda part: part.cpu())
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Samples:
+        return replace(self, **{name: function(part) for name, part in vars(self).items()})
+
+
+def together(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of all parts."""
+    return Samples(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+
+
+def judged(images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False) -> Samples:
+    """Judge predictions, without a read from the device.
+
+    Mistakes come first, the most confident ones at the top, then what is right, the least confident at the top. Where
+    values are predicted, the largest errors come first.
+
+    Args:
+        images: Shape (N, C, H, W).
+        preds: Scores of shape (N, C), probabilities of 1 or classes of shape (N,), or values where `target` has values.
+        target: Classes or values of shape (N,).
+        logits: Whether the scores are logits.
+        values: Whether values are predicted, not classes.
+    """
+    if values:
+        error = (preds - target).abs().float()
+        return Samples(images, error, preds, target, error)
+    if preds.ndim == 2:
+        confidence, predicted = (preds.float().softmax(1) if logits else preds.float()).max(1)
+    elif preds.is_floating_point():
+        one = preds.float().sigmoid() if logits else preds.float()
+        predicted = (one > 0.5).long()
+        confidence = torch.where(predicted == 1, one, 1 - one)
+    else:
+        predicted, confidence = preds, torch.ones_like(preds, dtype=torch.float32)
+    wrong = predicted != target
+    return Samples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)

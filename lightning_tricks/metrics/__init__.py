@@ -1,0 +1,53 @@
+"""Metrics of training, validation and test: right on any number of ranks, for each class, with pictures, nearly free.
+
+When to use it: wherever a step would call a metric and log it. The steps return predictions and targets, and that is
+all.
+
+What the usual idioms get wrong, without an error: `log_dict(collection(preds, target))` computes every metric twice at
+each step (3 to 5 times an epoch in a small model); torchmetrics' compute groups join metrics whose states happen to be
+equal after the first batch, which sanity checking provides; one metric shared by two stages or loaders mixes them; the
+DistributedSampler's repeated samples count; a mid-epoch resume starts from nothing.
+
+Caveats: a loss that is the mean over a batch counts the repeated samples of that batch; steps that return the loss of
+each sample have none. A custom metric is updated at each step, one of torchmetrics' classification, regression and
+retrieval metrics in larger pieces.
+
+Sources: torchmetrics; scikit-learn's definitions of the metrics, where the two differ.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.metrics.callback import MetricsError as MetricsError
+    from lightning_tricks.metrics.callback import MetricsMonitor as MetricsMonitor
+    from lightning_tricks.metrics.losses import MeanLoss as MeanLoss
+    from lightning_tricks.metrics.modules import BalancedAccuracy as BalancedAccuracy
+    from lightning_tricks.metrics.presets import binary_metrics as binary_metrics
+    from lightning_tricks.metrics.presets import multiclass_metrics as multiclass_metrics
+    from lightning_tricks.metrics.presets import multilabel_metrics as multilabel_metrics
+    from lightning_tricks.metrics.presets import preset as preset
+    from lightning_tricks.metrics.presets import regression_metrics as regression_metrics
+    from lightning_tricks.metrics.presets import retrieval_metrics as retrieval_metrics
+    from lightning_tricks.metrics.presets import segmentation_metrics as segmentation_metrics
+    from lightning_tricks.metrics.suite import MetricSuite as MetricSuite
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "callback": ("MetricsError", "MetricsMonitor"),
+        "losses": ("MeanLoss",),
+        "modules": ("BalancedAccuracy",),
+        "presets": (
+            "binary_metrics",
+            "multiclass_metrics",
+            "multilabel_metrics",
+            "preset",
+            "regression_metrics",
+            "retrieval_metrics",
+            "segmentation_metrics",
+        ),
+        "suite": ("MetricSuite",),
+    },
+)

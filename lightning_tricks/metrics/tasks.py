@@ -1,0 +1,118 @@
+"""What a metric of torchmetrics is about: its task, its classes, what its update needs, with whom it shares states."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torchmetrics.classification as tm
+from torchmetrics import Metric
+from torchmetrics.retrieval.base import RetrievalMetric
+
+Kind = Literal["binary", "multiclass", "multilabel", "retrieval", "regression"]
+
+_STAT_SCORES = (tm.BinaryStatScores, tm.MulticlassStatScores, tm.MultilabelStatScores)
+_MATRICES = (tm.BinaryConfusionMatrix, tm.MulticlassConfusionMatrix, tm.MultilabelConfusionMatrix)
+_CURVES = (tm.BinaryPrecisionRecallCurve, tm.MulticlassPrecisionRecallCurve, tm.MultilabelPrecisionRecallCurve)
+_CALIBRATIONS = (tm.BinaryCalibrationError, tm.MulticlassCalibrationError)
+_CLASSIFICATION = ("torchmetrics.classification.", "lightning_tricks.metrics.")
+_CUT_AT_WILL = (*_CLASSIFICATION, "torchmetrics.regression.", "torchmetrics.retrieval.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What kind of predictions a metric compares.
+
+    Attributes:
+        kind: Of the task.
+        classes: How many classes or labels there are; None where the metric does not say.
+        ignore_index: A target that does not count.
+        probabilities: Whether floating predictions have to be probabilities.
+    """
+
+    kind: Kind
+    classes: int | None = None
+    ignore_index: int | None = None
+    probabilities: bool = False
+
+
+def task_of(metric: Metric) -> Task | None:
+    """Return the task of a metric of torchmetrics, or None for one that is not known."""
+    home = _home_of_update(metric)
+    ignored = getattr(metric, "ignore_index", None)
+    if isinstance(metric, RetrievalMetric):
+        return Task("retrieval", ignore_index=ignored)
+    if home.startswith("torchmetrics.regression."):
+        return Task("regression")
+    if not home.startswith(_CLASSIFICATION):
+        return None
+    scored = isinstance(metric, (*_CURVES, *_CALIBRATIONS))
+    for parent in type(metric).__mro__:
+        for kind, prefix in (("binary", "Binary"), ("multiclass", "Multiclass"), ("multilabel", "Multilabel")):
+            if parent.__module__.startswith("torchmetrics.classification.") and parent.__name__.startswith(prefix):
+                classes = getattr(metric, "num_labels" if kind == "multilabel" else "num_classes", None)
+                decided = kind != "multiclass" and hasattr(metric, "threshold")
+                return Task(kind, classes, ignored, scored or decided)  # type: ignore[arg-type]
+    return None
+
+
+def family_of(metric: Metric) -> Hashable | None:
+    """Return a value that metrics have in common which gather the same statistic from the same data, or None.
+
+    It depends on how they were made and what they inherit, never on what their states hold: metrics of which the first
+    batch happens to make equal states (`ignore_index=0` and none, three thresholds) stay apart.
+    """
+    ignored = getattr(metric, "ignore_index", None)
+    if _inherits_update(metric, (RetrievalMetric,)):
+        return "ranking", ignored
+    if _inherits_update(metric, _CURVES):
+        thresholds = getattr(metric, "thresholds", None)
+        classes = getattr(metric, "num_classes", None), getattr(metric, "num_labels", None)
+        of_all = getattr(metric, "average", None) == "micro"  # classes are not told apart
+        exact = thresholds is None and not of_all
+        grid = None if thresholds is None else tuple(thresholds.tolist())
+        return "curve" if exact else "binned curve", _update_of(metric), classes, grid, ignored, of_all
+    per_sample = getattr(metric, "multidim_average", "global") != "global"
+    if per_sample or not _inherits_update(metric, (*_STAT_SCORES, *_MATRICES)):
+        return None
+    task = task_of(metric)
+    if task is None or getattr(metric, "top_k", 1) != 1 or (task.kind != "binary" and task.classes is None):
+        return None
+    return "counts", task.kind, task.classes, ignored, getattr(metric, "threshold", None)
+
+
+def keeps_matrix(metric: Metric) -> bool:
+    """Whether the state of a metric of the counting family is the matrix itself, not what is derived from it."""
+    return isinstance(metric, _MATRICES)
+
+
+def cut_at_will(metric: Metric) -> bool:
+    """Whether an update with two batches in one is an update with the one and then with the other."""
+    return _home_of_update(metric).startswith(_CUT_AT_WILL)
+
+
+def arguments_of(metric: Metric) -> tuple[set[str], set[str]]:
+    """Return the names that a metric's `update` needs, and those that it takes; a wrapper's are its metrics'."""
+    parameters = inspect.signature(metric.update).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed, taken = {p.name for p in named if p.default is p.empty}, {p.name for p in named}
+    if len(named) < len(parameters):
+        for child in metric.modules():
+            if isinstance(child, Metric) and child is not metric:
+                of_child = arguments_of(child)
+                needed, taken = needed | of_child[0], taken | of_child[1]
+    return needed, taken
+
+
+def _update_of(metric: Metric) -> Any:
+    return type(metric).update
+
+
+def _home_of_update(metric: Metric) -> str:
+    return f"{getattr(_update_of(metric), '__module__', '')}."
+
+
+def _inherits_update(metric: Metric, parents: tuple[type, ...]) -> bool:
+    return any(isinstance(metric, parent) and _update_of(metric) is parent.update for parent in parents)  # type: ignore[attr-defined]

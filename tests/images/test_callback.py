@@ -1,0 +1,182 @@
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import ImageLogger
+from tests.contract.lab import QUIET, HostReads, Net
+
+PIXELS = torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(24) % 10
+
+
+class Images(Net):
+    """Images whose scores are what their first pixels say."""
+
+    def __init__(self, scores=None):
+        super().__init__()
+        self.scores = scores
+
+    def step(self, batch, batch_idx):
+        images, labels = batch[0], batch[1]
+        scores = self.net(images[:, 0].flatten(1)) if self.scores is None else self.scores(images, labels)
+        return {"loss": nn.functional.cross_entropy(self.net(images[:, 0].flatten(1)), labels), "preds": scores,
+                "target": labels}  # fmt: skip
+
+    training_step = validation_step = test_step = step
+
+
+def loader(images=PIXELS, labels=LABELS):
+    return DataLoader(TensorDataset(images, labels), 4)
+
+
+def trainer(images, logger, **arguments):
+    return Trainer(
+        callbacks=[images], **{**QUIET, "max_epochs": 2, "log_every_n_steps": 1, "logger": logger, **arguments}
+    )
+
+
+def pictures(folder):
+    return sorted(path.name for path in folder.rglob("*.png"))
+
+
+def test_each_nth_epoch_and_the_test_are_shown(tmp_path):
+    fitter = trainer(ImageLogger(4, 2), CSVLogger(tmp_path), max_epochs=5, num_sanity_val_steps=1)
+    fitter.fit(Images(), loader(), loader())
+    assert pictures(tmp_path) == ["images_000012.png", "images_000024.png"]
+    fitter.test(Images(), loader(), verbose=False)
+    assert len(pictures(tmp_path)) == 3
+
+
+def test_tensorboard_gets_the_grid(tmp_path):
+    fitter = trainer(ImageLogger(4), TensorBoardLogger(tmp_path), max_epochs=1)
+    fitter.fit(Images(), loader(), loader())
+    events = EventAccumulator(fitter.logger.log_dir, size_guidance={"images": 0})
+    events.Reload()
+    assert events.Tags()["images"] == ["val/images"]
+    (event,) = events.Images("val/images")
+    assert (event.step, event.height) == (6, 2 * (64 + 14) + 3 * 2)
+
+
+def test_the_worst_mistakes_are_captioned_with_names(tmp_path, monkeypatch):
+    captions = []
+
+    def keep(images, *, captions=captions, **options):
+        kept.append((images, list(captions)))
+        return Image.new("RGB", (2, 2))
+
+    kept = []
+    monkeypatch.setattr("lightning_tricks.images.callback.image_grid", keep)
+
+    def scores(images, labels):  # all right, but for two
+        scores = nn.functional.one_hot(labels, 10).float() * 0.9 + 0.01
+        wrong = (images[:, 0, 0, 0] == PIXELS[5, 0, 0, 0]) | (images[:, 0, 0, 0] == PIXELS[17, 0, 0, 0])
+        return torch.where(wrong[:, None], scores.roll(1, 1), scores)
+
+    names = [f"digit {number}" for number in range(10)]
+    trainer(ImageLogger(3, class_names=names), CSVLogger(tmp_path)).validate(Images(scores), loader(), verbose=False)
+    ((images, captions),) = kept
+    assert torch.equal(images[:2].sort(0).values, PIXELS[[5, 17]].sort(0).values)
+    assert sorted(captions[:2]) == ["!digit 6 at 91%, is digit 5", "!digit 8 at 91%, is digit 7"]
+    assert captions[2].endswith(" at 91%")
+
+
+def test_normalized_images_and_values(tmp_path):
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.2, 0.2]
+    normalized = (PIXELS - torch.tensor(mean)[:, None, None]) / 0.2
+    with pytest.raises(MisconfigurationException, match=r"cannot show the images of val: .* denormalize"):
+        trainer(ImageLogger(), CSVLogger(tmp_path / "a")).validate(Images(), loader(normalized), verbose=False)
+    logger = CSVLogger(tmp_path / "b")
+    trainer(ImageLogger(mean=mean, std=std), logger).validate(Images(), loader(normalized), verbose=False)
+    (file,) = (tmp_path / "b").rglob("*.png")
+    grid = np.asarray(Image.open(file)).astype(float)
+    first = PIXELS * 255  # one of them is at the top left
+    tile = grid[2:66, 2:66][::8, ::8]
+    shown = [image.permute(1, 2, 0).numpy() for image in first]
+    left = [np.abs(grid[2:66, x : x + 64][::8, ::8] - image).max() for x in range(2, 30) for image in shown]
+    assert tile.shape == (8, 8, 3)
+    assert min(left) <= 1
+
+    def values(images, labels):
+        return labels.float() + 0.5
+
+    class Regression(Images):
+        def step(self, batch, batch_idx):
+            return {"preds": batch[1] * 2, "target": batch[1]}
+
+        validation_step = step
+
+    logger = CSVLogger(tmp_path / "c")
+    trainer(ImageLogger(), logger).validate(Regression(), loader(labels=LABELS.float()), verbose=False)
+    assert pictures(tmp_path / "c")
+
+
+def test_without_a_logger_nothing_is_done():
+    images = ImageLogger()
+    trainer(images, False).validate(Images(), loader(), verbose=False)
+    assert not images._kept
+
+
+def test_nothing_is_read_between_the_first_batch_and_the_end(tmp_path):
+    counts = []
+
+    class Counts(Images):
+        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+            if batch_idx == 1:
+                self.reads = HostReads()
+                self.reads.__enter__()
+
+        def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+            if batch_idx == 5:
+                counts.append(self.reads.count)
+                self.reads.__exit__(None, None, None)
+
+    for logger in (False, CSVLogger(tmp_path)):
+        trainer(ImageLogger(4), logger).validate(Counts(), loader(), verbose=False)
+    assert counts[1] <= counts[0]
+
+
+class _Returns(Images):
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def validation_step(self, batch, batch_idx):
+        return self.outputs
+
+
+@pytest.mark.parametrize(
+    ("outputs", "images", "words"),
+    [
+        (None, PIXELS, "needs preds and target of each step of val, and there is a NoneType"),
+        ({"logits": 1}, PIXELS, "and there is logits: return a dict"),
+        ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS[:, 0, 0], r"no images of shape .* but \(4, 8\), \(4,\)"),
+        ({"preds": LABELS[:3], "target": LABELS[:4]}, PIXELS, r"one prediction for each image.*preds \(3,\)"),
+        ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS * 300, "divide by 255|denormalize"),
+    ],
+)
+def test_a_bad_first_batch_is_refused_in_words(tmp_path, outputs, images, words):
+    with pytest.raises(MisconfigurationException, match=words):
+        trainer(ImageLogger(), CSVLogger(tmp_path)).validate(_Returns(outputs), loader(images), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"n": 0}, ValueError, "n must be a whole number >= 1, got 0"),
+        ({"every_n_epochs": 1.5}, TypeError, "every_n_epochs must be a whole number"),
+        ({"mean": [0.5]}, ValueError, "mean and std belong together"),
+        ({"shape": [8, 8]}, ValueError, r"shape must be \(channels, height, width\)"),
+        ({"stages": ["valid"]}, ValueError, "stages must be one of train, val, test"),
+        ({"inputs": 3}, TypeError, "inputs must be a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        ImageLogger(**arguments)

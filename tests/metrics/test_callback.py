@@ -1,0 +1,611 @@
+import math
+import warnings
+
+import pytest
+import torch
+import torchmetrics.classification as tm
+import torchmetrics.regression as tmr
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
+from torchmetrics.retrieval import RetrievalMAP
+
+from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
+from lightning_tricks.metrics import MetricsError
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
+
+# Lightning's advice to validate on one process, which is what exact evaluation makes needless
+pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
+
+SIX = {"task": "multiclass", "num_classes": 10}
+
+
+def trainer(*callbacks, **arguments):
+    return Trainer(callbacks=list(callbacks), **{"max_epochs": 1, **QUIET, **arguments})
+
+
+class Trained(LightningModule):
+    """A module whose predictions are in the data: columns of a table, by name."""
+
+    names = ("preds", "target")
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": (self.weight * 0).sum() + 1.0, **dict(zip(self.names, batch, strict=True))}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Table(Trained):
+    """The same, validated and tested as well."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return dict(zip(self.names, batch, strict=True))
+
+    def test_step(self, batch, batch_idx):
+        return self.validation_step(batch, batch_idx)
+
+
+class OneLoader(Table):
+    def validation_step(self, batch, batch_idx):
+        return super().validation_step(batch, batch_idx)
+
+
+def table(count, classes=4, seed=0):
+    """Scores, labels and queries; scores without ties."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(count, classes, generator=generator).softmax(1)
+    return scores, torch.randint(classes, (count,), generator=generator), torch.arange(count) % 5
+
+
+def loader_of(*columns, batch_size=4, **arguments):
+    return DataLoader(TensorDataset(*columns), batch_size, **arguments)
+
+
+def truth(metric, *inputs, **named):
+    metric.update(*inputs, **named)
+    return metric.compute().item()
+
+
+def numbers(values):
+    return {name: value.item() for name, value in values.items()}
+
+
+@pytest.mark.trap("metrics: one metric shared by train and val, and over two val loaders")
+def test_each_stage_and_loader_is_measured_on_its_own():
+    data = [table(count, seed=seed)[:2] for seed, count in enumerate((20, 13, 9))]
+    f1 = tm.MulticlassF1Score(4)
+    fitter = trainer(MetricsMonitor({"f1": f1}))
+    fitter.fit(Table(), loader_of(*data[0]), [loader_of(*data[1]), loader_of(*data[2])])
+    expected = {
+        key: truth(tm.MulticlassF1Score(4), *columns)
+        for key, columns in zip(("train/f1", "val/0/f1", "val/1/f1"), data, strict=True)
+    }
+    assert numbers(fitter.callback_metrics) == pytest.approx({**expected, "train/loss": 1.0})
+    assert f1.update_count == 0
+
+
+@pytest.mark.trap("metrics: sanity checking counts, and update without reset goes on counting")
+def test_sanity_checking_and_the_last_epoch_do_not_count():
+    class Count(tmr.MeanSquaredError):
+        def compute(self):
+            return self.total.float()
+
+    seen = []
+
+    class Look(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(trainer.callback_metrics.get("val/rows"))
+
+    scores, target, _ = table(12)
+    monitor = MetricsMonitor({"rows": Count()}, stages=["val"])
+    fitter = trainer(monitor, Look(), max_epochs=3, num_sanity_val_steps=2)
+    loader = loader_of(scores[:, 0], target.float())
+    fitter.fit(OneLoader(), loader, loader)
+    assert seen == [None, 12, 12, 12]
+    assert [row["epoch"] for row in monitor.history()] == [0, 1, 2]
+
+
+@pytest.mark.trap("metrics: self.log(f1(p, y)) is the mean of batches, logging compute() each step another mean")
+def test_the_value_is_that_of_the_epoch():
+    scores, target, _ = table(50)
+    fitter = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}))
+    (values,) = fitter.validate(OneLoader(), loader_of(scores, target), verbose=False)
+    assert values["val/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
+
+
+class Learning(EvaluatedNet):
+    """A net whose validation gets better, and that follows a plateau of what the monitor logs."""
+
+    monitored = "val/acc"
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        out_of_reach = {"threshold": 2.0, "threshold_mode": "abs"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, **out_of_reach)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitored}}
+
+
+@pytest.mark.parametrize("monitored", ["val/acc", "train/acc"])
+@pytest.mark.parametrize("first", [True, False])
+def test_checkpoints_stopping_and_plateaus_see_the_values_in_any_order(tmp_path, monitored, first):
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}-{val/acc:.2f}", monitor=monitored, mode="max", save_top_k=-1)
+    stopping = EarlyStopping(monitored, mode="max", patience=1, min_delta=2.0)
+    monitor = MetricsMonitor(SIX, class_names=[f"digit {number}" for number in range(10)])
+    others = [checkpoints, stopping]
+    module = Learning()
+    module.monitored = monitored
+    loader = DataLoader(digits(), 4)
+    fitter = trainer(*([monitor, *others] if first else [*others, monitor]), max_epochs=9, enable_checkpointing=True)
+    fitter.fit(module, loader, loader)
+    assert fitter.current_epoch == 2  # stopped
+    assert checkpoints.best_model_score is not None
+    assert fitter.optimizers[0].param_groups[0]["lr"] < 0.1  # the plateau has stepped
+    assert len([key for key in fitter.callback_metrics if key.startswith("val/f1/digit ")]) == 10
+
+
+class _Loss(LightningModule):
+    """Logs a loss of its own under the monitor's key, in the way that `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": (self.weight * 0).sum() + 1.0, "preds": batch[0], "target": batch[1]}
+
+    def validation_step(self, batch, batch_idx):
+        if self.how == "step":
+            self.log("val/loss", 7.0)
+        return {"loss": torch.tensor(float(len(batch[1]))), "preds": batch[0], "target": batch[1]}
+
+    def on_validation_epoch_end(self):
+        if self.how == "epoch":
+            self.log("val/loss", 7.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("how", "expected"), [("step", 7.0), ("epoch", 7.0), ("", (3 * 16 + 1) / 13)])
+def test_the_loss_is_the_modules_or_the_mean_over_samples(how, expected):
+    fitter = trainer(MetricsMonitor({"acc": tm.MulticlassAccuracy(4)}), max_epochs=2)
+    loader = loader_of(*table(13)[:2])
+    fitter.fit(_Loss(how), loader, loader)
+    assert fitter.callback_metrics["val/loss"].item() == pytest.approx(expected)
+    assert fitter.callback_metrics["train/loss"].item() == 1.0
+
+
+def test_a_module_that_returns_something_else_gives_inputs():
+    class Plain(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"]
+
+        def validation_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    def inputs(outputs, batch, stage):
+        scores = outputs if stage == "val" else torch.zeros(len(batch[1]), 10)
+        return {"preds": scores, "target": batch[1]}
+
+    loader = DataLoader(digits(), 4)
+    module = Plain()
+    fitter = trainer(MetricsMonitor({"acc": tm.MulticlassAccuracy(10, average="micro")}, inputs=inputs))
+    fitter.fit(module, loader, loader)
+    pixels, labels = digits().tensors
+    right = (module.net(pixels).argmax(1) == labels).float().mean()
+    assert fitter.callback_metrics["val/acc"].item() == pytest.approx(right.item())
+    assert fitter.callback_metrics["train/acc"].item() == pytest.approx((labels == 0).float().mean().item())
+
+
+def test_validation_within_a_training_epoch_leaves_the_training_alone():
+    scores, target, _ = table(40)
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
+    fitter = trainer(monitor, val_check_interval=3)
+    fitter.fit(OneLoader(), loader_of(scores, target), loader_of(scores[:9], target[:9]))
+    assert fitter.callback_metrics["train/f1"].item() == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
+    values = [row["value"] for row in monitor.history() if (row["stage"], row["metric"]) == ("val", "f1")]
+    assert values == pytest.approx([truth(tm.MulticlassF1Score(4), scores[:9], target[:9])] * 3)
+
+
+class _Keeper(Callback):
+    """Writes what each rank sees at the end of a stage."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_validation_end(self, trainer, pl_module):
+        torch.save(numbers(trainer.callback_metrics), self.folder / f"{trainer.global_rank}.pt")
+
+    on_test_end = on_validation_end
+
+
+def of_ranks(folder):
+    values = [torch.load(file) for file in sorted(folder.glob("*.pt"))]
+    assert len({repr(rank) for rank in values}) == 1  # NaN included
+    return len(values), values[0]
+
+
+class _Logs(OneLoader):
+    """Everything by name, a loss for each sample, and a value that the module itself logs and synchronises."""
+
+    names = ("preds", "target", "indexes")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("own", batch[0].mean(), on_step=True, on_epoch=True, sync_dist=True)
+        outputs = super().validation_step(batch, batch_idx)
+        return {**outputs, "loss": (outputs["preds"] - outputs["target"]).abs()}
+
+
+def rank_metrics():
+    return {**dict(binary_metrics().items()), "map": RetrievalMAP()}
+
+
+@pytest.mark.trap("metrics: DistributedSampler pads, so that synchronised values are wrong (#4732 #7929 #5060)")
+@pytest.mark.trap("metrics: torchmetrics' sync aborts on uneven retrieval updates and on a rank without samples")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("count", [1, 7, 103])
+def test_evaluation_on_several_ranks_is_that_of_one_process(tmp_path, monkeypatch, world, count):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    scores, target, query = table(count)
+    columns = scores[:, 0], target % 2, query
+    one = trainer(MetricsMonitor(rank_metrics()))
+    (expected,) = one.validate(_Logs(), loader_of(*columns), verbose=False)
+    expected = {key: value for key, value in expected.items() if not key.startswith("own")}
+    parallel = trainer(MetricsMonitor(rank_metrics()), _Keeper(tmp_path), strategy="ddp_fork", devices=world)
+    parallel.validate(_Logs(), loader_of(*columns), verbose=False)
+    ranks, values = of_ranks(tmp_path)
+    assert ranks == world
+    assert {key: values[key] for key in expected} == pytest.approx(expected, abs=1e-7, nan_ok=True)
+    assert {"own_epoch", "val/auroc", "val/f1", "val/map", "val/loss"} <= values.keys()
+
+
+@pytest.mark.parametrize("function", ["fit", "test"])
+def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
+    scores, target, _ = table(11)
+    calls = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), _Keeper(tmp_path), strategy="ddp_fork", devices=2)
+    loaders = [loader_of(scores, target)] * (2 if function == "fit" else 1)
+    getattr(calls, function)(OneLoader(), *loaders)
+    _, values = of_ranks(tmp_path)
+    stage = {"fit": "val", "test": "test"}[function]
+    assert values[f"{stage}/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
+
+
+def test_exact_false_counts_the_repeated_samples(tmp_path):
+    scores, target, _ = table(7)
+    fitter = trainer(
+        MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, exact=False), _Keeper(tmp_path), strategy="ddp_fork", devices=2
+    )
+    fitter.validate(OneLoader(), loader_of(scores, target), verbose=False)
+    padded = truth(tm.MulticlassF1Score(4), torch.cat([scores, scores[:1]]), torch.cat([target, target[:1]]))
+    assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(padded)
+    assert padded != truth(tm.MulticlassF1Score(4), scores, target)
+
+
+def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
+    first, second = table(1), table(9, seed=1)
+    fitter = trainer(
+        MetricsMonitor({"auroc": tm.MulticlassAUROC(4, average="weighted")}), _Keeper(tmp_path), strategy="ddp_fork",
+        devices=2,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics', of classes that do not occur
+        fitter.validate(Table(), [loader_of(*first[:2]), loader_of(*second[:2])], verbose=False)
+        expected = truth(tm.MulticlassAUROC(4, average="weighted"), *second[:2])
+    values = of_ranks(tmp_path)[1]
+    assert values["val/1/auroc"] == pytest.approx(expected)
+    assert "val/0/auroc" in values
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        scores, target, _ = table(8)
+        return zip(scores, target, strict=True)
+
+
+class _OwnBatches(BatchSampler):
+    pass
+
+
+def warnings_of_ranks(folder, module, loader, **arguments):
+    """What MetricsMonitor warns of on each of two ranks."""
+
+    class Hear(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            self.catcher = warnings.catch_warnings(record=True)
+            self.heard = self.catcher.__enter__()
+            warnings.simplefilter("always")
+
+        def on_validation_end(self, trainer, pl_module):
+            self.catcher.__exit__(None, None, None)
+            words = [str(warning.message) for warning in self.heard if "MetricsMonitor" in str(warning.message)]
+            torch.save(words, folder / f"{trainer.global_rank}.pt")
+
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
+    trainer(Hear(), monitor, strategy="ddp_fork", devices=2, **arguments).validate(module, loader, verbose=False)
+    return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("stream", "IterableDataset"), ("batches", "_OwnBatches"), ("none", "no DistributedSampler")]
+)
+def test_where_the_division_is_not_known_it_is_said_once(tmp_path, kind, reason):
+    data = TensorDataset(*table(8)[:2])
+    loader = {
+        "stream": lambda: DataLoader(_Stream(), 4),
+        "batches": lambda: DataLoader(data, batch_sampler=_OwnBatches(SequentialSampler(data), 4, False)),
+        "none": lambda: DataLoader(data, 4),
+    }[kind]()
+    zero, one = warnings_of_ranks(tmp_path, OneLoader(), loader, use_distributed_sampler=kind != "none")
+    assert len(zero) == 1
+    assert not one
+    assert "val over 2 ranks may not be what one process would measure" in zero[0]
+    assert reason in zero[0]
+
+
+class Resumable(DataLoader):
+    """A loader that goes on in the middle of an epoch, as Lightning lets loaders with a state do."""
+
+    position = 0
+
+    def __iter__(self):
+        start = self.position
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Breaks(Trained):
+    """Saves after a batch, with all that it needs to go on, and breaks off."""
+
+    def __init__(self, at=None, path=None):
+        super().__init__()
+        self.at, self.path = at, path
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == self.at:
+            self.trainer.save_checkpoint(self.path)
+            raise ZeroDivisionError
+
+
+@pytest.mark.trap("metrics: metric state is lost on a mid-epoch resume")
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resume_within_an_epoch_reports_the_same_training_metrics(tmp_path, world):
+    scores, target, _ = table(48)
+    data = TensorDataset(scores, target)
+    ranks = {"strategy": "ddp_fork", "devices": world} if world > 1 else {}
+    path = tmp_path / "middle.ckpt"
+
+    def monitor():
+        rows = tm.MulticlassStatScores(4, average="micro")
+        metrics = {"f1": tm.MulticlassF1Score(4), "auroc": tm.MulticlassAUROC(4), "rows": rows}
+        return MetricsMonitor(metrics, stages=["train"])
+
+    class Keep(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            torch.save(numbers(trainer.callback_metrics), tmp_path / f"{trainer.global_rank}.pt")
+
+    with pytest.raises(ProcessRaisedException if world > 1 else ZeroDivisionError):
+        trainer(monitor(), **ranks).fit(Breaks(at=3, path=path), Resumable(data, 4))
+    partial = next(iter(torch.load(path, weights_only=True)["callbacks"].values()))["partial"]
+    assert len(partial["ranks"]) == world
+    trainer(monitor(), Keep(), **ranks).fit(Breaks(), Resumable(data, 4), ckpt_path=path)
+    values = torch.load(tmp_path / "0.pt")
+    assert values["train/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
+    assert values["train/auroc"] == pytest.approx(truth(tm.MulticlassAUROC(4), scores, target))
+
+    if world == 2:  # and on another number of ranks, all of it is there
+        trainer(monitor(), Keep()).fit(Breaks(), Resumable(data, 8), ckpt_path=path)
+        assert torch.load(tmp_path / "0.pt")["train/rows/4"] == values["train/rows/4"] == 48
+
+
+def test_a_checkpoint_of_a_validation_does_not_leak_into_the_next_epoch(tmp_path):
+    scores, target, _ = table(20)
+    loader = loader_of(scores, target)
+    keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), keeper, max_epochs=2, enable_checkpointing=True).fit(
+        OneLoader(), loader, loader
+    )
+    again = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
+    keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    fitter = trainer(again, keeper, max_epochs=3, enable_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, that there are checkpoints already
+        fitter.fit(OneLoader(), loader, loader, ckpt_path=tmp_path / "epoch=0.ckpt")
+    expected = truth(tm.MulticlassF1Score(4), scores, target)
+    trained = [row["value"] for row in again.history() if (row["stage"], row["metric"]) == ("train", "f1")]
+    assert trained == pytest.approx([expected] * len(trained))
+    assert len(trained) >= 2
+
+
+def test_saving_in_an_exception_of_one_rank_waits_for_no_other(tmp_path):
+    class OneBreaks(Trained):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 2 and self.trainer.is_global_zero:
+                self.trainer.strategy.barrier = lambda *_: None  # where saving itself waits for the others
+                raise ZeroDivisionError
+
+    def run(rank):
+        callbacks = MetricsMonitor(multiclass_metrics(4)), OnExceptionCheckpoint(tmp_path)
+        fitter = trainer(*callbacks, strategy="ddp", devices=2, enable_checkpointing=True)
+        warnings.simplefilter("ignore")  # Lightning's, of a checkpoint callback without a checkpoint
+        with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError):  # the other one's connection is closed
+            fitter.fit(OneBreaks(), loader_of(*table(40)[:2]))
+
+    fork(run, 2)
+    (file,) = tmp_path.glob("*.ckpt")
+    (state,) = (s for s in torch.load(file, weights_only=True)["callbacks"].values() if "history" in s)
+    assert len(state["partial"]["ranks"]) == 1
+
+
+def test_best_history_and_plot(tmp_path):
+    loader = DataLoader(digits(), 4)
+    monitor = MetricsMonitor(SIX, best={"val/f1": "max", "train/loss": "min"}, class_names=list("0123456789"))
+    fitter = trainer(monitor, max_epochs=3)
+    fitter.fit(Learning(), loader, loader)
+    rows = monitor.history()
+    assert rows[0].keys() == {"stage", "loader", "epoch", "step", "metric", "value"}
+    for key, mode in (("val/f1", max), ("train/loss", min)):
+        stage, _, metric = key.partition("/")
+        mine = [row for row in rows if (row["stage"], row["metric"]) == (stage, metric)]
+        best = mode(mine, key=lambda row: row["value"])
+        assert monitor.best[key] == (best["value"], best["step"])
+        assert [row["step"] for row in mine] == [10, 20, 30]
+    figure = monitor.plot(["f1", "loss"])
+    assert [axes.get_title() for axes in figure.axes] == ["f1", "loss"]
+    assert "f1/3" not in {axes.get_title() for axes in monitor.plot().axes}
+    with pytest.raises(ValueError, match=r"no values of 'f2'.*Did you mean 'f"):
+        monitor.plot(["f2"])
+
+    before = monitor.best
+    fitter.validate(Learning(), loader, verbose=False)
+    assert monitor.best == before  # of the fit
+    assert len(monitor.history()) > len(rows)
+
+
+def test_a_key_of_best_that_is_never_logged_is_refused_at_the_first_epochs_end():
+    loader = DataLoader(digits(), 4)
+    with pytest.raises(MetricsError, match=r"'val/f2'.*Did you mean 'val/f1'"):
+        trainer(MetricsMonitor(SIX, best={"val/f2": "max"})).fit(Learning(), loader, loader)
+
+
+def test_the_summary_shows_stages_classes_and_the_best(capsys):
+    loader = DataLoader(digits(), 4)
+    names = [f"digit {number}" for number in range(10)]
+    trainer(MetricsMonitor(SIX, best={"val/f1": "max"}, class_names=names)).fit(Learning(), loader, loader)
+    printed = capsys.readouterr().out
+    assert "at step 10" in printed
+    assert "digit 7" in printed
+    header = next(line for line in printed.splitlines() if "metric" in line and "best" in line)
+    assert header.index("train") < header.index("val")
+
+
+class _Returns(Net):
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def validation_step(self, batch, batch_idx):
+        return self.outputs
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (None, r"validation_step returned None, and not a dict.*leave 'val' out of stages"),
+        (torch.tensor(1.0), "validation_step returned a Tensor, and not a dict"),
+        ({"loss": torch.tensor(1.0), "logits": 1}, r"need preds, target, and there is logits, loss\. Return a dict"),
+        ({"preds": torch.zeros(10), "target": torch.tensor(1)}, "first batch of val: .* no batch dimension"),
+        ({"preds": torch.full((2, 10), math.nan), "target": torch.tensor([1, 2])}, "20 of 20 predictions are NaN"),
+        ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets have to be 0 to 9, and there is 10"),
+    ],
+)
+@pytest.mark.parametrize("error", [MisconfigurationException, ValueError])
+def test_a_bad_first_batch_stops_sanity_checking(outputs, words, error):
+    loader = DataLoader(digits(), 4)
+    fitter = trainer(MetricsMonitor(SIX, stages=["val"]), num_sanity_val_steps=1)
+    with pytest.raises(error, match=words):
+        fitter.fit(_Returns(outputs), loader, loader)
+    assert fitter.global_step == 0
+
+
+def test_a_loader_without_batches_is_refused():
+    empty, some = loader_of(*table(0)[:2]), loader_of(*table(8)[:2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, that the loader is empty
+        with pytest.raises(MetricsError, match="loader 1 of val has no batches"):
+            trainer(MetricsMonitor(multiclass_metrics(4))).fit(Table(), some, [some, empty])
+        with pytest.raises(MetricsError, match="loader 0 of train has no batches"):
+            trainer(MetricsMonitor(multiclass_metrics(4))).fit(OneLoader(), empty)
+        with pytest.raises(MetricsError, match="loader 0 of test has no batches"):
+            trainer(MetricsMonitor(multiclass_metrics(4))).test(OneLoader(), empty, verbose=False)
+        with pytest.raises(MetricsError, match="loader 0 of val has no batches"):
+            trainer(MetricsMonitor(multiclass_metrics(4))).fit(OneLoader(), some, empty)
+        trainer(MetricsMonitor(multiclass_metrics(4)), limit_val_batches=0).fit(OneLoader(), some, some)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"metrics": 3}, TypeError, "metrics must be a Metric"),
+        ({"metrics": SIX, "stages": ["valid"]}, ValueError, "stages must be one of train, val, test, got 'valid'"),
+        ({"metrics": SIX, "stages": "val"}, TypeError, "stages must be a list"),
+        ({"metrics": SIX, "best": {"val/f1": "highest"}}, ValueError, r"best\['val/f1'\] must be one of min, max"),
+        ({"metrics": SIX, "best": {"f1": "max"}}, ValueError, "must start with one of train, val, test and '/'"),
+        ({"metrics": SIX, "plots": 0.5}, TypeError, "plots must be a whole number"),
+        ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, and the metric"),
+        ({"metrics": SIX, "inputs": "preds"}, TypeError, "inputs must be a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        MetricsMonitor(**arguments)
+
+
+def test_from_inside_the_module(tmp_path):
+    class Inside(TricksMixin, Learning):
+        def __init__(self, tricks=None):
+            super().__init__(tricks=tricks)
+            self.save_hyperparameters()
+
+    loader = DataLoader(digits(), 4)
+    module = Inside(Tricks(metrics={"metrics": SIX, "stages": ["val"]}))
+    fitter = trainer()
+    fitter.fit(module, loader, loader)
+    assert "val/f1" in fitter.callback_metrics
+    fitter.save_checkpoint(tmp_path / "it.ckpt")
+    hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
+    assert hparams["tricks"]["metrics"] == {"metrics": SIX, "stages": ["val"]}
+
+
+def test_after_a_fit_another_validation_has_its_own_loaders(tmp_path):
+    scores, target, _ = table(9)
+
+    def run(trainer_, module):
+        trainer_.fit(module, loader_of(*table(8)[:2]), loader_of(*table(4)[:2]))
+        trainer_.validate(module, loader_of(scores, target), verbose=False)
+
+    keeper = _Keeper(tmp_path)
+    parallel = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), keeper, strategy="ddp_fork", devices=2)
+    run(parallel, OneLoader())
+    assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), scores, target))
+
+
+def test_rows_that_cannot_be_told_apart_are_named(tmp_path):
+    class Flat(OneLoader):
+        def validation_step(self, batch, batch_idx):
+            return {"preds": batch[0].repeat(2, 1), "target": batch[1].repeat(2)}
+
+    # of three samples, the second one of rank 1 is a repeated one
+    heard = warnings_of_ranks(tmp_path, Flat(), loader_of(*table(3)[:2]))
+    assert not heard[0]
+    assert "1 of the 2 samples of the last batch of val are repeated ones" in heard[1][0]
+    assert "preds (4, 4), target (4,)): they count twice" in heard[1][0]
+
+
+def test_subsets_and_shuffled_loaders_are_exact(tmp_path):
+    scores, target, _ = table(30)
+    data = Subset(TensorDataset(scores, target), list(range(0, 26, 2)))
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
+    fitter = trainer(monitor, _Keeper(tmp_path), strategy="ddp_fork", devices=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, that it shuffles
+        fitter.validate(OneLoader(), DataLoader(data, 4, shuffle=True), verbose=False)
+    expected = truth(tm.MulticlassF1Score(4), scores[0:26:2], target[0:26:2])
+    assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(expected)

@@ -1,0 +1,446 @@
+import copy
+import inspect
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+import torchmetrics
+import torchmetrics.classification as tm
+import torchmetrics.regression as tmr
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
+
+from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
+from lightning_tricks.metrics.groups import Counts, Led, Rankings
+from lightning_tricks.metrics.tasks import cut_at_will, task_of
+from tests.contract.lab import HostReads
+
+GENERATOR = torch.Generator().manual_seed(0)
+SCORES = torch.rand(60, 4, generator=GENERATOR)
+TARGET = torch.randint(4, (60,), generator=GENERATOR)
+
+
+def fed(suite, size=7, **inputs):
+    for start in range(0, len(next(iter(inputs.values()))), size):
+        suite.update(**{name: value[start : start + size] for name, value in inputs.items()})
+    return suite
+
+
+def alone(metric, *inputs, **named):
+    metric = copy.deepcopy(metric)
+    metric.update(*inputs, **named)
+    return metric.compute()
+
+
+def several(kind):
+    """Metrics of one kind, with averages, ignored classes and thresholds."""
+    common = {"num_classes": 4}
+    metrics = {
+        "counted": [
+            *(tm.MulticlassAccuracy(average=average, **common) for average in ("micro", "macro", "weighted", None)),
+            tm.MulticlassF1Score(average="macro", ignore_index=0, **common),
+            tm.MulticlassFBetaScore(2.0, average="weighted", **common),
+            tm.MulticlassPrecision(average="micro", ignore_index=2, **common),
+            tm.MulticlassHammingDistance(**common),
+            tm.MulticlassNegativePredictiveValue(**common),
+            tm.MulticlassStatScores(average=None, **common),
+            tm.MulticlassCohenKappa(weights="quadratic", **common),
+            tm.MulticlassMatthewsCorrCoef(**common),
+            tm.MulticlassJaccardIndex(ignore_index=1, **common),
+            tm.MulticlassConfusionMatrix(normalize="true", **common),
+        ],
+        "on its own": [
+            tm.MulticlassAccuracy(top_k=2, average="micro", **common),
+            tm.MulticlassAccuracy(average="macro", multidim_average="samplewise", **common),
+            tm.MulticlassAUROC(**common),
+            tm.MulticlassCalibrationError(**common),
+            tm.MulticlassExactMatch(**common),
+        ],
+    }
+    return metrics[kind]
+
+
+@pytest.mark.parametrize("metric", several("counted"), ids=lambda metric: type(metric).__name__)
+def test_a_counted_metric_is_what_torchmetrics_says(metric):
+    suite = fed(MetricSuite({"it": metric}), preds=SCORES, target=TARGET)
+    assert isinstance(suite._groups[0], Counts)
+    value = alone(metric, SCORES, TARGET)
+    ours = suite.compute_all()
+    parts = [ours["it"]] if "it" in ours else [ours[f"it/{number}"] for number in range(len(value))]
+    torch.testing.assert_close(torch.stack(parts).reshape(value.shape).float(), value.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_all_of_them_share_one_matrix_for_each_ignored_class():
+    metrics = {str(number): metric for number, metric in enumerate(several("counted"))}
+    suite = fed(MetricSuite(metrics), preds=SCORES, target=TARGET)
+    assert len([group for group in suite._groups if isinstance(group, Counts)]) == 4  # none, 0, 1 and 2 ignored
+    for number, metric in metrics.items():
+        if (value := alone(metric, SCORES, TARGET)).ndim == 0:
+            assert suite.compute()[number].item() == pytest.approx(value.item(), abs=1e-6)
+
+
+def everything_of(module):
+    """Each metric of a module of torchmetrics that is counted in pieces and takes predictions and targets alone."""
+    known = {"num_classes": 4, "num_labels": 4, "beta": 2.0, "p": 2.0}
+    known |= {f"min_{name}": 0.5 for name in ("recall", "precision", "sensitivity", "specificity")}
+    for name, kind in vars(module).items():
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, Metric)
+            and name not in ("BinaryGroupStatRates", "BinaryFairness")
+        ):
+            parameters = inspect.signature(kind.__init__).parameters
+            wrapper_of_tasks = "__new__" in vars(kind)
+            if not wrapper_of_tasks and name != "CriticalSuccessIndex":
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that it keeps all data
+                    metric = kind(**{argument: known[argument] for argument in parameters if argument in known})
+                if cut_at_will(metric):
+                    yield pytest.param(metric, id=name)
+
+
+@pytest.mark.parametrize("metric", [*everything_of(tm), *everything_of(tmr)])
+def test_what_is_counted_in_pieces_does_not_depend_on_the_cuts(metric):
+    task = task_of(metric)
+    generator = torch.Generator().manual_seed(1)
+    soft = torch.rand(60, 4, generator=generator)
+    inputs = {
+        "binary": (soft[:, 0], torch.randint(2, (60,), generator=generator)),
+        "multiclass": (soft, TARGET),
+        "multilabel": (soft, torch.randint(2, (60, 4), generator=generator)),
+        "regression": (soft[:, 0] + 0.1, soft[:, 1] + 0.1),
+    }[task.kind]
+    values = []
+    if isinstance(metric, tmr.KLDivergence | tmr.JensenShannonDivergence | tmr.CosineSimilarity):
+        inputs = soft.softmax(1), soft.flip(0).softmax(1)
+    if isinstance(metric, tmr.ContinuousRankedProbabilityScore):
+        inputs = soft, soft[:, 0]
+    if isinstance(metric, tm.MulticlassExactMatch):
+        inputs = TARGET[:, None], TARGET.flip(0)[:, None]
+    for size in (1, 7, 60):
+        own = copy.deepcopy(metric)
+        for start in range(0, 60, size):
+            own.update(*(part[start : start + size] for part in inputs))
+        values.append(own.compute())
+    for value in values[1:]:
+        torch.testing.assert_close(value, values[0], atol=2e-5, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.trap("metrics: compute_groups merge metrics whose states coincide after the first batch")
+def test_metrics_with_equal_states_after_the_first_batch_stay_apart():
+    metrics = {
+        "ignoring": tm.MulticlassF1Score(3, ignore_index=0),
+        "all": tm.MulticlassF1Score(3),
+    }
+    preds, target = torch.tensor([1, 2, 1, 0, 0, 2]), torch.tensor([1, 2, 2, 0, 1, 0])
+    suite = MetricSuite(metrics)
+    suite.update(preds=preds[:3], target=target[:3])  # no class 0 in here: the states are equal
+    suite.reset()
+    fed(suite, 3, preds=preds, target=target)
+    for name, metric in metrics.items():
+        assert suite.compute()[name].item() == pytest.approx(alone(metric, preds, target).item())
+    assert suite.compute()["ignoring"] != suite.compute()["all"]
+
+    thresholds = {str(t): tm.BinaryF1Score(threshold=t) for t in (0.3, 0.5, 0.7)}
+    suite = MetricSuite(thresholds)
+    suite.update(preds=torch.tensor([0.1, 0.9]), target=torch.tensor([0, 1]))
+    suite.reset()
+    preds, target = torch.rand(50, generator=GENERATOR), torch.randint(2, (50,), generator=GENERATOR)
+    fed(suite, preds=preds, target=target)
+    values = {name: value.item() for name, value in suite.compute().items()}
+    assert values == pytest.approx({name: alone(metric, preds, target).item() for name, metric in thresholds.items()})
+    assert len(set(values.values())) == 3
+
+
+@pytest.mark.trap("metrics: clone(prefix='') keeps the old prefix")
+def test_a_collections_prefix_does_not_count():
+    collection = MetricCollection({"acc": tm.MulticlassAccuracy(4)}, prefix="val_", postfix="_x")
+    assert list(fed(MetricSuite(collection), preds=SCORES, target=TARGET).compute()) == ["acc"]
+
+
+@pytest.mark.trap("metrics: ClasswiseWrapper in a collection drops your key")
+def test_a_classwise_wrapper_keeps_its_key_and_its_labels():
+    labels = ["a", "b", "c", "d"]
+    f1 = tm.MulticlassF1Score(4, average=None)
+    suite = MetricSuite({"f1": ClasswiseWrapper(f1, labels=labels), "plain": ClasswiseWrapper(f1)})
+    values = fed(suite, preds=SCORES, target=TARGET).compute()
+    expected = alone(f1, SCORES, TARGET)
+    assert list(values) == [f"f1/{label}" for label in labels] + [f"plain/{number}" for number in range(4)]
+    assert torch.stack(list(values.values())[:4]).tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.trap("metrics: logging a confusion-matrix tensor is an error")
+def test_a_matrix_is_kept_and_is_no_number():
+    suite = fed(MetricSuite({"matrix": tm.MulticlassConfusionMatrix(4)}), preds=SCORES, target=TARGET)
+    assert suite.compute() == {}
+    assert suite.compute_all()["matrix"].tolist() == alone(tm.MulticlassConfusionMatrix(4), SCORES, TARGET).tolist()
+
+
+@pytest.mark.trap("metrics: one metric shared by train and val")
+def test_the_metrics_given_stay_as_they_are():
+    metric = tm.MulticlassF1Score(4)
+    one, two = MetricSuite(metric), MetricSuite(metric)
+    fed(one, preds=SCORES[:30], target=TARGET[:30])
+    fed(two, preds=SCORES[30:], target=TARGET[30:])
+    assert one.compute()["MulticlassF1Score"].item() == pytest.approx(alone(metric, SCORES[:30], TARGET[:30]).item())
+    assert two.compute()["MulticlassF1Score"].item() == pytest.approx(alone(metric, SCORES[30:], TARGET[30:]).item())
+    assert metric.update_count == 0
+    assert metric.validate_args
+
+
+def test_class_names_bring_each_class():
+    names = ["ant", "bee", "cat", "dog"]
+    values = fed(MetricSuite(multiclass_metrics(4), names), preds=SCORES, target=TARGET).compute()
+    for key, kind in (("f1", tm.MulticlassF1Score), ("acc", tm.MulticlassAccuracy), ("recall", tm.MulticlassRecall)):
+        expected = alone(kind(4, average=None), SCORES, TARGET).tolist()
+        assert [values[f"{key}/{name}"].item() for name in names] == pytest.approx(expected)
+    assert "kappa/ant" not in values
+    assert "balanced_acc/ant" not in values
+
+
+def test_wrappers_and_compositions_take_what_their_metrics_take():
+    f1 = tm.MulticlassF1Score(4)
+    metrics = {
+        "twice": tm.MulticlassF1Score(4) + tm.MulticlassAccuracy(4),
+        "range": MinMaxMetric(tm.MulticlassF1Score(4)),
+        "boot": BootStrapper(tm.MulticlassF1Score(4), num_bootstraps=3),
+        "inner": MetricCollection({"f1": f1}),
+    }
+    values = fed(MetricSuite(metrics), preds=SCORES, target=TARGET).compute()
+    one = alone(f1, SCORES, TARGET).item()
+    both = one + alone(tm.MulticlassAccuracy(4), SCORES, TARGET).item()
+    assert values["twice"].item() == pytest.approx(both)
+    assert values["range/raw"].item() == pytest.approx(one)
+    assert 0 < values["boot/mean"] < 1
+    assert values["inner/f1"].item() == pytest.approx(one)
+
+
+class Longest(Metric):
+    """A metric of somebody's own: the longest row of `lengths`, and how many rows there were."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("longest", torch.tensor(0.0), dist_reduce_fx="max")
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, lengths, scale=1.0):
+        self.longest = torch.maximum(self.longest, lengths.max() * scale)
+        self.rows += len(lengths)
+
+    def compute(self):
+        return {"longest": self.longest, "rows": self.rows}
+
+
+def test_a_metric_of_ones_own_gets_its_arguments_by_name():
+    suite = MetricSuite({"own": Longest(), "acc": tm.MulticlassAccuracy(4)})
+    suite.update(preds=SCORES, target=TARGET, lengths=torch.arange(60.0), scale=2.0, unused=object())
+    suite.update(preds=SCORES, target=TARGET, lengths=torch.arange(10.0), scale=1.0)
+    values = suite.compute()
+    assert values["own/longest"] == 118
+    assert values["own/rows"] == 70
+    with pytest.raises(ValueError, match=r"'own' needs lengths, and there is preds, target\. Return a dict"):
+        MetricSuite({"own": Longest()}).update(preds=SCORES, target=TARGET)
+
+
+def test_merged_states_are_those_of_all_data():
+    metrics = {"own": Longest(), "r2": tmr.R2Score(), "pearson": tmr.PearsonCorrCoef()}
+    inputs = {"preds": SCORES[:, 0], "target": SCORES[:, 1], "lengths": SCORES[:, 2]}
+    whole = fed(MetricSuite(metrics), **inputs)
+    for cuts in ((0, 60, 60, 60), (0, 13, 13, 60), (0, 20, 40, 60)):
+        states = []
+        for start, stop in pairwise(cuts):
+            part = MetricSuite(metrics)
+            if stop > start:
+                fed(part, **{name: value[start:stop] for name, value in inputs.items()})
+            states.append(part.state_dict())
+        merged = MetricSuite(metrics)
+        merged.load(states, "cpu")
+        expected = {name: value.item() for name, value in whole.compute().items()}
+        assert {name: value.item() for name, value in merged.compute().items()} == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_state_goes_on_where_it_was():
+    for metrics in (multiclass_metrics(4, curves=True), {"own": tm.MulticlassCalibrationError(4)}):
+        soft = SCORES.softmax(1)
+        first = fed(MetricSuite(metrics), preds=soft[:25], target=TARGET[:25])
+        second = MetricSuite(metrics)
+        second.load([first.state_dict()], "cpu")
+        fed(second, preds=soft[25:], target=TARGET[25:])
+        whole = fed(MetricSuite(metrics), preds=soft, target=TARGET)
+        assert second.compute() == whole.compute()
+    with pytest.raises(ValueError, match="other metrics"):
+        MetricSuite({"one": Longest(), "two": tmr.R2Score(), "three": tmr.R2Score()}).load([first.state_dict()])
+
+
+def test_nothing_is_read_after_the_first_batch():
+    suite = MetricSuite(multiclass_metrics(4, top_k=2, curves=True), curves=True)
+    soft = SCORES.softmax(1)
+    suite.update(preds=soft, target=TARGET)
+    suite.compute()
+    with HostReads() as reads:
+        for _ in range(200):
+            suite.update(preds=soft, target=TARGET)
+        suite.compute()
+    assert reads.count == 0
+
+
+def test_what_a_step_returned_may_be_overwritten():
+    suite, copies = MetricSuite(tm.MulticlassAccuracy(4, average="micro")), SCORES.clone()
+    suite.update(preds=copies, target=TARGET)
+    copies.zero_()
+    assert suite.compute()["MulticlassAccuracy"].item() == pytest.approx(
+        (SCORES.argmax(1) == TARGET).float().mean().item()
+    )
+
+
+def test_no_graph_is_kept():
+    weight = torch.ones(4, requires_grad=True)
+    suite = MetricSuite({"f1": tm.MulticlassF1Score(4), "own": Longest()})
+    suite.update(preds=SCORES * weight, target=TARGET, lengths=weight * 2)
+    assert not any(tensor.requires_grad for batch in suite._pending for tensor in batch)
+    assert not suite.compute()["own/longest"].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_sums_are_exact_whatever_the_predictions_type(dtype):
+    generator = torch.Generator().manual_seed(0)
+    preds, target = torch.rand(5000, generator=generator).to(dtype), torch.rand(5000, generator=generator).to(dtype)
+    suite = fed(MetricSuite({"mse": tmr.MeanSquaredError()}), 32, preds=preds, target=target)
+    expected = (preds.double() - target.double()).square().mean().item()
+    assert suite.compute()["mse"].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_batches_of_other_shapes_types_and_modes_come_together():
+    suite = MetricSuite(tm.MulticlassAccuracy(4, average="micro"))
+    right = 0
+    for number, (rows, height) in enumerate([(3, 2), (3, 2), (5, 2), (2, 6), (1, 1)]):
+        with torch.inference_mode(number % 2 == 0):
+            scores = torch.rand(rows, 4, height, generator=GENERATOR).to([torch.float32, torch.float64][number % 2])
+            target = torch.randint(4, (rows, height), generator=GENERATOR)
+            suite.update(preds=scores, target=target)
+            right += (scores.argmax(1) == target).sum().item()
+    suite.update(preds=torch.tensor([[0]]), target=torch.tensor([[0]]))
+    assert suite.compute()["MulticlassAccuracy"].item() == pytest.approx((right + 1) / (6 + 6 + 10 + 12 + 1 + 1))
+
+
+def test_large_batches_are_counted_at_once():
+    suite = MetricSuite(tm.MulticlassAccuracy(4, average="micro"))
+    scores, target = torch.rand(4, 4, 300, 300), torch.randint(4, (4, 300, 300))
+    suite.update(preds=scores, target=target)
+    assert not suite._pending
+    assert suite.compute()["MulticlassAccuracy"].item() == pytest.approx(
+        (scores.argmax(1) == target).float().mean().item()
+    )
+
+
+def test_later_misfits_make_the_values_nan_and_are_counted():
+    suite = MetricSuite(multiclass_metrics(4))
+    suite.update(preds=SCORES, target=TARGET)
+    assert suite.misfits() == 0
+    broken = SCORES.clone()
+    broken[3, 2] = float("nan")
+    suite.update(preds=broken, target=TARGET)
+    suite.update(preds=SCORES, target=TARGET + 1)
+    assert suite.misfits() == 1 + (TARGET == 3).sum()
+    assert all(value.isnan() for value in suite.compute().values())
+    suite.reset()
+    suite.update(preds=SCORES, target=TARGET)
+    assert not any(value.isnan() for value in suite.compute().values())
+
+
+@pytest.mark.trap("metrics: torchmetrics takes scores for logits batch by batch")
+def test_later_logits_are_not_taken_for_probabilities():
+    suite = MetricSuite(binary_metrics())
+    suite.update(preds=torch.tensor([0.2, 0.7]), target=torch.tensor([0, 1]))
+    suite.update(preds=torch.tensor([-3.0, 0.7]), target=torch.tensor([0, 1]))
+    assert all(value.isnan() for value in suite.compute().values())
+
+
+@pytest.mark.trap("metrics: RetrievalMAP and RetrievalMRR drop relevant documents whose score is not above 0")
+def test_rankings_by_negative_scores():
+    metrics = {"map": torchmetrics.retrieval.RetrievalMAP(), "mrr": torchmetrics.retrieval.RetrievalMRR()}
+    suite = MetricSuite(metrics)
+    scores, target = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 1, 0])
+    suite.update(preds=scores, target=target, indexes=torch.zeros(3, dtype=torch.long))
+    assert isinstance(suite._groups[0], Rankings)
+    assert {name: value.item() for name, value in suite.compute().items()} == {"map": 0.5, "mrr": 0.5}
+
+
+def test_an_own_update_is_never_taken_for_the_family():
+    class Mine(tm.MulticlassF1Score):
+        def update(self, preds, target):
+            super().update(preds, (target + 1) % 4)
+
+    suite = fed(MetricSuite({"mine": Mine(4), "f1": tm.MulticlassF1Score(4)}), preds=SCORES, target=TARGET)
+    kinds = {next(iter(group.members)): type(group) for group in suite._groups}
+    assert kinds == {"mine": Led, "f1": Counts}
+    shifted = alone(tm.MulticlassF1Score(4), SCORES, (TARGET + 1) % 4)
+    assert suite.compute()["mine"].item() == pytest.approx(shifted.item())
+
+
+BAD = {
+    "no batch dimension": (tm.MulticlassF1Score(4), SCORES[0], TARGET[0], "'it': the predictions have no batch dim"),
+    "scalar": (tm.BinaryF1Score(), torch.tensor(0.5), torch.tensor(1), "have no batch dimension"),
+    "one class too many": (tm.MulticlassF1Score(3), SCORES, TARGET, "the metric has 3 classes and the predictions 4"),
+    "scores as classes": (tm.MulticlassF1Score(4), SCORES[:, 0], TARGET, r"scores of the shape \(N, C, \.\.\.\)"),
+    "other length": (tm.MulticlassF1Score(4), SCORES[:5], TARGET, r"preds: float32 \(5, 4\), target: int64 \(60,\)"),
+    "target too large": (tm.MulticlassF1Score(4), SCORES, TARGET + 1, "targets have to be 0 to 3, and there is 4"),
+    "target negative": (
+        tm.MulticlassF1Score(4, ignore_index=9),
+        SCORES,
+        TARGET - 1,
+        "beside ignore_index=9, and there",
+    ),
+    "soft target": (tm.MulticlassF1Score(4), SCORES, TARGET + 0.5, "targets have to be classes, and there is"),
+    "logits, binary": (tm.BinaryF1Score(), SCORES[:, 0] * 4 - 2, TARGET % 2, r"from -.* to .*torch\.sigmoid\(logits\)"),
+    "logits, multiclass": (tm.MulticlassAUROC(4), SCORES * 4 - 2, TARGET, r"torch\.softmax\(logits, dim=1\)"),
+    "logits, multilabel": (tm.MultilabelF1Score(4), SCORES * 4, (SCORES > 0.5).long(), r"torch\.sigmoid"),
+    "two columns": (tm.BinaryF1Score(), SCORES[:, :2], TARGET % 2, r"the probability of 1, preds\[\.\.\., 1\]"),
+    "one column": (tmr.MeanSquaredError(), SCORES[:, :1], SCORES[:, 0], r"take preds\.squeeze\(-1\)"),
+    "labels": (
+        tm.MultilabelF1Score(3),
+        SCORES,
+        (SCORES > 0.5).long(),
+        r"3 labels: predictions need the shape \(N, 3\)",
+    ),
+    "NaN": (tm.MulticlassF1Score(4), torch.full((60, 4), torch.nan), TARGET, "240 of 240 predictions are NaN"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_first_batch_is_refused_in_words(name):
+    metric, preds, target, words = BAD[name]
+    suite = MetricSuite({"it": metric})
+    with pytest.raises(ValueError, match=words):
+        suite.update(preds=preds, target=target)
+    assert suite.updates == 0
+
+
+def test_what_is_good_is_not_refused():
+    MetricSuite(tm.MulticlassF1Score(4)).update(preds=SCORES * 9 - 4, target=TARGET)  # logits will do
+    MetricSuite(tm.MulticlassF1Score(4)).update(preds=SCORES.argmax(1), target=TARGET)
+    MetricSuite(tm.MulticlassF1Score(4, ignore_index=-100)).update(preds=SCORES, target=torch.full((60,), -100))
+    MetricSuite(tm.BinaryF1Score()).update(preds=SCORES[:, 0], target=(TARGET % 2).float())  # as the loss needs it
+    MetricSuite(tmr.MeanSquaredError()).update(preds=SCORES, target=SCORES)
+    suite = MetricSuite(tm.BinaryAUROC())
+    suite.update(preds=SCORES[:, 0], target=(TARGET % 2).float())
+    assert 0 < suite.compute()["BinaryAUROC"] < 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names", "error", "words"),
+    [
+        ([tm.BinaryF1Score()], None, TypeError, "metrics must be a Metric"),
+        ("multiclass", None, TypeError, "metrics must be"),
+        ({}, None, ValueError, "no metric in it"),
+        (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, and the metric 'MulticlassF1Score' 4 classes"),
+        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "a name twice"),
+        (tm.MulticlassF1Score(2), "ab", TypeError, "list of names"),
+    ],
+)
+def test_wrong_metrics_are_refused(metrics, names, error, words):
+    with pytest.raises(error, match=words):
+        MetricSuite(metrics, names)
