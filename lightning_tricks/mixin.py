@@ -86,7 +86,10 @@ class Tricks:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, from which `Tricks(**fields)` makes the same again."""
         specs = {name: getattr(self, name) for name in ("optimizer", "schedule")}
-        return {trick.name: _plain(getattr(self, trick.name)) for trick in fields(self) if trick.name not in specs} | {
+        values = {trick.name: getattr(self, trick.name) for trick in fields(self) if trick.name not in specs}
+        if isinstance(values["metrics"], torch.nn.Module):
+            values["metrics"] = {"metrics": values["metrics"]}
+        return {name: _plain(value) for name, value in values.items()} | {
             name: spec and {part.name: _plain(getattr(spec, part.name)) for part in fields(spec)}
             for name, spec in specs.items()
         }
@@ -114,6 +117,13 @@ def _plain(value: Any) -> Any:
         return {"class_path": f"lightning_tricks.{type(value).__name__}", "init_args": arguments}
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, torch.nn.Module):
+        if not hasattr(value, "spec"):
+            raise TypeError(
+                f"Tricks(metrics=...) holds a {type(value).__name__}, of which there are no plain values to save: name "
+                "a preset, such as {'task': 'binary'}, or give MetricsMonitor to the Trainer."
+            )
+        return _plain(value.spec)
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 

@@ -43,7 +43,7 @@ class _Loader:
 
     suite: MetricSuite
     loss: MeanLoss
-    share: Share | None = None
+    share: Share | str = ""  # or the reason why it is not known
     seen: bool = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class MetricsMonitor(TrickCallback):
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._function = ""
-        self._outer_exception: BaseException | None = None
+        self._outer_exception = id(None)
         self._draws = False
         self._forget()
 
@@ -178,7 +178,7 @@ class MetricsMonitor(TrickCallback):
         self._function = stage
         if stage == "fit":
             self._history, self.results = History(), {}
-        self._outer_exception = sys.exc_info()[1]
+        self._outer_exception = id(sys.exc_info()[1])
         self._draws = self.plots is not False and take_pictures(trainer.loggers)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -268,7 +268,7 @@ class MetricsMonitor(TrickCallback):
             for (stage, loader), of_loader in self._loaders.items()
             if of_loader.suite.updates
         }
-        in_exception = sys.exc_info()[1] is not self._outer_exception  # other ranks may not be here
+        in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
         ranks = [own] if in_exception else _gathered(trainer, own)
         if any(ranks) and self.state_key in checkpoint.get("callbacks", {}):
             partial = {"epoch": trainer.current_epoch, "world": trainer.world_size, "ranks": ranks}
@@ -293,7 +293,9 @@ class MetricsMonitor(TrickCallback):
         if self._only_looks:
             return
         rows = None
-        if loader.share is not None:
+        if batch_idx == 0 and stage != "train" and trainer.world_size > 1 and self.exact:
+            self._divide(trainer, loader, place)
+        if isinstance(loader.share, Share):
             size, own = loader.share.of_batch(batch_idx)
             if own < size:
                 inputs, rows = self._own_rows(inputs, size, own, stage), own
@@ -330,20 +332,21 @@ class MetricsMonitor(TrickCallback):
         stage, number = place
         suite = MetricSuite(self.metrics, self.class_names, curves=self._draws and stage != "train")
         loader = self._loaders[place] = _Loader(suite, MeanLoss())
-        if stage != "train" and trainer.world_size > 1 and self.exact:
-            share = share_of(evaluation_loaders(trainer)[number])
-            if isinstance(share, Share):
-                loader.share = share
-            elif not self._only_looks:
-                rank_zero_warn(
-                    f"MetricsMonitor: {stage} over {trainer.world_size} ranks may not be what one process would "
-                    f"measure: {share}."
-                )
         if batch_idx != 0 and self._saved.get("epoch") == trainer.current_epoch:
             part, parts = _data_part(trainer)
             states = [rank[key] for rank in self._saved["ranks"][part::parts] if (key := f"{stage}/{number}") in rank]
             loader.load(states, pl_module.device)
         return loader
+
+    def _divide(self, trainer: Trainer, loader: _Loader, place: tuple[str, int]) -> None:
+        """Ask, at the start of each epoch, which samples are this rank's own; say once where that is not known."""
+        stage, number = place
+        before, loader.share = loader.share, share_of(evaluation_loaders(trainer)[number])
+        if isinstance(loader.share, str) and loader.share != before:
+            rank_zero_warn(
+                f"MetricsMonitor: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
+                f"{loader.share}."
+            )
 
     def _own_rows(self, inputs: Mapping[str, Any], size: int, own: int, stage: str) -> Mapping[str, Any]:
         """Return the first `own` of the `size` samples of a batch."""
@@ -400,7 +403,7 @@ class MetricsMonitor(TrickCallback):
             number,
             trainer.current_epoch,
             trainer.global_step,
-            (self._function == "fit"),
+            self._function == "fit",
             list(numbers),
             torch.stack(
                 [value.float() if value.device.type == "mps" else value.double() for value in numbers.values()]

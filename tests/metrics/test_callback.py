@@ -12,6 +12,7 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics import MetricsError
@@ -351,6 +352,22 @@ def test_where_the_division_is_not_known_it_is_said_once(tmp_path, kind, reason)
     assert reason in zero[0]
 
 
+def test_reloaded_loaders_are_divided_anew(tmp_path):
+    class Grows(OneLoader):
+        def train_dataloader(self):
+            return loader_of(*table(8)[:2])
+
+        def val_dataloader(self):
+            return loader_of(*table(7 + 2 * self.current_epoch)[:2])
+
+    fitter = trainer(
+        MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), _Keeper(tmp_path), strategy="ddp_fork", devices=2,
+        max_epochs=2, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=1,
+    )  # fmt: skip
+    fitter.fit(Grows())
+    assert of_ranks(tmp_path)[1]["val/f1"] == pytest.approx(truth(tm.MulticlassF1Score(4), *table(9)[:2]))
+
+
 class Resumable(DataLoader):
     """A loader that goes on in the middle of an epoch, as Lightning lets loaders with a state do."""
 
@@ -540,6 +557,21 @@ def test_a_loader_without_batches_is_refused():
         trainer(MetricsMonitor(multiclass_metrics(4)), limit_val_batches=0).fit(OneLoader(), some, some)
 
 
+@pytest.mark.trap("metrics: MetricTracker copies the metric each epoch and has an empty state_dict")
+def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="metrics must be a Metric"):
+        MetricsMonitor(MetricTracker(tm.MulticlassF1Score(4)))
+    loader = loader_of(*table(12)[:2])
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/f1": "max"})
+    fitter = trainer(monitor, max_epochs=2)
+    fitter.fit(OneLoader(), loader, loader)
+    fitter.save_checkpoint(tmp_path / "it.ckpt")
+    again = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/f1": "max"})
+    trainer(again, max_epochs=2).fit(OneLoader(), loader, loader, ckpt_path=tmp_path / "it.ckpt")
+    assert again.history() == monitor.history()
+    assert again.best == monitor.best != {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -565,13 +597,17 @@ def test_from_inside_the_module(tmp_path):
             self.save_hyperparameters()
 
     loader = DataLoader(digits(), 4)
-    module = Inside(Tricks(metrics={"metrics": SIX, "stages": ["val"]}))
-    fitter = trainer()
-    fitter.fit(module, loader, loader)
-    assert "val/f1" in fitter.callback_metrics
-    fitter.save_checkpoint(tmp_path / "it.ckpt")
-    hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
-    assert hparams["tricks"]["metrics"] == {"metrics": SIX, "stages": ["val"]}
+    preset = multiclass_metrics(10, top_k=2)
+    for given in ({"metrics": preset.spec}, {"metrics": preset}, preset):
+        fitter = trainer()
+        fitter.fit(Inside(Tricks(metrics=given)), loader, loader)
+        assert "val/acc_top2" in fitter.callback_metrics
+        fitter.save_checkpoint(tmp_path / "it.ckpt")
+        hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
+        assert hparams["tricks"]["metrics"] == {"metrics": preset.spec}
+        assert Inside.load_from_checkpoint(tmp_path / "it.ckpt").tricks.metrics == {"metrics": preset.spec}
+    with pytest.raises(TypeError, match="holds a MulticlassF1Score, of which there are no plain values"):
+        Inside(Tricks(metrics={"metrics": tm.MulticlassF1Score(10)}))
 
 
 def test_after_a_fit_another_validation_has_its_own_loaders(tmp_path):
