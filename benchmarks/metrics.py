@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torchvision
-from _ratios import arguments, measure, ratios, report
+from _ratios import arguments, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,70 +38,109 @@ def six_metrics() -> dict[str, Metric]:
     }
 
 
+_IDIOMS = (
+    "update, compute at the epoch's end",
+    "update, log_dict(objects) at each step",
+    "log_dict(collection(preds, target))",
+)
+
+
 class Classifier(LightningModule):
     """A net that measures itself by one of the idioms, or not at all."""
 
-    def __init__(self, net: nn.Module, idiom: str = "") -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-        self.idiom = idiom
-        self.collection = MetricCollection(six_metrics()) if idiom else None
+        self.idiom = ""
+        self.collections = nn.ModuleList(MetricCollection(six_metrics(), prefix=f"{n}/") for n in range(len(_IDIOMS)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return loss, scores and labels."""
         scores = self.net(batch[0])
-        if self.idiom == "update, compute at the epoch's end":
-            self.collection.update(scores, batch[1])
-        elif self.idiom == "update, log_dict(objects) at each step":
-            self.collection.update(scores, batch[1])
-            self.log_dict(self.collection, on_step=False, on_epoch=True)
-        elif self.idiom == "log_dict(collection(preds, target))":
-            self.log_dict(self.collection(scores, batch[1]), on_step=False, on_epoch=True)
+        if self.idiom == _IDIOMS[0]:
+            self.collections[0].update(scores, batch[1])
+        elif self.idiom == _IDIOMS[1]:
+            self.collections[1].update(scores, batch[1])
+            self.log_dict(self.collections[1], on_step=False, on_epoch=True)
+        elif self.idiom == _IDIOMS[2]:
+            self.log_dict(self.collections[2](scores, batch[1]), on_step=False, on_epoch=True)
         return {"loss": nn.functional.cross_entropy(scores, batch[1]), "preds": scores, "target": batch[1]}
 
     def on_train_epoch_end(self) -> None:
         """Log, where that is the idiom."""
-        if self.idiom == "update, compute at the epoch's end":
-            self.log_dict(self.collection.compute())
-            self.collection.reset()
+        if self.idiom == _IDIOMS[0]:
+            self.log_dict(self.collections[0].compute())
+            self.collections[0].reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Clock(Callback):
-    """Times the second epoch: the first one checks its first batch."""
+class TimedMonitor(MetricsMonitor):
+    """Adds up the time inside its own hooks, which the machine's other work disturbs less than whole epochs."""
+
+    def __init__(self, metrics: dict[str, Metric]) -> None:
+        super().__init__(metrics, plots=False)
+        self.inside = 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Count a batch."""
+        start = time.perf_counter()
+        super().on_train_batch_end(*args)
+        self.inside += time.perf_counter() - start
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        """Log the metrics."""
+        start = time.perf_counter()
+        super().on_train_epoch_end(*args)
+        self.inside += time.perf_counter() - start
+
+
+class Rotation(Callback):
+    """Gives each epoch of one fit to another contestant, in an order that rotates, and times it.
+
+    Fits of their own would differ by more than what is measured: in where memory lies and what else the machine does.
+    """
+
+    def __init__(self, contestants: dict[str, tuple[str, list[Callback]]], rounds: int) -> None:
+        self.contestants = contestants
+        names = list(contestants)
+        self.order = [names[(turn + round_) % len(names)] for round_ in range(rounds) for turn in range(len(names))]
+        self.times: dict[str, list[float]] = {name: [] for name in names}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start."""
+        """Let the next contestant in, and start."""
+        pl_module.idiom, self.callbacks = self.contestants[self.order[trainer.current_epoch]]
+        trainer.callbacks[:] = [*self.callbacks, self]
         self.start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop, last of all callbacks."""
-        self.elapsed = time.perf_counter() - self.start
+        self.times[self.order[trainer.current_epoch]].append(time.perf_counter() - self.start)
+        for monitor in self.callbacks:
+            if isinstance(monitor, TimedMonitor):
+                self.times.setdefault("inside MetricsMonitor's hooks", []).append(monitor.inside)
+                monitor.inside = 0.0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the first two epochs of each: the first one checks its first batch."""
+        self.times = {name: times[2:] for name, times in self.times.items()}
 
 
-def fits(make: Callable[[], nn.Module], data: TensorDataset, batch_size: int) -> dict[str, Callable[[], float]]:
-    """The same two epochs without metrics, with ours and with each idiom."""
-
-    def fit(idiom: str = "", monitor: bool = False) -> float:
-        torch.manual_seed(0)
-        clock = Clock()
-        callbacks = [MetricsMonitor(six_metrics()), clock] if monitor else [clock]
-        Trainer(
-            max_epochs=2, accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        ).fit(Classifier(make(), idiom), DataLoader(data, batch_size))  # fmt: skip
-        return clock.elapsed
-
-    return {
-        "without": fit,
-        "MetricsMonitor": lambda: fit(monitor=True),
-        "update, compute at the epoch's end": lambda: fit("update, compute at the epoch's end"),
-        "update, log_dict(objects) at each step": lambda: fit("update, log_dict(objects) at each step"),
-        "log_dict(collection(preds, target))": lambda: fit("log_dict(collection(preds, target))"),
-    }
+def epochs(net: nn.Module, data: TensorDataset, batch_size: int, rounds: int, idioms: bool) -> dict[str, list[float]]:
+    """Time epochs without metrics, with ours and, if they are wanted, with each idiom."""
+    monitor = TimedMonitor(six_metrics())
+    contestants: dict[str, tuple[str, list[Callback]]] = {"without": ("", []), "MetricsMonitor": ("", [monitor])}
+    if idioms:
+        contestants["a callback that does nothing"] = "", [Callback()]
+        contestants |= {idiom: (idiom, []) for idiom in _IDIOMS}
+    rotation = Rotation(contestants, rounds + 2)
+    Trainer(
+        max_epochs=len(rotation.order), accelerator="cpu", callbacks=[monitor, rotation], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Classifier(net), DataLoader(data, batch_size))  # fmt: skip
+    return rotation.times
 
 
 def perceptron() -> nn.Module:
@@ -121,12 +160,12 @@ def main() -> None:
     """Measure, print and write."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    given = arguments(default_rounds=21)
+    given = arguments(default_rounds=31)
     torch.set_num_threads(1)
-    times = measure(fits(perceptron, random_images(10_000, 1, 28, 28), 32), given.rounds)
+    times = epochs(perceptron(), random_images(10_000, 1, 28, 28), 32, given.rounds, idioms=True)
     results = {"perceptron, batch 32, 313 steps": ratios(times, peer="without")}
-    resnet = fits(lambda: torchvision.models.resnet18(num_classes=10), random_images(64, 3, 64, 64), 8)
-    times = measure({name: resnet[name] for name in ("without", "MetricsMonitor")}, given.rounds, warmup=1)
+    resnet = torchvision.models.resnet18(num_classes=10)
+    times = epochs(resnet, random_images(64, 3, 64, 64), 8, given.rounds, idioms=False)
     results["ResNet-18, batch 8 of 64 x 64, 8 steps"] = ratios(times, peer="without")
     report("metrics", results, given.rounds, given.out)
 

@@ -7,6 +7,19 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+_HOOKS_OF_STEPS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+)
+
 
 class TrickCallback(Callback):
     """A callback that pickles without the model and is, unless `allows_several`, the only one of its type in a Trainer.
@@ -23,13 +36,17 @@ class TrickCallback(Callback):
         """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback of the same type."""
+        """Refuse a second callback of the same type, and leave out the hooks that would do nothing at each step."""
         count = sum(isinstance(callback, type(self)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if count > 1 and not self.allows_several:
             raise MisconfigurationException(
                 f"The Trainer has {count} {type(self).__name__} callbacks and needs one: each would do the other's "
                 "work again. Remove one."
             )
+
+        # Lightning passes over what cannot be called; for each of the others it enters a context of its profiler
+        idle = [name for name in _HOOKS_OF_STEPS if getattr(type(self), name) is getattr(Callback, name)]
+        vars(self).update(dict.fromkeys(idle))
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.

@@ -95,7 +95,7 @@ class ImageLogger(TrickCallback):
         """Ask whether there is a logger for pictures."""
         super().setup(trainer, pl_module, stage)
         self._forget()
-        self._function = stage
+        self._function = str(getattr(stage, "value", stage))
         self._only_looks = False
         self._active = take_pictures(trainer.loggers)
 

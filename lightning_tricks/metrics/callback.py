@@ -175,7 +175,7 @@ class MetricsMonitor(TrickCallback):
         """Start anew."""
         super().setup(trainer, pl_module, stage)
         self._forget()
-        self._function = stage
+        self._function = str(getattr(stage, "value", stage))
         if stage == "fit":
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])

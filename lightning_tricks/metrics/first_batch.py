@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[Group], tasks: Mappi
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
                 "inputs=(outputs, batch, stage) -> dict."
             )
+    known = any(task is not None for task in tasks.values())
+    for name in ("preds", "target"):
+        if known and not isinstance(inputs.get(name, torch.empty(0)), Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(inputs[name]).__name__}.")
     preds, target = inputs.get("preds"), inputs.get("target")
     if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
         return
@@ -65,23 +70,27 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         raise ValueError(f"predictions and targets need the same shape{hint}.")
     if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
+    if task.scored and not preds.is_floating_point():
+        raise ValueError("scores are needed, and the predictions are classes.")
     if task.kind in ("binary", "multiclass", "multilabel"):
-        _check_classes(target, task)
+        _check_classes("targets", target, task)
+        if not preds.is_floating_point() and preds.dtype is not torch.bool:
+            _check_classes("predictions", preds, replace(task, ignore_index=None))
     if task.probabilities and preds.is_floating_point():
         _check_probabilities(preds, task)
 
 
-def _check_classes(target: Tensor, task: Task) -> None:
-    counted = target if task.ignore_index is None else target[target != task.ignore_index]
-    if target.is_floating_point() and not torch.equal(counted, counted.round()):
-        raise ValueError(f"targets have to be classes, and there is {counted[counted != counted.round()][0]:g}.")
+def _check_classes(name: str, values: Tensor, task: Task) -> None:
+    counted = values if task.ignore_index is None else values[values != task.ignore_index]
+    if values.is_floating_point() and not torch.equal(counted, counted.round()):
+        raise ValueError(f"{name} have to be classes, and there is {counted[counted != counted.round()][0]:g}.")
     classes = task.classes if task.kind == "multiclass" else 2
     outside = counted[(counted < 0) | (counted >= classes)] if classes is not None else counted[counted < 0]
     if len(outside):
         allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
         aside = "" if task.ignore_index is None else f", beside ignore_index={task.ignore_index}"
         found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
-        raise ValueError(f"targets have to be {allowed}{aside}, and there is {found}.")
+        raise ValueError(f"{name} have to be {allowed}{aside}, and there is {found}.")
 
 
 def _check_probabilities(preds: Tensor, task: Task) -> None:

@@ -29,12 +29,14 @@ class Task:
         kind: Of the task.
         classes: How many classes or labels there are; None where the metric does not say.
         ignore_index: A target that does not count.
+        scored: Whether classes alone will not do for predictions.
         probabilities: Whether floating predictions have to be probabilities.
     """
 
     kind: Kind
     classes: int | None = None
     ignore_index: int | None = None
+    scored: bool = False
     probabilities: bool = False
 
 
@@ -48,13 +50,14 @@ def task_of(metric: Metric) -> Task | None:
         return Task("regression")
     if not home.startswith(_CLASSIFICATION):
         return None
-    scored = isinstance(metric, (*_CURVES, *_CALIBRATIONS))
+    curve = isinstance(metric, (*_CURVES, *_CALIBRATIONS))
+    scored = curve or getattr(metric, "top_k", 1) != 1
     for parent in type(metric).__mro__:
         for kind, prefix in (("binary", "Binary"), ("multiclass", "Multiclass"), ("multilabel", "Multilabel")):
             if parent.__module__.startswith("torchmetrics.classification.") and parent.__name__.startswith(prefix):
                 classes = getattr(metric, "num_labels" if kind == "multilabel" else "num_classes", None)
                 decided = kind != "multiclass" and hasattr(metric, "threshold")
-                return Task(kind, classes, ignored, scored or decided)  # type: ignore[arg-type]
+                return Task(kind, classes, ignored, scored, curve or decided)  # type: ignore[arg-type]
     return None
 
 

@@ -12,7 +12,8 @@ from lightning.pytorch.core.datamodule import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
-from tests.contract.lab import QUIET, Net, digits, loader
+from lightning_tricks._callback import TrickCallback
+from tests.contract.lab import BATCHES, QUIET, Net, digits, loader
 
 
 class _Hyper(Net):
@@ -169,3 +170,18 @@ def test_evaluation_loaders():
     assert seen["val"] == [5]
     trainer.test(Evaluated(), DataLoader(digits(), 6), verbose=False)
     assert seen["test"] == [6]
+
+
+def test_hooks_that_would_do_nothing_are_passed_over():
+    class Counts(TrickCallback):
+        count = 0
+
+        def on_after_backward(self, trainer, pl_module):
+            super().on_after_backward(trainer, pl_module)
+            self.count += 1
+
+    counts = Counts()
+    Trainer(max_epochs=1, callbacks=[counts], **QUIET).fit(Net(), loader())
+    assert counts.count == BATCHES
+    assert counts.on_before_backward is None
+    assert callable(type(counts).on_before_backward)

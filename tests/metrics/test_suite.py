@@ -406,6 +406,15 @@ BAD = {
         (SCORES > 0.5).long(),
         r"3 labels: predictions need the shape \(N, 3\)",
     ),
+    "classes for scores": (tm.MulticlassAUROC(4), TARGET, TARGET, "scores are needed, and the predictions are classes"),
+    "classes, top k": (tm.MulticlassAccuracy(4, top_k=2), TARGET, TARGET, "scores are needed"),
+    "classes out of range": (
+        tm.MulticlassF1Score(4),
+        TARGET + 1,
+        TARGET,
+        "predictions have to be 0 to 3, and there is 4",
+    ),
+    "array": (tm.MulticlassF1Score(4), SCORES.numpy(), TARGET, "preds must be a tensor, got ndarray"),
     "NaN": (tm.MulticlassF1Score(4), torch.full((60, 4), torch.nan), TARGET, "240 of 240 predictions are NaN"),
 }
 
