@@ -27,7 +27,8 @@ class ImageLogger(TrickCallback):
     """Show the loggers a grid of inputs with predicted and true labels, the most confident mistakes first.
 
     The steps return `{"preds": ..., "target": ...}`, as for `MetricsMonitor`; the images are the batch's first tensor
-    of shape (N, C, H, W), of floats in [0, 1] once they are denormalized, or of uint8. Mistakes are captioned in red.
+    of shape (N, C, H, W), of floats in [0, 1] once they are denormalized, or of uint8; where batches differ in size,
+    the last one's size is shown. Mistakes are captioned in red.
     Each rank keeps no more than `n` images at a time, and nothing is read from the device before the end of the epoch,
     but from the first batch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; beside a
     CSVLogger it is a PNG file. Without such a logger nothing is done. It needs the extra `reports`.
@@ -169,8 +170,10 @@ class ImageLogger(TrickCallback):
             return
         with torch.inference_mode(False), torch.no_grad():
             samples = judged(images, preds, target, **self._kinds[stage]).best(self.n)
-            kept = self._kept.get(stage)
-            self._kept[stage] = samples if kept is None else together([kept, samples]).best(self.n)
+            self._kept[stage] = together([*self._kept_of(stage), samples]).best(self.n)
+
+    def _kept_of(self, stage: str) -> list[Samples]:
+        return [self._kept[stage]] if stage in self._kept else []
 
     def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor]:
         given = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
@@ -228,8 +231,9 @@ class ImageLogger(TrickCallback):
     def _show(self, trainer: Trainer, stage: str) -> None:
         if self._only_looks or not self._is_due(trainer, stage):
             return
-        own = self._kept.pop(stage, None)
-        ranks = [part for part in gather_objects(None if own is None else own.cpu()) if part is not None]
+        own = [samples.cpu() for samples in self._kept_of(stage)]
+        self._kept.pop(stage, None)
+        ranks = [samples for rank in gather_objects(own) for samples in rank]
         if not trainer.is_global_zero or not ranks:
             return
         samples = together(ranks).best(self.n).cpu()

@@ -41,8 +41,9 @@ class Samples:
 
 
 def together(parts: Sequence[Samples]) -> Samples:
-    """Return the samples of all parts."""
-    return Samples(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+    """Return the samples of all parts whose images have the size of the last one's."""
+    alike = [part for part in parts if part.images.shape[1:] == parts[-1].images.shape[1:]]
+    return Samples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
 
 
 def judged(images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False) -> Samples:

@@ -350,16 +350,16 @@ class MetricsMonitor(TrickCallback):
 
     def _own_rows(self, inputs: Mapping[str, Any], size: int, own: int, stage: str) -> Mapping[str, Any]:
         """Return the first `own` of the `size` samples of a batch."""
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
-        if own and any(len(value) != size for name, value in tensors.items() if name != "loss"):
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+        rows = {name: value for name, value in inputs.items() if _has_rows(value)}
+        if own and any(len(value) != size for name, value in rows.items() if name != "loss"):
+            shapes = ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
             warnings.warn(  # of this rank alone
                 f"MetricsMonitor: {size - own} of the {size} samples of the last batch of {stage} are repeated ones, "
                 f"and it cannot be told which rows are theirs ({shapes}): they count twice.",
                 stacklevel=2,
             )
             return inputs
-        return {name: value[:own] if name in tensors else value for name, value in inputs.items()}
+        return {name: value[:own] if name in rows else value for name, value in inputs.items()}
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._only_looks or stage not in self.stages:
@@ -481,4 +481,8 @@ def _rows_of(inputs: Mapping[str, Any]) -> int:
     target = inputs.get("target")
     if isinstance(target, Tensor) and target.ndim:
         return target.shape[0]
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)
+    return next((len(value) for name, value in inputs.items() if name != "loss" and _has_rows(value)), 1)
+
+
+def _has_rows(value: Any) -> bool:
+    return bool(value.ndim) if isinstance(value, Tensor) else isinstance(value, list | tuple)

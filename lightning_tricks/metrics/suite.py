@@ -268,4 +268,4 @@ def _is_real_number(value: Tensor) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return tree_map_only(Tensor, Tensor.detach, value)

@@ -172,6 +172,8 @@ def test_confident_mistakes_come_first():
     assert binary.images[:, 0, 0, 0].tolist() == [1, 2, 3, 0]
     halves = [judged(images[part], scores[part], target[part]) for part in (slice(0, 2), slice(2, 4))]
     assert together(halves).best(2).images[:, 0, 0, 0].tolist() == [1, 2]
+    larger = judged(images.repeat(1, 1, 2, 2), scores, target)
+    assert together([halves[0], larger]).images.shape == (4, 1, 4, 4)
     values = judged(images, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.5, 5.0, 3.0, 3.9]), values=True).best(2)
     assert values.images[:, 0, 0, 0].tolist() == [1, 0]
     classes = judged(images, torch.tensor([0, 1, 1, 1]), target).best(1)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
+from torchmetrics import Metric
 from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.wrappers import MetricTracker
 
@@ -350,6 +351,34 @@ def test_where_the_division_is_not_known_it_is_said_once(tmp_path, kind, reason)
     assert not one
     assert "val over 2 ranks may not be what one process would measure" in zero[0]
     assert reason in zero[0]
+
+
+class Words(Metric):
+    """How many words there are in lists of sentences."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("words", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, preds):
+        self.words += sum(len(sentence.split()) for sentence in preds)
+
+    def compute(self):
+        return self.words
+
+
+def test_lists_are_rows_too(tmp_path):
+    class Speaks(OneLoader):
+        def validation_step(self, batch, batch_idx):
+            return {"preds": ["a b c"] * len(batch[1]), "loss": torch.tensor(float(batch_idx))}
+
+    fitter = trainer(MetricsMonitor({"words": Words()}), _Keeper(tmp_path), strategy="ddp_fork", devices=2)
+    fitter.validate(Speaks(), loader_of(*table(9)[:2]), verbose=False)
+    values = of_ranks(tmp_path)[1]
+    assert values["val/words"] == 27
+    assert values["val/loss"] == pytest.approx(1 / 9)  # the last sample is alone in its batch
 
 
 def test_reloaded_loaders_are_divided_anew(tmp_path):
