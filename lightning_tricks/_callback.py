@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_tricks._shared.pictures import take_pictures
+
 _HOOKS_OF_STEPS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -51,3 +53,88 @@ class TrickCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.
         return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
+
+
+class StepsCallback(TrickCallback):
+    """A callback that looks at what the steps of training, validation and test return."""
+
+    _function = ""  # of the Trainer that runs: "fit", "validate", "test" or "predict"
+    _only_looks = False  # in sanity checking
+
+    def on_step_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        place: tuple[str, int],
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Look at what a step returned; `place` is the stage, "train", "val" or "test", and the loader's number."""
+        raise NotImplementedError
+
+    def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say what was seen in an epoch of a stage."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note what runs."""
+        super().setup(trainer, pl_module, stage)
+        self._function = str(getattr(stage, "value", stage))
+        self._only_looks = False
+
+    def takes_pictures(self, trainer: Trainer) -> bool:
+        """Whether a logger can take a picture; other ranks' loggers stand for rank zero's, and take anything."""
+        return bool(trainer.strategy.broadcast(take_pictures(trainer.loggers)))
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count nothing from here on."""
+        self._only_looks = True
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count again."""
+        self._only_looks = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at a batch."""
+        if outputs:  # a step may return None; what comes here is a dict
+            self.on_step_end(trainer, pl_module, ("train", 0), outputs, batch, batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look at a batch."""
+        self.on_step_end(trainer, pl_module, ("val", dataloader_idx), outputs, batch, batch_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look at a batch."""
+        self.on_step_end(trainer, pl_module, ("test", dataloader_idx), outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what was seen in training."""
+        self.on_stage_end(trainer, pl_module, "train")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what was seen in validation."""
+        if not self._only_looks:
+            self.on_stage_end(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what was seen in testing."""
+        self.on_stage_end(trainer, pl_module, "test")

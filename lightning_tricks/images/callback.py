@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import StepsCallback
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.pictures import log_picture, take_pictures
+from lightning_tricks._shared.pictures import log_picture
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.images.functional import denormalize, image_grid, to_tensor
@@ -23,7 +23,7 @@ from lightning_tricks.images.ranking import Samples, judged, together
 _STAGES = ("train", "val", "test")
 
 
-class ImageLogger(TrickCallback):
+class ImageLogger(StepsCallback):
     """Show the loggers a grid of inputs with predicted and true labels, the most confident mistakes first.
 
     The steps return `{"preds": ..., "target": ...}`, as for `MetricsMonitor`; the images are the batch's first tensor
@@ -84,8 +84,6 @@ class ImageLogger(TrickCallback):
         if inputs is not None and not callable(inputs):
             raise TypeError(f"inputs must be a function of (outputs, batch, stage), got {inputs!r}.")
         self._active = False
-        self._function = ""
-        self._only_looks = False
         self._forget()
 
     def _forget(self) -> None:
@@ -96,71 +94,19 @@ class ImageLogger(TrickCallback):
         """Ask whether there is a logger for pictures."""
         super().setup(trainer, pl_module, stage)
         self._forget()
-        self._function = str(getattr(stage, "value", stage))
-        self._only_looks = False
-        self._active = take_pictures(trainer.loggers)
+        self._active = self.takes_pictures(trainer)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep nothing from here on."""
-        self._only_looks = True
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep again."""
-        self._only_looks = False
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep what is worth a look."""
-        if outputs:  # a step may return None
-            self._look(trainer, "train", outputs, batch)
-
-    def on_validation_batch_end(
+    def on_step_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
+        place: tuple[str, int],
         outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int = 0,
     ) -> None:
-        """Keep what is worth a look."""
-        self._look(trainer, "val", outputs, batch)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keep what is worth a look."""
-        self._look(trainer, "test", outputs, batch)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the training's images."""
-        self._show(trainer, "train")
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the validation's images."""
-        self._show(trainer, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the test's images."""
-        self._show(trainer, "test")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the images."""
-        self._forget()
-
-    def _is_due(self, trainer: Trainer, stage: str) -> bool:
-        if not self._active or stage not in self.stages:
-            return False
-        return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-
-    def _look(self, trainer: Trainer, stage: str, outputs: Any, batch: Any) -> None:
+        """Keep what is worth a look; in sanity checking nothing."""
+        stage = place[0]
         if not self._is_due(trainer, stage):
             return
         images, preds, target = self._inputs_of(outputs, batch, stage)
@@ -171,6 +117,34 @@ class ImageLogger(TrickCallback):
         with torch.inference_mode(False), torch.no_grad():
             samples = judged(images, preds, target, **self._kinds[stage]).best(self.n)
             self._kept[stage] = together([*self._kept_of(stage), samples]).best(self.n)
+
+    def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Show the images of an epoch."""
+        if not self._is_due(trainer, stage):
+            return
+        own = [samples.cpu() for samples in self._kept_of(stage)]
+        self._kept.pop(stage, None)
+        ranks = [samples for rank in gather_objects(own) for samples in rank]
+        if not trainer.is_global_zero or not ranks:
+            return
+        samples = together(ranks).best(self.n).cpu()
+        shown = self._shown(samples.images)
+        shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
+        try:
+            grid = image_grid(shown, captions=self._captions(samples, self._kinds[stage]["values"]))
+        except ModuleNotFoundError as error:
+            rank_zero_info(f"ImageLogger shows nothing: {error}")
+            return
+        log_picture(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the images."""
+        self._forget()
+
+    def _is_due(self, trainer: Trainer, stage: str) -> bool:
+        if not self._active or stage not in self.stages:
+            return False
+        return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def _kept_of(self, stage: str) -> list[Samples]:
         return [self._kept[stage]] if stage in self._kept else []
@@ -227,24 +201,6 @@ class ImageLogger(TrickCallback):
         if self.mean is None or self.std is None:
             return images
         return denormalize(images.float(), self.mean, self.std)
-
-    def _show(self, trainer: Trainer, stage: str) -> None:
-        if self._only_looks or not self._is_due(trainer, stage):
-            return
-        own = [samples.cpu() for samples in self._kept_of(stage)]
-        self._kept.pop(stage, None)
-        ranks = [samples for rank in gather_objects(own) for samples in rank]
-        if not trainer.is_global_zero or not ranks:
-            return
-        samples = together(ranks).best(self.n).cpu()
-        shown = self._shown(samples.images)
-        shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
-        try:
-            grid = image_grid(shown, captions=self._captions(samples, self._kinds[stage]["values"]))
-        except ModuleNotFoundError as error:
-            rank_zero_info(f"ImageLogger shows nothing: {error}")
-            return
-        log_picture(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
     def _captions(self, samples: Samples, values: bool) -> list[str]:
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import StepsCallback
 from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_value, names_logged_by_module
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
-from lightning_tricks._shared.pictures import log_picture, take_pictures
+from lightning_tricks._shared.pictures import log_picture
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks.metrics.history import History, Record
 from lightning_tricks.metrics.losses import MeanLoss
@@ -54,7 +54,7 @@ class _Loader:
         self.loss.load([state["loss"] for state in states], device)
 
 
-class MetricsMonitor(TrickCallback):
+class MetricsMonitor(StepsCallback):
     """Measure what the steps return, for train, val and test, each loader and each class, at almost no cost.
 
     The steps return `{"loss": ..., "preds": ..., "target": ...}`, and further arguments of metrics, such as `indexes`,
@@ -132,14 +132,12 @@ class MetricsMonitor(TrickCallback):
         MetricSuite(metrics, class_names)  # raises where an argument is wrong
         self.results: dict[str, Tensor] = {}
         self._history = History()
-        self._function = ""
         self._outer_exception = id(None)
         self._draws = False
         self._forget()
 
     def _forget(self) -> None:
         self._loaders: dict[tuple[str, int], _Loader] = {}
-        self._only_looks = False
         self._saved: dict[str, Any] = {}
         self._to_draw: dict[str, Snapshot] = {}
 
@@ -175,67 +173,66 @@ class MetricsMonitor(TrickCallback):
         """Start anew."""
         super().setup(trainer, pl_module, stage)
         self._forget()
-        self._function = str(getattr(stage, "value", stage))
         if stage == "fit":
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])
-        self._draws = self.plots is not False and take_pictures(trainer.loggers)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count nothing from here on."""
-        self._only_looks = True
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count again."""
-        self._only_looks = False
+        self._draws = self.plots is not False and self.takes_pictures(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a loader without batches."""
         self._refuse_no_batches(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count a batch."""
-        if outputs:  # a step may return None; what comes here is a dict
-            self._update(trainer, pl_module, ("train", 0), outputs, batch, batch_idx)
-
-    def on_validation_batch_end(
+    def on_step_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
+        place: tuple[str, int],
         outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int = 0,
     ) -> None:
         """Count a batch; in sanity checking only look at it."""
-        self._update(trainer, pl_module, ("val", dataloader_idx), outputs, batch, batch_idx)
+        stage = place[0]
+        if stage not in self.stages:
+            return
+        loader = self._loaders.get(place) or self._new_loader(trainer, pl_module, place, batch_idx)
+        inputs = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
+        if not loader.seen:
+            self._check(loader, inputs, stage)
+        if self._only_looks:
+            return
+        rows = None
+        if batch_idx == 0 and stage != "train" and trainer.world_size > 1 and self.exact:
+            self._divide(trainer, loader, place)
+        if isinstance(loader.share, Share):
+            size, own = loader.share.of_batch(batch_idx)
+            if own < size:
+                inputs, rows = self._own_rows(inputs, size, own, stage), own
+        if rows != 0:
+            loader.suite.update(**inputs)
+        loss = inputs.get("loss")
+        if isinstance(loss, Tensor):
+            lightnings = stage == "train" and pl_module.automatic_optimization  # it has divided and copied the loss
+            factor = trainer.accumulate_grad_batches if lightnings else 1
+            loader.loss.update(loss, _rows_of(inputs) if rows is None else rows, factor, own=lightnings)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._update(trainer, pl_module, ("test", dataloader_idx), outputs, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the training's metrics."""
+    def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Log the metrics of an epoch."""
         self._refuse_no_batches(trainer)
-        self._finish(trainer, pl_module, "train")
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation's metrics."""
-        self._finish(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the test's metrics."""
-        self._finish(trainer, pl_module, "test")
+        if stage not in self.stages:
+            return
+        batches = [trainer.num_training_batches] if stage == "train" else _batches_of(trainer, stage)
+        for place in self._places_to_restore(trainer, stage):
+            self._new_loader(trainer, pl_module, place, None)
+        if trainer.world_size > 1:
+            self._merge_ranks(trainer, pl_module, stage)
+        for number in sorted(number for of_stage, number in self._loaders if of_stage == stage):
+            loader = self._loaders[stage, number]
+            if loader.suite.updates:
+                self._log(trainer, loader, stage, number if len(batches) > 1 else None)
+            loader.load([])
+        self._saved = {} if stage == "train" else self._saved
+        self._check_best(stage)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw what was not drawn yet, and print the table."""
@@ -273,39 +270,6 @@ class MetricsMonitor(TrickCallback):
         if any(ranks) and self.state_key in checkpoint.get("callbacks", {}):
             partial = {"epoch": trainer.current_epoch, "world": trainer.world_size, "ranks": ranks}
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
-
-    def _update(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        place: tuple[str, int],
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        stage = place[0]
-        if stage not in self.stages:
-            return
-        loader = self._loaders.get(place) or self._new_loader(trainer, pl_module, place, batch_idx)
-        inputs = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
-        if not loader.seen:
-            self._check(loader, inputs, stage)
-        if self._only_looks:
-            return
-        rows = None
-        if batch_idx == 0 and stage != "train" and trainer.world_size > 1 and self.exact:
-            self._divide(trainer, loader, place)
-        if isinstance(loader.share, Share):
-            size, own = loader.share.of_batch(batch_idx)
-            if own < size:
-                inputs, rows = self._own_rows(inputs, size, own, stage), own
-        if rows != 0:
-            loader.suite.update(**inputs)
-        loss = inputs.get("loss")
-        if isinstance(loss, Tensor):
-            lightnings = stage == "train" and pl_module.automatic_optimization  # it has divided and copied the loss
-            factor = trainer.accumulate_grad_batches if lightnings else 1
-            loader.loss.update(loss, _rows_of(inputs) if rows is None else rows, factor, own=lightnings)
 
     def _check(self, loader: _Loader, inputs: Any, stage: str) -> None:
         """Refuse the first batch of a loader where the metrics would misunderstand it."""
@@ -360,23 +324,6 @@ class MetricsMonitor(TrickCallback):
             )
             return inputs
         return {name: value[:own] if name in rows else value for name, value in inputs.items()}
-
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._only_looks or stage not in self.stages:
-            return
-        batches = [trainer.num_training_batches] if stage == "train" else _batches_of(trainer, stage)
-        for place in self._places_to_restore(trainer, stage):
-            self._new_loader(trainer, pl_module, place, None)
-        if trainer.world_size > 1:
-            self._merge_ranks(trainer, pl_module, stage)
-        for number in sorted(number for of_stage, number in self._loaders if of_stage == stage):
-            loader = self._loaders[stage, number]
-            if loader.suite.updates:
-                self._log(trainer, loader, stage, number if len(batches) > 1 else None)
-            loader.load([])
-        self._saved = {} if stage == "train" else self._saved
-        self._refuse_no_batches(trainer)
-        self._check_best(stage)
 
     def _places_to_restore(self, trainer: Trainer, stage: str) -> list[tuple[str, int]]:
         if self._saved.get("epoch") != trainer.current_epoch:

@@ -1,16 +1,24 @@
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import MetricsMonitor, binary_metrics, multiclass_metrics, multilabel_metrics, regression_metrics
+from lightning_tricks import (
+    ImageLogger,
+    MetricsMonitor,
+    binary_metrics,
+    multiclass_metrics,
+    multilabel_metrics,
+    regression_metrics,
+)
 from lightning_tricks._shared.pictures import log_picture, take_pictures
 from lightning_tricks.metrics.pictures import as_array, classes_figure, confusion_figure, curves_figure
 from tests.contract.lab import QUIET
@@ -142,3 +150,29 @@ def test_several_loaders_have_pictures_of_their_own(tmp_path):
     fitter = Trainer(callbacks=[monitor], **{**QUIET, "logger": CSVLogger(tmp_path)})
     fitter.validate(Table(), [data, data], verbose=False)
     assert {name.split("/")[-2] for name in names_of(tmp_path)} == {"0", "1"}
+
+
+class Mute(Logger):
+    """A logger that takes numbers alone; on other ranks than zero its experiment is Lightning's dummy, as usual."""
+
+    name = version = "mute"
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        return object()
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+def test_ranks_agree_on_whether_there_is_a_logger_for_pictures():
+    callbacks = [MetricsMonitor(multiclass_metrics(4)), ImageLogger(shape=[1, 2, 2])]
+    fitter = Trainer(callbacks=callbacks, **{**QUIET, "logger": Mute()}, strategy="ddp_fork", devices=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice to test on one process
+        (values,) = fitter.test(OneLoader(), loader_of(*table(9)[:2]), verbose=False)
+    assert "test/f1" in values
