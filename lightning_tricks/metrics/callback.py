@@ -202,7 +202,7 @@ class MetricsMonitor(StepsCallback):
         if self._only_looks:
             return
         rows = None
-        if batch_idx == 0 and stage != "train" and trainer.world_size > 1 and self.exact:
+        if stage != "train" and trainer.world_size > 1 and self.exact and (batch_idx == 0 or not loader.share):
             self._divide(trainer, loader, place)
         if isinstance(loader.share, Share):
             size, own = loader.share.of_batch(batch_idx)
