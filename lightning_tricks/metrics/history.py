@@ -96,10 +96,6 @@ class History:
                         best[key] = value, record.step
         return best
 
-    def last(self) -> dict[str, float]:
-        """Return the last value of each key."""
-        return {key: value for record in self.records() for key, value in record.items()}
-
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each value: stage, loader, epoch, step, metric and value."""
         return [

@@ -53,7 +53,7 @@ class MetricSuite:
         self._tasks: dict[str, Task | None] = {
             entry.key: task_of(entry.metric) for entry in self._entries.values() if not entry.of_parts
         }
-        self._scores = Scores(task) if curves and (task := self._classification()) is not None else None
+        self._scores = Scores(task) if curves and (task := self.task) is not None else None
         groups += [self._scores] if self._scores is not None else []
         self._groups = groups
         self._later = [group for group in groups if group.cut_at_will]
@@ -70,11 +70,6 @@ class MetricSuite:
         self._signature: list[Any] = []
         self._rows = self._rows_of_one = self._size = 0
         self._misfits: Tensor | int = 0
-
-    def _classification(self) -> Task | None:
-        kinds = ("binary", "multiclass", "multilabel")
-        tasks = [task for task in self._tasks.values() if task is not None and task.kind in kinds]
-        return tasks[0] if tasks else None
 
     def check(self, **inputs: Any) -> None:
         """Refuse a batch that the metrics would misunderstand; it reads from the device, and counts nothing.
@@ -199,7 +194,8 @@ class MetricSuite:
     @property
     def task(self) -> Task | None:
         """The first classification among the metrics' tasks."""
-        return self._classification()
+        kinds = ("binary", "multiclass", "multilabel")
+        return next((task for task in self._tasks.values() if task is not None and task.kind in kinds), None)
 
     def reset(self) -> None:
         """Start anew."""

@@ -571,6 +571,19 @@ def test_a_bad_first_batch_stops_sanity_checking(outputs, words, error):
     assert fitter.global_step == 0
 
 
+def test_later_misfits_make_nan_and_are_counted_in_words():
+    class Breaks(OneLoader):
+        def validation_step(self, batch, batch_idx):
+            outputs = super().validation_step(batch, batch_idx)
+            return {**outputs, "preds": outputs["preds"] * (math.nan if batch_idx == 1 else 1)}
+
+    fitter = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), max_epochs=1)
+    with pytest.warns(UserWarning, match=r"4 predictions or targets of val, epoch 0, were NaN.*its metrics are NaN"):
+        fitter.fit(Breaks(), loader_of(*table(8)[:2]), loader_of(*table(8)[:2]))
+    assert math.isnan(fitter.callback_metrics["val/f1"])
+    assert not math.isnan(fitter.callback_metrics["train/f1"])
+
+
 def test_a_loader_without_batches_is_refused():
     empty, some = loader_of(*table(0)[:2]), loader_of(*table(8)[:2])
     with warnings.catch_warnings():
