@@ -20,6 +20,7 @@ from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_val
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
 from lightning_tricks._shared.pictures import log_picture
 from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks.metrics.functional import in_doubles
 from lightning_tricks.metrics.history import History, Record
 from lightning_tricks.metrics.losses import MeanLoss
 from lightning_tricks.metrics.pictures import Snapshot, as_array, figures_of, history_figure
@@ -44,7 +45,6 @@ class _Loader:
     suite: MetricSuite
     loss: MeanLoss
     share: Share | str = ""  # or the reason why it is not known
-    seen: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict()}
@@ -197,7 +197,7 @@ class MetricsMonitor(StepsCallback):
             return
         loader = self._loaders.get(place) or self._new_loader(trainer, pl_module, place, batch_idx)
         inputs = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
-        if not loader.seen:
+        if not loader.suite.checked:
             self._check(loader, inputs, stage)
         if self._only_looks:
             return
@@ -237,8 +237,7 @@ class MetricsMonitor(StepsCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw what was not drawn yet, and print the table."""
         self._draw(trainer)
-        self._history.records()
-        if trainer.is_global_zero and self._history.records():
+        if self._history.records() and trainer.is_global_zero:
             from rich.console import Console
 
             Console().print(self._history.table(self.best, self.class_names or ()))
@@ -268,7 +267,7 @@ class MetricsMonitor(StepsCallback):
         in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
         ranks = [own] if in_exception else _gathered(trainer, own)
         if any(ranks) and self.state_key in checkpoint.get("callbacks", {}):
-            partial = {"epoch": trainer.current_epoch, "world": trainer.world_size, "ranks": ranks}
+            partial = {"epoch": trainer.current_epoch, "ranks": ranks}
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
 
     def _check(self, loader: _Loader, inputs: Any, stage: str) -> None:
@@ -278,7 +277,6 @@ class MetricsMonitor(StepsCallback):
             loader.suite.check(**inputs)
         except ValueError as error:
             raise MetricsError(f"MetricsMonitor, first batch of {stage}: {error}") from error
-        loader.seen = True
 
     def _check_mapping(self, inputs: Any, stage: str) -> None:
         if isinstance(inputs, Mapping):
@@ -352,9 +350,7 @@ class MetricsMonitor(StepsCallback):
             trainer.global_step,
             self._function == "fit",
             list(numbers),
-            torch.stack(
-                [value.float() if value.device.type == "mps" else value.double() for value in numbers.values()]
-            ),
+            torch.stack([in_doubles(value) for value in numbers.values()]),
             loader.suite.misfits(),
         )
         self._history.add(record)

@@ -133,7 +133,7 @@ def roc_auc(positives: Tensor, negatives: Tensor) -> Tensor:
     """
     negatives = negatives.sort().values
     below = torch.searchsorted(negatives, positives) + torch.searchsorted(negatives, positives, right=True)
-    return _exact(below).mean() / (2 * len(negatives)) if len(negatives) else _exact(below).sum() * torch.nan
+    return in_doubles(below).mean() / (2 * len(negatives)) if len(negatives) else in_doubles(below).sum() * torch.nan
 
 
 def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
@@ -147,13 +147,19 @@ def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
         A number, in doubles but on MPS; NaN where there are no positives or no negatives.
     """
     positives, negatives = positives.sort().values, negatives.sort().values
-    true = _exact(len(positives) - torch.searchsorted(positives, positives))
-    false = _exact(len(negatives) - torch.searchsorted(negatives, positives))
+    true = in_doubles(len(positives) - torch.searchsorted(positives, positives))
+    false = in_doubles(len(negatives) - torch.searchsorted(negatives, positives))
     return (true / (true + false)).mean() if len(negatives) else true.sum() * torch.nan
 
 
-def _exact(numbers: Tensor) -> Tensor:
+def in_doubles(numbers: Tensor) -> Tensor:
+    """Return numbers in doubles; in floats on MPS, which has no doubles."""
     return numbers.float() if numbers.device.type == "mps" else numbers.double()
+
+
+def counted_targets(target: Tensor, ignore_index: int | None) -> Tensor:
+    """Return which targets are not ignored, in their shape."""
+    return torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
 
 
 def count_scores_(histogram: Tensor, scores: Tensor, positive: Tensor, counted: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from lightning_tricks.metrics.functional import (
     binary_cells,
     count_cells_,
     count_scores_,
+    counted_targets,
+    in_doubles,
     matrix_of,
     merge_state,
     misfits_of,
@@ -173,8 +175,7 @@ class Rankings(Rows):
 
     def as_kept(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ranks, and whole-numbered targets where the metric knows no grades."""
-        ranks = torch.unique(rows["preds"], return_inverse=True)[1] + 1
-        ranks = ranks.to(torch.float32 if ranks.device.type == "mps" else torch.float64)
+        ranks = in_doubles(torch.unique(rows["preds"], return_inverse=True)[1] + 1)
         graded = getattr(metric, "allow_non_binary_target", False) and rows["target"].is_floating_point()
         target = rows["target"].float() if graded else rows["target"].long()
         return _counted(metric, {"indexes": rows["indexes"].long(), "preds": ranks, "target": target})
@@ -283,9 +284,7 @@ class Scores(Group):
         preds, target = inputs["preds"], inputs["target"].long()
         if not preds.is_floating_point() or preds.ndim != (1 if self.task.kind == "binary" else 2):
             return
-        counted = torch.ones_like(target, dtype=torch.bool)
-        if self.task.ignore_index is not None:
-            counted = target != self.task.ignore_index
+        counted = counted_targets(target, self.task.ignore_index)
         if self.task.kind == "multiclass":
             preds, target = self._one_against_rest(preds.float(), target)
         elif self.task.kind == "binary":

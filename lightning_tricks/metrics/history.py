@@ -13,8 +13,9 @@ from rich.console import Group as Together
 from rich.table import Table
 from torch import Tensor
 
+from lightning_tricks.metrics.functional import in_doubles
+
 _MOST_CLASSES = 50  # rows of the table of single classes
-_FLOAT = {True: torch.float32, False: torch.float64}  # MPS has no doubles
 
 
 @dataclass
@@ -67,13 +68,13 @@ class History:
         new = self._records[self._read :]
         self._read = len(self._records)
         tensors = [
-            part.reshape(-1).to(_FLOAT[record.values.device.type == "mps"])  # type: ignore[union-attr]
+            in_doubles(part.reshape(-1))
             for record in new
-            for part in (record.values, torch.as_tensor(record.misfits))
+            for part in (cast(Tensor, record.values), torch.as_tensor(record.misfits))
         ]
         if tensors:
             device = tensors[0].device
-            numbers = iter(torch.cat([tensor.to(device) for tensor in tensors]).tolist())
+            numbers = iter(torch.cat([tensor.to(device, tensors[0].dtype) for tensor in tensors]).tolist())
             for record in new:
                 record.values = [next(numbers) for _ in record.names]
                 record.misfits = int(next(numbers))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_tricks.metrics.functional import in_doubles
+
 _MOST_BATCHES = 256
 
 
@@ -65,8 +67,7 @@ class MeanLoss:
         if not self._pending:
             return
         with torch.inference_mode(False), torch.no_grad():
-            losses = torch.stack([loss for loss, _ in self._pending])
-            losses = losses.float() if losses.device.type == "mps" else losses.double()
+            losses = in_doubles(torch.stack([loss for loss, _ in self._pending]))
             weights = torch.tensor([weight for _, weight in self._pending], dtype=losses.dtype)
             total = (losses * weights.to(losses.device, non_blocking=True)).sum()
             self._sum = total if self._sum is None else self._sum + total

@@ -10,7 +10,7 @@ import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
 from torch import Tensor
 
-from lightning_tricks.metrics.functional import average_precision, roc_auc
+from lightning_tricks.metrics.functional import average_precision, counted_targets, in_doubles, roc_auc
 
 
 class BalancedAccuracy(tm.MulticlassRecall):
@@ -32,9 +32,7 @@ class TopKAccuracy(tm.MulticlassAccuracy):
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Count scores of shape (N, C, ...) and classes of shape (N, ...)."""
-        counted = (
-            torch.ones_like(target, dtype=torch.bool) if self.ignore_index is None else target != self.ignore_index
-        )
+        counted = counted_targets(target, self.ignore_index)
         found = (preds.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1) & counted
         cast(Tensor, self.tp)[0] += found.sum()
         cast(Tensor, self.fn)[0] += counted.sum() - found.sum()
@@ -48,8 +46,7 @@ class _ExactMatthews:
 
     def compute(self) -> Any:
         """Return the coefficient, a number."""
-        matrix = cast(Tensor, cast(Any, self).confmat)
-        matrix = matrix.float() if matrix.device.type == "mps" else matrix.double()
+        matrix = in_doubles(cast(Any, self).confmat)
         target, predicted, total = matrix.sum(1), matrix.sum(0), matrix.sum()
         covariance = matrix.trace() * total - target @ predicted
         variance = (total**2 - predicted @ predicted).sqrt() * (total**2 - target @ target).sqrt()

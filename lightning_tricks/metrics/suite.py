@@ -61,6 +61,7 @@ class MetricSuite:
         self._probabilities = any(task is not None and task.probabilities for task in self._tasks.values())
         self._guards = not all(isinstance(group, Counts) for group in self._later)  # those see it themselves
         self._begun = False
+        self.checked = False
         self._names: list[str] = []
         self.updates = 0
         self._forget()
@@ -78,6 +79,7 @@ class MetricSuite:
             ValueError: Of the first of `check_batch`'s reasons that there is.
         """
         check_batch(inputs, self._groups, self._tasks)
+        self.checked = True
 
     def update(self, **inputs: Any) -> None:
         """Add a batch; the first one is checked.
@@ -99,7 +101,8 @@ class MetricSuite:
             self._keep([inputs[name] for name in self._names])
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
-        self.check(**inputs)
+        if not self.checked:
+            self.check(**inputs)
         self._names = sorted(set().union(*(group.taken for group in self._later)) & inputs.keys())
         self._to(next((value.device for value in inputs.values() if isinstance(value, Tensor)), None))
         self._begun = True
