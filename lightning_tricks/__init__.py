@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping import replace_head as replace_head
     from lightning_tricks.checkpoint_remapping import save_weights as save_weights
+    from lightning_tricks.ensembles import BaggingClassifier as BaggingClassifier
+    from lightning_tricks.ensembles import BaggingRegressor as BaggingRegressor
+    from lightning_tricks.ensembles import FusionClassifier as FusionClassifier
+    from lightning_tricks.ensembles import FusionRegressor as FusionRegressor
+    from lightning_tricks.ensembles import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
+    from lightning_tricks.ensembles import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
+    from lightning_tricks.ensembles import VotingClassifier as VotingClassifier
+    from lightning_tricks.ensembles import VotingRegressor as VotingRegressor
     from lightning_tricks.flops import FlopsReport as FlopsReport
     from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
@@ -59,6 +67,16 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remap_keys",
             "replace_head",
             "save_weights",
+        ),
+        "ensembles": (
+            "BaggingClassifier",
+            "BaggingRegressor",
+            "FusionClassifier",
+            "FusionRegressor",
+            "SnapshotEnsembleClassifier",
+            "SnapshotEnsembleRegressor",
+            "VotingClassifier",
+            "VotingRegressor",
         ),
         "flops": ("FlopsReport", "count_flops"),
         "gradient_clipping": (

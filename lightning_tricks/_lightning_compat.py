@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ThroughputMonitor
     from torch import Tensor
@@ -106,6 +108,27 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
         return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
     except AttributeError as error:
         raise _unknown_lightning("MetricsMonitor on several ranks", error) from error
+
+
+def replace_train_loaders(trainer: Trainer, replace: Callable[[Any], Any]) -> None:
+    """Let what the user gave as training data pass through a function whenever the Trainer asks for it.
+
+    In `setup`, before it does so; for each fit anew.
+    """
+    try:
+        source: Any = trainer.fit_loop._data_source
+        ask = source.dataloader
+    except AttributeError as error:
+        raise _unknown_lightning("an ensemble whose members see the samples in their own orders", error) from error
+    source.dataloader = lambda: replace(ask())
+
+
+def shares_out_samples(trainer: Trainer) -> bool:
+    """Whether the Trainer gives each rank its share of the samples (`use_distributed_sampler`)."""
+    try:
+        return bool(trainer._accelerator_connector.use_distributed_sampler)
+    except AttributeError as error:
+        raise _unknown_lightning("an ensemble on several ranks", error) from error
 
 
 def module_from_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,14 @@ from lightning_tricks.lr_schedules.specs import OptimizerSpec, ScheduleSpec
 _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 
 
-def build_optimizer(module: nn.Module, spec: OptimizerSpec) -> Optimizer:
+def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec) -> Optimizer:
     """Make the optimizer of a spec for the trainable parameters of a module.
 
     Its parameter groups bear names, which LearningRateMonitor shows, and are reported.
 
     Args:
-        module: The model, or a LightningModule in `configure_optimizers`.
+        module: The model, or a LightningModule in `configure_optimizers`; or several modules, such as the members of an
+            ensemble, whose groups of one name become one.
         spec: What to make.
 
     Raises:
@@ -41,7 +43,8 @@ def build_optimizer(module: nn.Module, spec: OptimizerSpec) -> Optimizer:
         >>> [(group["name"], group["weight_decay"]) for group in optimizer.param_groups]
         [('parameters', 0.0005), ('parameters, no decay', 0.0)]
     """
-    groups = parameter_groups(module, spec)
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    groups = _merged([group for module in modules for group in parameter_groups(module, spec)])
     optimizer = spec.optimizer()
     defaults: dict[str, Any] = {"lr": spec.lr, **(spec.kwargs or {})}
     if "weight_decay" in inspect.signature(optimizer).parameters:
@@ -50,7 +53,7 @@ def build_optimizer(module: nn.Module, spec: OptimizerSpec) -> Optimizer:
         for group in groups:
             del group["weight_decay"]
     other_kernel = defaults.get("foreach") or defaults.get("differentiable")  # which torch refuses beside it
-    if spec.fused is True or (spec.fused == "auto" and not other_kernel and _may_be_fused(module, optimizer, groups)):
+    if spec.fused is True or (spec.fused == "auto" and not other_kernel and _may_be_fused(modules, optimizer, groups)):
         defaults["fused"] = True
     sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
     rank_zero_info(f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}.")
@@ -164,11 +167,18 @@ def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     return sum(map(steps, range(whole))) + round((epochs - whole) * steps(whole))
 
 
-def _may_be_fused(module: nn.Module, optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
+def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        merged.setdefault(group["name"], {**group, "params": []})["params"].extend(group["params"])
+    return list(merged.values())
+
+
+def _may_be_fused(modules: Sequence[nn.Module], optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
     if "fused" not in inspect.signature(optimizer).parameters:
         return False
     try:
-        trainer = getattr(module, "trainer", None)
+        trainer = getattr(modules[0], "trainer", None)
     except RuntimeError:  # a LightningModule without one
         trainer = None
     if getattr(trainer, "gradient_clip_val", None):  # which Lightning refuses beside it

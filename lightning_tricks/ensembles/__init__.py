@@ -1,0 +1,48 @@
+"""Ensembles as LightningModules: members trained by the Trainer, all at once where that is faster.
+
+When to use it: for a last per cent of accuracy, for probabilities that can be trusted, and to know where a model does
+not know. `VotingClassifier(Net, 5)` is a LightningModule like any other, with every precision, strategy, callback and
+checkpoint of the Trainer.
+
+What it does that torchensemble does not: members of one structure without convolutions are one module with stacked
+parameters, which costs a fraction; the best checkpoint restores the best ensemble, and a run resumes; nothing learns
+from validation data; the loss of an evaluation is that of the combined probabilities; members can be different,
+pretrained, weighted; `predict_uncertainty` tells noise in the data from ignorance of the model.
+
+Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
+`shared_order=True` trades that diversity for speed. Under fp16 one GradScaler serves all members. A model that draws
+from Python's random module decides once for all members that run at once: `vectorize=False`.
+
+Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting); Breiman, Machine Learning 24, 1996 (bagging); Huang et al.,
+arXiv 1704.00109 (snapshots); torchensemble 0.2, whose classes these are named after.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.ensembles.bagging import BaggingClassifier as BaggingClassifier
+    from lightning_tricks.ensembles.bagging import BaggingRegressor as BaggingRegressor
+    from lightning_tricks.ensembles.functional import Uncertainty as Uncertainty
+    from lightning_tricks.ensembles.functional import classification_uncertainty as classification_uncertainty
+    from lightning_tricks.ensembles.functional import regression_uncertainty as regression_uncertainty
+    from lightning_tricks.ensembles.fusion import FusionClassifier as FusionClassifier
+    from lightning_tricks.ensembles.fusion import FusionRegressor as FusionRegressor
+    from lightning_tricks.ensembles.modules import Ensemble as Ensemble
+    from lightning_tricks.ensembles.snapshot import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
+    from lightning_tricks.ensembles.snapshot import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
+    from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
+    from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "bagging": ("BaggingClassifier", "BaggingRegressor"),
+        "functional": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
+        "fusion": ("FusionClassifier", "FusionRegressor"),
+        "modules": ("Ensemble",),
+        "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
+        "voting": ("VotingClassifier", "VotingRegressor"),
+    },
+)

@@ -1,0 +1,226 @@
+"""The pure core: combining the outputs of members, their losses, and what their disagreement says.
+
+Outputs of n members on B samples have the shape (n, B, C).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+_MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """What an ensemble does not know, sample by sample.
+
+    In classification `mean` holds probabilities, and the parts are entropies in nats, of shape (B,); in regression
+    they are variances of each output, of shape (B, C). `total` is `aleatoric` plus `epistemic`.
+
+    Attributes:
+        mean: The combined prediction, (B, C).
+        total: Entropy of the mean; variance of the mixture of the members.
+        aleatoric: What each member takes for noise in the data, averaged: the mean entropy, or the mean of the
+            variances that the members predict (0 where they predict none).
+        epistemic: What the members disagree about: the mutual information of prediction and member, or the variance of
+            the members' means. High far from the training data.
+        disagreement: Share of the members that vote for another class than the most, (B,); in regression the
+            standard deviation of the members' means, (B, C).
+    """
+
+    mean: Tensor
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    disagreement: Tensor
+
+
+def log_mean_probabilities(scores: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the logarithm of the members' mean probabilities, without underflow.
+
+    Args:
+        scores: Logits, (n, B, C).
+        weights: Of the members, (n,), with the sum 1; None for equal ones.
+
+    Returns:
+        Log-probabilities, (B, C).
+    """
+    logs = scores.log_softmax(-1)
+    if weights is None:
+        return logs.logsumexp(0) - math.log(len(scores))
+    return (logs + weights.log().view(-1, 1, 1)).logsumexp(0)
+
+
+def mean_probabilities(scores: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the members' mean probabilities, (B, C), of logits (n, B, C): soft voting.
+
+    Example:
+        >>> mean_probabilities(torch.tensor([[[0.0, 0.0]], [[0.0, torch.inf]]]).nan_to_num(posinf=100)).tolist()
+        [[0.25, 0.75]]
+    """
+    return weighted_mean(scores.softmax(-1), weights)
+
+
+def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean over members of values (n, ...)."""
+    return values.mean(0) if weights is None else torch.tensordot(weights.to(values.dtype), values, dims=1)
+
+
+def votes(scores: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Count the members' votes as shares: (B, C) of logits (n, B, C).
+
+    Example:
+        >>> votes(torch.tensor([[[0.0, 1.0]], [[0.0, 2.0]], [[3.0, 0.0]], [[0.0, 1.0]]])).tolist()
+        [[0.25, 0.75]]
+    """
+    chosen = functional.one_hot(scores.argmax(-1), scores.shape[-1])
+    return weighted_mean(chosen.to(scores.dtype), weights)
+
+
+def majority(scores: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return 1 for the class with most votes, the first of several, and 0 for others, (B, C): hard voting."""
+    share = votes(scores, weights)
+    return functional.one_hot(share.argmax(-1), share.shape[-1]).to(scores.dtype)
+
+
+def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Measure each member's loss on its own rows.
+
+    Args:
+        criterion: Loss of a batch of outputs and targets.
+        outputs: Of shape (n, B, ...).
+        targets: Of shape (n, B, ...).
+
+    Returns:
+        Losses, (n,), as the criterion gives them for each member alone.
+    """
+    kind, reduced = type(criterion), getattr(criterion, "reduction", "")
+    if kind is nn.CrossEntropyLoss and reduced == "mean" and criterion.weight is None:  # type: ignore[attr-defined]
+        ignored, smoothing = criterion.ignore_index, criterion.label_smoothing  # type: ignore[attr-defined]
+        flat = targets.flatten(0, 1)
+        losses = functional.cross_entropy(
+            outputs.flatten(0, 1), flat, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+        )
+        by_member: Tensor = losses.view(len(outputs), -1)
+        if flat.is_floating_point():
+            return by_member.mean(1)
+        counted: Tensor = targets != ignored
+        return by_member.sum(1) / counted.view(len(outputs), -1).sum(1)
+    if kind in _MEANS_OF_ROWS and reduced == "mean":
+        single = dict(vars(criterion)) | {"reduction": "none"}
+        twin = kind.__new__(kind)
+        twin.__dict__.update(single)
+        return cast(Tensor, twin(outputs, targets)).flatten(1).mean(1)
+    return torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
+
+
+def value_of_mean(losses: Tensor) -> Tensor:
+    """Return a loss with the value of the members' mean and the gradients of their sum.
+
+    Each member is trained as it would be alone, whatever their number, and the number that people see is a member's.
+    """
+    total = losses.sum()
+    return total + (losses.mean() - total).detach()
+
+
+def classification_uncertainty(scores: Tensor, weights: Tensor | None = None) -> Uncertainty:
+    """Split the entropy of a classifier's members.
+
+    Args:
+        scores: Logits, (n, B, C).
+        weights: Of the members, (n,), with the sum 1; None for equal ones.
+
+    Source: Depeweg et al., arXiv 1710.07283.
+
+    Example:
+        >>> sure = torch.tensor([[[50.0, 0.0]], [[0.0, 50.0]]])  # both members are, but not of the same class
+        >>> uncertainty = classification_uncertainty(sure)
+        >>> [round(float(part), 3) for part in (uncertainty.total, uncertainty.aleatoric, uncertainty.epistemic)]
+        [0.693, 0.0, 0.693]
+    """
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    logs = scores.log_softmax(-1)
+    combined = log_mean_probabilities(scores, weights)
+    total = -(combined.exp() * combined).nan_to_num().sum(-1)
+    aleatoric = weighted_mean(-(logs.exp() * logs).nan_to_num().sum(-1), weights)
+    epistemic = (total - aleatoric).clamp(min=0)
+    return Uncertainty(combined.exp(), total, aleatoric, epistemic, 1 - votes(scores, weights).amax(-1))
+
+
+def regression_uncertainty(
+    means: Tensor, variances: Tensor | None = None, weights: Tensor | None = None
+) -> Uncertainty:
+    """Split the variance of the mixture of a regressor's members.
+
+    Args:
+        means: Predictions, (n, B, C).
+        variances: That the members predict, (n, B, C); None where they predict none.
+        weights: Of the members, (n,), with the sum 1; None for equal ones.
+
+    Source: Lakshminarayanan et al., arXiv 1612.01474.
+
+    Example:
+        >>> regression_uncertainty(torch.tensor([[[1.0]], [[3.0]]])).epistemic.tolist()
+        [[1.0]]
+    """
+    mean = weighted_mean(means, weights)
+    epistemic = weighted_mean((means - mean).square(), weights)
+    aleatoric = torch.zeros_like(mean) if variances is None else weighted_mean(variances, weights)
+    return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, epistemic.sqrt())
+
+
+def snapshot_factor(step: int, cycle: int) -> float:
+    """Return the learning rate's factor in cycles of half a cosine, each from 1 towards 0.
+
+    Args:
+        step: Optimizer steps made.
+        cycle: Steps of a cycle.
+
+    Source: Huang et al., arXiv 1704.00109.
+
+    Example:
+        >>> [round(snapshot_factor(step, cycle=4), 3) for step in range(6)]
+        [1.0, 0.854, 0.5, 0.146, 1.0, 0.854]
+    """
+    return (math.cos(math.pi * (step % cycle) / cycle) + 1) / 2
+
+
+def normalized_weights(weights: Sequence[float] | None, n: int) -> Tensor | None:
+    """Check the members' weights and give them the sum 1.
+
+    Raises:
+        ValueError: If there are not n, or one is negative or not finite, or all are 0.
+
+    Example:
+        >>> normalized_weights([1, 3], 2).tolist()
+        [0.25, 0.75]
+    """
+    if weights is None:
+        return None
+    given = torch.as_tensor(weights, dtype=torch.float32)
+    if given.shape != (n,):
+        raise ValueError(f"weights must be one number for each of the {n} members, got {weights!r}.")
+    if not (given.isfinite().all() and (given >= 0).all() and given.sum() > 0):
+        raise ValueError(f"weights must be finite, none below 0 and not all 0, got {weights!r}.")
+    return given / given.sum()
+
+
+def derived_seed(seed: int, *path: int) -> int:
+    """Return a seed in [0, 2**32) for one purpose of a run, independent of those for others.
+
+    Args:
+        seed: Of the whole, >= 0.
+        *path: Whole numbers that name the purpose.
+    """
+    # the number of parts is one of them: SeedSequence does not tell (1,) from (1, 0)
+    return int(np.random.SeedSequence([len(path), seed, *path]).generate_state(1)[0])

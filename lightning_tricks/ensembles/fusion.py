@@ -1,0 +1,127 @@
+"""Fusion: members that are trained together, as one model that averages them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_tricks.ensembles.building import Estimator
+from lightning_tricks.ensembles.functional import Criterion, weighted_mean
+from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
+from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoice
+
+
+class _Fused(Ensemble):
+    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
+        return self.loss_of_prediction(outputs, targets[0])
+
+
+class FusionClassifier(_Fused, ClassifierEnsemble):
+    """Train classifiers together: the loss is that of their mean logits, and so is the prediction.
+
+    Args:
+        estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
+        n_estimators: How many, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: None by default.
+        criterion: Loss of the mean and the targets; cross-entropy by default.
+        weights: Of the members in the mean, >= 0.
+        n_outputs: Classes; by default as many as the members have outputs.
+        vectorize: Whether members run at once.
+        seed: Of initial weights, >= 0.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            lr_scheduler,
+            criterion,
+            weights,
+            n_outputs,
+            vectorize,
+            seed,
+        )
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities of the mean logits."""
+        return weighted_mean(outputs, self._weights(outputs)).softmax(-1)
+
+    def log_prediction(self, outputs: Tensor) -> Tensor:
+        """Return the mean logits."""
+        return weighted_mean(outputs, self._weights(outputs))
+
+
+class FusionRegressor(_Fused, RegressorEnsemble):
+    """Train regressors together: the loss is that of their mean, and so is the prediction.
+
+    Args:
+        estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
+        n_estimators: How many, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: None by default.
+        criterion: Loss of the mean and the targets; the mean squared error by default.
+        weights: Of the members in the mean, >= 0.
+        n_outputs: Numbers that are predicted for each sample.
+        vectorize: Whether members run at once.
+        seed: Of initial weights, >= 0.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            lr_scheduler,
+            criterion,
+            weights,
+            n_outputs,
+            vectorize,
+            seed,
+        )

@@ -1,0 +1,636 @@
+"""What all ensembles share: a LightningModule of members, one optimizer, and steps that return what they computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import currentframe
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks._lightning_compat import replace_train_loaders, shares_out_samples
+from lightning_tricks._shared.checks import check_count
+from lightning_tricks.ensembles import interchange
+from lightning_tricks.ensembles.building import Estimator, build_members, class_name
+from lightning_tricks.ensembles.functional import (
+    Criterion,
+    Uncertainty,
+    classification_uncertainty,
+    log_mean_probabilities,
+    majority,
+    mean_probabilities,
+    member_losses,
+    normalized_weights,
+    regression_uncertainty,
+    value_of_mean,
+    weighted_mean,
+)
+from lightning_tricks.ensembles.members import Loop, Members, as_loop, as_members
+from lightning_tricks.ensembles.optimizing import (
+    OptimizerChoice,
+    ScheduleChoice,
+    as_plain,
+    checked_optimizer,
+    checked_schedule,
+    objection_to_stacking,
+    optimizer_of,
+    own_optimizers,
+    schedule_of,
+)
+from lightning_tricks.ensembles.orders import (
+    MemberLoader,
+    is_shuffled,
+    objection_to_own_orders,
+    orders_of,
+    rows_of_member,
+)
+from lightning_tricks.metrics.losses import MeanLoss
+
+
+class Ensemble(LightningModule):
+    """Base of the ensembles: what they share, whatever the members are trained for and however they are combined.
+
+    Attributes:
+        estimators_: The members, `estimators_.member(i)` each; a state dict holds `estimators_.<i>.<name>`.
+        n_outputs: Classes, or regression outputs; None until the members were first run.
+        seed: Decides about initial weights and sample orders.
+    """
+
+    own_orders = False  # whether members may see the samples in orders of their own
+    bootstrap = False
+    trains_one = False  # instead of as many as there are members
+    estimators_: Members
+    weights: Tensor | None
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int,
+        estimator_args: Mapping[str, Any] | None,
+        optimizer: OptimizerChoice,
+        lr_scheduler: ScheduleChoice,
+        criterion: Criterion | None,
+        weights: Sequence[float] | None,
+        n_outputs: int | None,
+        vectorize: bool | Literal["auto"],
+        seed: int | None,
+    ) -> None:
+        super().__init__()
+        if estimator is None:
+            raise ValueError("estimator must say what the members are: load_from_checkpoint(path, estimator=Net).")
+        self.n_estimators = check_count("n_estimators", n_estimators)
+        self.n_outputs = None if n_outputs is None else check_count("n_outputs", n_outputs)
+        if vectorize not in (True, False, "auto"):
+            raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
+        self.vectorize = vectorize
+        self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, least=0)
+        self.optimizer, self.lr_scheduler = checked_optimizer(optimizer), checked_schedule(lr_scheduler)
+        self._has_own_optimizer = optimizer is not None
+        self._remarks: list[str] = []
+        members = self._built(estimator, estimator_args)
+        self.criterion = self.default_criterion() if criterion is None else criterion
+        if not callable(self.criterion):
+            raise TypeError(f"criterion must be a function of outputs and targets, got {criterion!r}.")
+        weights_of_members = normalized_weights(weights, self.n_estimators)
+        self.register_buffer("weights", weights_of_members, persistent=False)
+        self._take_members(members)
+        self._seen: set[str] = set()
+        self._losses = MeanLoss()
+        self._rows_by_member = False  # whether a training batch holds rows of each member's own
+        self._keep_hyperparameters(estimator)
+
+    # --- what a family says
+
+    def default_criterion(self) -> Criterion:
+        """Return the loss where none is given."""
+        raise NotImplementedError
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Combine the members' outputs (n, B, n_outputs) into the prediction, (B, n_outputs)."""
+        raise NotImplementedError
+
+    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Measure the combined prediction of the members' outputs (n, B, ...)."""
+        raise NotImplementedError
+
+    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
+        return value_of_mean(member_losses(self.criterion, outputs, targets))
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
+        raise NotImplementedError
+
+    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        """Refuse what would be silently wrong, in the first batch of a stage.
+
+        Raises:
+            ValueError: If outputs (n, B, ...) and targets (n, B, ...) do not belong together.
+        """
+        raise NotImplementedError
+
+    def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return what is logged of an evaluation beside its loss."""
+        return {}
+
+    @property
+    def trained(self) -> Members:
+        """The members that a fit trains."""
+        return self.estimators_
+
+    @property
+    def n_members(self) -> int:
+        """How many members predict."""
+        return len(self.estimators_)
+
+    # --- prediction
+
+    def member_outputs(self, *x: Tensor) -> Tensor:
+        """Return what each member gives: (n_estimators, B, n_outputs), logits of classifiers."""
+        return self._as_matrices(self._outputs(*x))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs)."""
+        return self.combine(self.member_outputs(*x))
+
+    def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Predict in evaluation mode, without gradients, whatever the mode; the result lies on the CPU."""
+        with self._evaluating():
+            return cast(Tensor, self(*map(self._as_input, x))).cpu()
+
+    def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
+        """Say what the ensemble predicts and what it does not know, in evaluation mode and without gradients."""
+        with self._evaluating():
+            return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
+
+    # --- steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Train each member; returns the loss, the members' scores and the targets of their rows."""
+        if self._has_lightning_members:
+            return self._train_lightning_members(batch, batch_idx)
+        outputs, targets = self._outputs_and_targets(batch)
+        if "train" not in self._seen:
+            self._first_batch(outputs, targets, "train")
+        try:
+            loss = self.loss_of_members(outputs, targets)
+        except IndexError as error:  # a class that there is not
+            self.check_batch(outputs, targets, "train")
+            raise error from None
+        self._losses.update(loss, 1)
+        return {"loss": loss, "preds": outputs.detach().flatten(0, 1), "target": targets.flatten(0, 1)}
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the steps' losses, once: `log` in each step costs more than the step of a small net."""
+        mean = self._losses.compute()
+        self._losses = MeanLoss()
+        if mean is not None:
+            self.log("train/loss", mean, sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Measure the combined prediction."""
+        return self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Measure the combined prediction."""
+        return self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Predict for a batch of inputs, or of inputs and a target, which is left out."""
+        if isinstance(batch, Tensor):
+            return cast(Tensor, self(batch))
+        return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
+
+    def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
+        *inputs, target = self._parts(batch)
+        outputs = self._outputs(*inputs)
+        if stage not in self._seen:
+            self._first_batch(outputs, target.unsqueeze(0), stage)
+        preds = self._as_target(self.combine(self._as_matrices(outputs)), target)
+        loss = self.loss_of_prediction(outputs, target)
+        values = {"loss": loss, **self.metrics(preds, target)}
+        self.log_dict({f"{stage}/{name}": v for name, v in values.items()}, batch_size=len(target), sync_dist=True)
+        return {"loss": loss, "preds": preds, "target": target}
+
+    def _outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets, (n, B, ...) each, of rows of the members' own or of rows for all of them."""
+        *inputs, target = self._parts(batch)
+        if self._rows_by_member:
+            n = len(self.trained)
+            if len(target) % n or any(len(value) != len(target) for value in inputs):
+                sizes = ", ".join(str(len(value)) for value in (*inputs, target))
+                raise ValueError(
+                    f"the parts of a batch have {sizes} rows, which are not those of {n} members: collate_fn mixes "
+                    "samples. Give shared_order=True."
+                )
+            outputs, targets = self.trained(*inputs), target.unflatten(0, (n, -1))
+        else:
+            outputs = self.trained.on_same_rows(*inputs)
+            targets = target.expand(len(outputs), *target.shape)
+        return outputs, targets
+
+    def _train_lightning_members(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        n = len(self.trained)
+        own = [rows_of_member(batch, i, n) if self._rows_by_member else batch for i in range(n)]
+        members = cast(Sequence[LightningModule], list(self.trained.children()))
+        results = [member.training_step(part, batch_idx) for member, part in zip(members, own, strict=True)]
+        if any(result is None for result in results):
+            raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
+        parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
+        loss = value_of_mean(torch.stack([part["loss"] for part in parts]))
+        self._losses.update(loss, 1)
+        returned = [name for name in ("preds", "target") if all(isinstance(p.get(name), Tensor) for p in parts)]
+        return {"loss": loss, **{name: torch.cat([part[name].detach() for part in parts]) for name in returned}}
+
+    # --- the run
+
+    def setup(self, stage: str) -> None:
+        """Agree with the other ranks about the seed, and give members their own sample orders."""
+        if stage != "fit":
+            return
+        self._seen.clear()
+        self.seed = self.trainer.strategy.broadcast(self.seed)
+        self._say(*self._remarks, f"members run one after another: {reason}" if (reason := self._reason()) else "")
+        self._remarks = []
+        for index, member in enumerate(self.trained.children()):
+            if isinstance(member, LightningModule):
+                member.trainer = self.trainer
+                member.log = partial(self._log_of_member, index)  # type: ignore[method-assign]
+                member.setup(stage)
+        replace_train_loaders(self.trainer, self._train_loaders)
+
+    def teardown(self, stage: str) -> None:
+        """Let go of the Trainer."""
+        self._rows_by_member = False
+        self._losses = MeanLoss()
+        for member in self.trained.children():
+            if isinstance(member, LightningModule):
+                vars(member).pop("log", None)
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer of all members, and its schedule."""
+        if self._has_lightning_members and not self._has_own_optimizer:
+            members = cast(Sequence[LightningModule], list(self.trained.children()))
+            if is_overridden("configure_optimizers", members[0]):
+                return own_optimizers(members)
+        optimizer = optimizer_of(self.trained, self.optimizer, self.trainer)
+        if self.lr_scheduler is None:
+            return optimizer
+        has_validation = bool(self.trainer.enable_validation)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": schedule_of(optimizer, self.lr_scheduler, self.trainer, has_validation),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the seed, and how the parameters lie, which the optimizer's state depends on."""
+        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.estimators_, Loop)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the seed; and, to resume, lay out the parameters as the optimizer's state needs them."""
+        kept = checkpoint.get("ensemble", {})
+        self.seed = kept.get("seed", self.seed)
+        stacked = not isinstance(self.estimators_, Loop)
+        if self._trainer is None or not checkpoint.get("optimizer_states") or kept.get("stacked", stacked) == stacked:
+            return
+        if stacked:
+            self.estimators_ = as_loop(self.estimators_, "the checkpoint is of members one after another")
+        else:
+            self.estimators_ = as_members(self._plain_members(), vectorize=True)
+        if (not isinstance(self.estimators_, Loop)) != kept["stacked"]:
+            raise MisconfigurationException(
+                "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
+                f"({self._reason()}): resume with the members that it was made with."
+            )
+
+    # --- torchensemble
+
+    def set_optimizer(self, optimizer_name: str, **kwargs: Any) -> None:
+        """Choose the optimizer by torch's name, as in torchensemble."""
+        self.optimizer, self._has_own_optimizer = checked_optimizer((optimizer_name, kwargs)), True
+        self.hparams["optimizer"] = self.optimizer
+        if objection := objection_to_stacking(self.optimizer):
+            self.estimators_ = as_loop(self.estimators_, objection)
+
+    def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
+        """Choose the schedule by torch's name, as in torchensemble; it steps at each epoch's end."""
+        self.lr_scheduler = checked_schedule((scheduler_name, kwargs))
+        self.hparams["lr_scheduler"] = self.lr_scheduler
+
+    def set_criterion(self, criterion: Criterion) -> None:
+        """Choose the loss, as in torchensemble."""
+        self.criterion = criterion
+
+    def to_torchensemble(self) -> Any:
+        """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
+
+        Raises:
+            ValueError: If torchensemble cannot combine as this one does, by weights that are not equal.
+        """
+        return interchange.exported(self)
+
+    @classmethod
+    def from_torchensemble(
+        cls, model_or_path: Any, estimator: Any = None, estimator_args: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Import a fitted torchensemble model, or the file that it saved, of which nothing is run.
+
+        Args:
+            model_or_path: The object, or the path of its `..._ckpt.pth`.
+            estimator: What the members are; an object brings that itself.
+            estimator_args: Of the estimator.
+            **kwargs: Further arguments of this class.
+
+        Raises:
+            ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
+            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or does not fit.
+        """
+        members, n_outputs, options = interchange.imported(cls.__name__, model_or_path, estimator, estimator_args)
+        ensemble = cls._of_members(members, n_outputs=n_outputs, **{**options, **kwargs})
+        if class_name(estimator):
+            ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
+        return ensemble
+
+    # --- inside
+
+    @classmethod
+    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained members."""
+        made: Any = cls
+        return made(members, len(members), **options)
+
+    def _take_members(self, members: Sequence[nn.Module]) -> None:
+        self._has_lightning_members = all(
+            isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members
+        )
+        objection = objection_to_stacking(self.optimizer)
+        if self._has_lightning_members:
+            objection = f"{type(members[0]).__name__} has a training_step of its own"
+        self.estimators_ = as_members(members, self.vectorize, objection)
+
+    def _plain_members(self) -> list[nn.Module]:
+        return [self.estimators_.member(index) for index in range(len(self.estimators_))]
+
+    def _built(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
+        n = 1 if self.trains_one else self.n_estimators
+        members, self._remarks = build_members(estimator, n, arguments, self.seed)
+        if self.trains_one and len(members) > 1:
+            raise ValueError(f"{type(self).__name__} trains one model, got a list of {len(members)}.")
+        if isinstance(estimator, list | tuple) and not self.trains_one:
+            if n not in (len(members), 10):  # 10 when it was not given
+                raise ValueError(f"n_estimators={n}, but estimator holds {len(members)} members.")
+            self.n_estimators = len(members)
+        return members
+
+    def _keep_hyperparameters(self, estimator: Any) -> None:
+        """Save the arguments as plain values, so that a checkpoint of the ensemble loads with `weights_only=True`."""
+        frame = currentframe()
+        self.save_hyperparameters(
+            ignore=["estimator", "optimizer", "lr_scheduler", "criterion"], frame=frame and frame.f_back
+        )
+        plain = {
+            "estimator": class_name(estimator),
+            "n_estimators": self.n_estimators,
+            "optimizer": as_plain(self.optimizer) if self._has_own_optimizer else None,
+            "lr_scheduler": as_plain(self.lr_scheduler),
+            "seed": self.seed,
+        }
+        self.save_hyperparameters(plain)
+        unsafe = [name for name, value in self.hparams.items() if not _is_plain(value)]
+        for name in unsafe:
+            self.hparams.pop(name)
+            cast(Any, self._hparams_initial).pop(name, None)
+
+    def _train_loaders(self, loaders: Any) -> Any:
+        """Return what to train with, of what the user gave for it."""
+        if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset) and not len(loaders):
+            size = len(loaders.dataset)  # type: ignore[arg-type]
+            raise ValueError(
+                f"{type(self).__name__} has nothing to train with: the DataLoader has no batches ({size} samples, "
+                f"batch_size={loaders.batch_size}, drop_last={loaders.drop_last})."
+            )
+        overfits = self.trainer.overfit_batches  # type: ignore[attr-defined]
+        own = self.own_orders and self.n_estimators > 1 and not overfits
+        return self._with_own_orders(loaders) if own else loaders
+
+    def _with_own_orders(self, loaders: Any) -> Any:
+        if not isinstance(loaders, DataLoader):
+            objection = f"a {type(loaders).__name__} is no DataLoader"
+        else:
+            objection = objection_to_own_orders(loaders)
+        self._rows_by_member = not objection and (is_shuffled(loaders) or self.bootstrap)
+        if objection:
+            self._say(f"members share the batches: {objection}")
+        if not self._rows_by_member:
+            return loaders  # also those of one order, which the user wants
+        kwargs = self.trainer.distributed_sampler_kwargs or {}
+        if not shares_out_samples(self.trainer):
+            kwargs = {}
+        ranks = kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
+        return MemberLoader(loaders, orders_of(loaders, self.n_estimators, self.seed, self.bootstrap, ranks))
+
+    def _log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.log(f"member_{index}/{name}", value, *args, **kwargs)
+
+    def _outputs(self, *x: Tensor) -> Tensor:
+        """Return what each member gives for the same rows, (n, B, ...)."""
+        return self.estimators_.on_same_rows(*x)
+
+    def _parts(self, batch: Any) -> Sequence[Tensor]:
+        if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
+            return batch
+        raise TypeError(
+            f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: give a "
+            "LightningModule as estimator, whose training_step takes any batch."
+        )
+
+    def _first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        if stage == "train" and self.trained.reason and not isinstance(self.trained, Loop):
+            self._say(f"members run one after another: {self.trained.reason}")
+        self.check_batch(outputs, targets, stage)
+        self._seen.add(stage)
+
+    def _as_matrices(self, outputs: Tensor) -> Tensor:
+        """Return outputs as (n, B, n_outputs), and learn or check the last number."""
+        matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
+        if matrices.ndim != 3:
+            raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
+        columns = self._columns(matrices)
+        if self.n_outputs is None:
+            self.n_outputs = columns
+        elif self.n_outputs != columns:
+            raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
+        return matrices
+
+    def _columns(self, matrices: Tensor) -> int:
+        return matrices.shape[-1]
+
+    def _as_target(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return prediction
+
+    def _weights(self, outputs: Tensor) -> Tensor | None:
+        """Return the weights of the members that there are so far."""
+        if self.weights is None or len(self.weights) == len(outputs):
+            return self.weights
+        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
+
+    def _as_input(self, x: Any) -> Tensor:
+        tensor = torch.as_tensor(x)
+        first = next(iter(self.parameters()), torch.empty(0))
+        return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def _reason(self) -> str:
+        wanted = self.vectorize is not False
+        return self.estimators_.reason if wanted else ""
+
+    def _say(self, *remarks: str) -> None:
+        for remark in filter(None, remarks):
+            rank_zero_info(f"{type(self).__name__}: {remark}.")
+
+    @contextmanager
+    def _evaluating(self) -> Any:
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+class ClassifierEnsemble(Ensemble):
+    """Members give logits (B, n_outputs); the prediction is one of probabilities."""
+
+    voting_strategy: str = "soft"
+
+    def default_criterion(self) -> Criterion:
+        """Return the cross-entropy."""
+        return nn.CrossEntropyLoss()
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Average the members' probabilities, or count their votes."""
+        vote = majority if self.voting_strategy == "hard" else mean_probabilities
+        return vote(outputs, self._weights(outputs))
+
+    def log_prediction(self, outputs: Tensor) -> Tensor:
+        """Return the logarithm of the combined probabilities; those of soft voting."""
+        return log_mean_probabilities(outputs, self._weights(outputs))
+
+    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the criterion of the combined log-probabilities, which are logits like others."""
+        return self.criterion(self.log_prediction(outputs), target)
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the entropy."""
+        return classification_uncertainty(outputs, self._weights(outputs))
+
+    def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return the accuracy, of class indices."""
+        if target.is_floating_point():
+            return {}
+        return {"acc": (preds.argmax(-1) == target).float().mean()}
+
+    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        """Refuse one output, and classes that there are not."""
+        columns = self._as_matrices(outputs).shape[-1]
+        if columns < 2:
+            raise ValueError(
+                f"members return {columns} output for each sample; a classifier needs one for each class, two of them "
+                "for yes and no."
+            )
+        if targets.is_floating_point():
+            return  # probabilities of the classes
+        if targets.ndim != 2:
+            raise ValueError(f"{stage}: targets must be class indices (B,), got {tuple(targets.shape[1:])}.")
+        ignored = getattr(self.criterion, "ignore_index", None)
+        wrong = targets[((targets < 0) | (targets >= columns)) & (targets != (columns if ignored is None else ignored))]
+        if len(wrong):
+            raise ValueError(
+                f"{stage}: class {int(wrong[0])} is not one of the {columns} classes 0 to {columns - 1} that members "
+                "tell apart (their last layer)."
+            )
+
+
+class RegressorEnsemble(Ensemble):
+    """Members give numbers (B, n_outputs); the prediction is their mean.
+
+    With `criterion=nn.GaussianNLLLoss()` they give 2 x n_outputs columns: means, then logarithms of variances.
+    """
+
+    def default_criterion(self) -> Criterion:
+        """Return the mean squared error."""
+        return nn.MSELoss()
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Average the members' means."""
+        return weighted_mean(self._means_and_variances(outputs)[0], self._weights(outputs))
+
+    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the criterion of the combined prediction."""
+        if not self._predicts_variance:
+            prediction = weighted_mean(outputs, self._weights(outputs))
+            return self.criterion(prediction, target)
+        mixture = self.uncertainty(self._as_matrices(outputs))
+        return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
+
+    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
+        if not self._predicts_variance:
+            return super().loss_of_members(outputs, targets)
+        criterion = cast(nn.GaussianNLLLoss, self.criterion)
+        means, variances = self._means_and_variances(outputs)
+        parts = zip(means, targets, cast(Tensor, variances), strict=True)
+        return value_of_mean(torch.stack([criterion(mean, target, variance) for mean, target, variance in parts]))
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the variance."""
+        return regression_uncertainty(*self._means_and_variances(outputs), weights=self._weights(outputs))
+
+    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        """Refuse targets that broadcasting would spread over outputs of another shape."""
+        shape = outputs.shape[1:]
+        if self._predicts_variance:
+            if outputs.shape[-1] % 2:
+                raise ValueError(
+                    f"GaussianNLLLoss needs a mean and a log-variance each, members return {tuple(shape)}."
+                )
+            shape = torch.Size((*shape[:-1], shape[-1] // 2))
+        if targets.shape[1:] != shape:
+            given, made = tuple(targets.shape[1:]), tuple(shape)
+            hint = " (y.unsqueeze(1), or members that return x.squeeze(1))" if len(given) != len(made) else ""
+            raise ValueError(f"{stage}: targets of shape {given} do not fit members' outputs of shape {made}{hint}.")
+        self._as_matrices(outputs)
+
+    @property
+    def _predicts_variance(self) -> bool:
+        return isinstance(self.criterion, nn.GaussianNLLLoss)
+
+    def _means_and_variances(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self._predicts_variance:
+            return outputs, None
+        means, logs = outputs.chunk(2, dim=-1)
+        return means, logs.exp()
+
+    def _columns(self, matrices: Tensor) -> int:
+        return matrices.shape[-1] // (2 if self._predicts_variance else 1)
+
+    def _as_target(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return prediction.view_as(target) if prediction.numel() == target.numel() else prediction
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,247 @@
+"""Snapshot ensembles: one model in cycles of the learning rate, with a copy of it at each cycle's end."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_tricks._shared.checks import check_choice, check_not_negative
+from lightning_tricks.ensembles.building import Estimator
+from lightning_tricks.ensembles.functional import Criterion, snapshot_factor
+from lightning_tricks.ensembles.members import Loop, Members, as_members
+from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
+from lightning_tricks.ensembles.optimizing import OptimizerChoice, optimizer_of
+from lightning_tricks.lr_schedules.builders import total_steps
+from lightning_tricks.lr_schedules.scheduler import FactorLR
+
+
+class _ClippedLR(FactorLR):
+    """Learning rates in cycles, kept within limits."""
+
+    def __init__(self, optimizer: Optimizer, cycle: int, limits: tuple[float, float]) -> None:
+        self.limits = limits
+        super().__init__(optimizer, partial(snapshot_factor, cycle=cycle))
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of each group at `last_epoch`."""
+        low, high = self.limits
+        return [min(max(rate, low), high) for rate in super().get_lr()]
+
+
+class _Snapshots(Ensemble):
+    """One model, `working`, and the copies that were taken of it so far; before the first one it predicts itself."""
+
+    trains_one = True
+    taken: Tensor
+
+    def _take_members(self, members: Sequence[nn.Module]) -> None:
+        super()._take_members(members)
+        self.working: Members = Loop(members)
+        snapshots = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
+        self.estimators_ = as_members(snapshots).requires_grad_(False)
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
+        self._taken = self._cycle = 0
+        self.register_load_state_dict_post_hook(_count_taken)  # type: ignore[no-untyped-call]
+
+    @property
+    def trained(self) -> Members:
+        """The members that a fit trains: the working model."""
+        return self.working
+
+    @property
+    def n_members(self) -> int:
+        """How many members predict: the snapshots taken so far."""
+        return self._taken
+
+    def _outputs(self, *x: Tensor) -> Tensor:
+        """Return what each snapshot gives, (taken, B, ...); before the first one, what the model gives."""
+        if not self._taken:
+            return self.working.on_same_rows(*x)
+        return self.estimators_.on_same_rows(*x)[: self._taken]
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer, and its cycles over the run."""
+        optimizer = optimizer_of(self.working, self.optimizer, self.trainer)
+        self._cycle = self._steps_of_cycle()
+        limits = self.hparams["lr_clip"] or (-math.inf, math.inf)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": _ClippedLR(optimizer, self._cycle, limits), "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        """Begin anew in a new fit; in one that is resumed, take what was due when it ended."""
+        if self.trainer.global_step == 0:
+            self._note_taken(0)
+        self._take_if_due()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Take a snapshot at the end of a cycle."""
+        self._take_if_due()
+
+    def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
+        """Refuse: the cycles are the schedule."""
+        raise ValueError(
+            f"{type(self).__name__} sets the learning rate in cycles, and has no use for {scheduler_name}."
+        )
+
+    @classmethod
+    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained snapshots, the last of which is the working model."""
+        made: Any = cls
+        ensemble = made([members[-1]], len(members), **options)
+        for index, member in enumerate(members):
+            ensemble.estimators_.copy_member_(index, member)
+        ensemble._note_taken(len(members))
+        return ensemble
+
+    def _steps_of_cycle(self) -> int:
+        n, trainer = self.n_estimators, self.trainer
+        steps = total_steps(trainer)
+        if steps % n == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return max(1, steps // n)
+        by_epochs = trainer.max_steps == -1
+        length = f"max_epochs={trainer.max_epochs} ({steps} steps)" if by_epochs else f"{steps} steps"
+        raise MisconfigurationException(
+            f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide: set "
+            f"{'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}."
+        )
+
+    def _take_if_due(self) -> None:
+        cycles, rest = divmod(self.trainer.global_step, self._cycle)
+        if rest == 0 and self._taken < cycles <= self.n_estimators:
+            self.estimators_.copy_member_(cycles - 1, self.working.member(0))
+            self._note_taken(cycles)
+
+    def _note_taken(self, count: int) -> None:
+        self._taken = count
+        self.taken.fill_(count)
+
+
+def _count_taken(ensemble: Any, keys: Any) -> None:
+    ensemble._taken = int(ensemble.taken)
+
+
+def _checked_limits(limits: Sequence[float] | None) -> None:
+    if limits is None:
+        return
+    if len(limits) != 2 or not limits[0] < limits[1]:
+        raise ValueError(f"lr_clip must be (lowest, highest) learning rate, got {limits!r}.")
+    for limit in limits:
+        check_not_negative("lr_clip", limit)
+
+
+class SnapshotEnsembleClassifier(_Snapshots, ClassifierEnsemble):
+    """Train one classifier in cycles of the learning rate, and average the probabilities of its copies at their ends.
+
+    An ensemble for the price of one model; its members differ less than those of `VotingClassifier`. Each cycle lasts
+    the run's steps divided by `n_estimators`, and lowers the learning rate along half a cosine. Before the first cycle
+    has ended the model predicts itself.
+
+    Args:
+        estimator: The model: a class or factory, a module (of which a copy is trained), or a LightningModule, whose
+            `training_step` is then the loss.
+        n_estimators: Cycles, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: See `VotingClassifier`; its learning rate is the highest of a cycle.
+        criterion: See `VotingClassifier`.
+        voting_strategy: See `VotingClassifier`.
+        weights: Of the snapshots, >= 0.
+        n_outputs: See `VotingClassifier`.
+        lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.
+        seed: Of initial weights, >= 0.
+
+    Raises:
+        MisconfigurationException: In a fit, if the run does not divide into cycles, or has no length.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Huang et al., arXiv 1704.00109; torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        criterion: Criterion | None = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        lr_clip: tuple[float, float] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
+        _checked_limits(lr_clip)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            None,
+            criterion,
+            weights,
+            n_outputs,
+            False,
+            seed,
+        )
+
+
+class SnapshotEnsembleRegressor(_Snapshots, RegressorEnsemble):
+    """Train one regressor in cycles of the learning rate, and average the predictions of its copies at their ends.
+
+    Args:
+        estimator: See `SnapshotEnsembleClassifier`, as for all arguments.
+        n_estimators: Cycles, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Its learning rate is the highest of a cycle.
+        criterion: See `VotingRegressor`.
+        weights: Of the snapshots, >= 0.
+        n_outputs: Numbers that are predicted for each sample.
+        lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.
+        seed: Of initial weights, >= 0.
+
+    Raises:
+        MisconfigurationException: In a fit, if the run does not divide into cycles, or has no length.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Huang et al., arXiv 1704.00109; torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        lr_clip: tuple[float, float] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _checked_limits(lr_clip)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            None,
+            criterion,
+            weights,
+            n_outputs,
+            False,
+            seed,
+        )

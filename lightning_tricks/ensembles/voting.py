@@ -1,0 +1,194 @@
+"""Voting: members that are trained independently, each on all samples in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks.ensembles.building import Estimator
+from lightning_tricks.ensembles.functional import Criterion
+from lightning_tricks.ensembles.members import Members, Stack
+from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
+from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoice
+
+
+class IndependentMembers(Ensemble):
+    """Members that are trained as if each were alone.
+
+    `Trainer(gradient_clip_val=...)` clips the norm of each member; under fp16 all of them skip a step in which the
+    gradients of one are not finite.
+    """
+
+    shared_order = False
+
+    @property
+    def own_orders(self) -> bool:  # type: ignore[override]
+        """Whether members see the samples in orders of their own."""
+        return not self.shared_order
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient norm of each member to `gradient_clip_val`, as if it were trained alone."""
+        if not gradient_clip_val or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif getattr(optimizer, "_step_supports_amp_scaling", False) and getattr(
+            self.trainer.precision_plugin, "scaler", None
+        ):
+            raise MisconfigurationException(
+                f"gradient_clip_val={gradient_clip_val} with fp16 needs an optimizer that is not fused: gradients of a "
+                f"fused {type(optimizer).__name__} are unscaled in its step. Give the optimizer fused=False."
+            )
+        else:
+            clip_norm_of_members_(self.estimators_, gradient_clip_val)
+
+
+@torch.no_grad()
+def clip_norm_of_members_(members: Members, max_norm: float) -> Tensor:
+    """Scale the gradients of each member in place so that their norm is at most `max_norm`.
+
+    Returns:
+        The norms before, (n,).
+    """
+    if not isinstance(members, Stack):
+        return torch.stack(
+            [torch.nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in members.children()]
+        )
+    gradients = [parameter.grad for parameter in members.parameters() if parameter.grad is not None]
+    norms: Tensor = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]), dim=0
+    )
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)).to(gradient.dtype))
+    return norms
+
+
+class VotingClassifier(IndependentMembers, ClassifierEnsemble):
+    """Train classifiers independently and average their probabilities, or count their votes (deep ensembles).
+
+    Args:
+        estimator: The members: a class or factory; a module, of which they are copies with new initial weights; a list
+            of modules, or of paths of weights of `estimator_args["estimator"]`; or a LightningModule, whose
+            `training_step` is then the member's loss.
+        n_estimators: How many, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
+            options. Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
+        criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
+        voting_strategy: "soft" averages probabilities, "hard" counts votes, of which the first of several classes wins.
+        weights: Of the members, >= 0; equal ones by default.
+        n_outputs: Classes; by default as many as the members have outputs.
+        vectorize: Whether members run at once: "auto" decides by their structure. The result is the same.
+        shared_order: Whether members share the batches: faster with large samples, less accurate together.
+        seed: Of initial weights and orders, >= 0; drawn from torch's stream by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
+
+    Example:
+        >>> from torch import nn
+        >>> ensemble = VotingClassifier(nn.Linear, 5, {"in_features": 4, "out_features": 3}, seed=0)
+        >>> ensemble.predict(torch.rand(2, 4)).shape, ensemble.member_outputs(torch.rand(2, 4)).shape
+        (torch.Size([2, 3]), torch.Size([5, 2, 3]))
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
+        self.shared_order = bool(shared_order)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            lr_scheduler,
+            criterion,
+            weights,
+            n_outputs,
+            vectorize,
+            seed,
+        )
+
+
+class VotingRegressor(IndependentMembers, RegressorEnsemble):
+    """Train regressors independently and average their predictions (deep ensembles).
+
+    With `criterion=nn.GaussianNLLLoss()` members predict the noise as well: 2 x n_outputs columns, means and then
+    logarithms of variances.
+
+    Args:
+        estimator: See `VotingClassifier`, as for the arguments that follow.
+        n_estimators: How many, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: None by default.
+        criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
+        weights: Of the members, >= 0.
+        n_outputs: Numbers that are predicted for each sample.
+        vectorize: Whether members run at once.
+        shared_order: Whether members share the batches.
+        seed: Of initial weights and orders, >= 0.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.shared_order = bool(shared_order)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer,
+            lr_scheduler,
+            criterion,
+            weights,
+            n_outputs,
+            vectorize,
+            seed,
+        )

@@ -1,0 +1,184 @@
+"""What is wrong is said early, with the value and the remedy."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import (
+    FusionClassifier,
+    OptimizerSpec,
+    SnapshotEnsembleClassifier,
+    VotingClassifier,
+    VotingRegressor,
+)
+from tests.ensembles.nets import MLP, LitMLP, digits, few, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"n_estimators": 0}, ValueError, "n_estimators must be a whole number >= 1, got 0"),
+        ({"n_estimators": 2.0}, TypeError, "n_estimators must be a whole number >= 1, got 2.0"),
+        ({"n_outputs": 0}, ValueError, "n_outputs must be a whole number >= 1, got 0"),
+        ({"seed": -1}, ValueError, "seed must be a whole number >= 0, got -1"),
+        (
+            {"voting_strategy": "sotf"},
+            ValueError,
+            "voting_strategy must be one of soft, hard, got 'sotf'. Did",
+        ),
+        ({"vectorize": "yes"}, ValueError, "vectorize must be True, False or \"auto\", got 'yes'"),
+        ({"weights": [1]}, ValueError, r"weights must be one number for each of the 2 members, got \[1\]"),
+        ({"weights": [1, -1]}, ValueError, r"weights must be finite, none below 0 and not all 0, got \[1, -1\]"),
+        ({"optimizer": "Adma"}, ValueError, "optimizer must be one of .*, got 'Adma'. Did you mean 'Adamax'"),
+        (
+            {"optimizer": 3},
+            TypeError,
+            "optimizer must be a OptimizerSpec or a dict of its arguments, a function",
+        ),
+        (
+            {"lr_scheduler": ("StepRL", {})},
+            ValueError,
+            "got 'StepRL'. Did you mean 'StepLR'",
+        ),
+        ({"criterion": "mse"}, TypeError, "criterion must be a function of outputs and targets, got 'mse'"),
+        ({"estimator": None}, ValueError, "estimator must say what the members are"),
+        ({"estimator": [MLP(), MLP()], "n_estimators": 3}, ValueError, "n_estimators=3, but estimator holds 2 members"),
+    ],
+)
+def test_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        VotingClassifier(**{"estimator": MLP, "n_estimators": 2, **arguments})
+
+
+@pytest.mark.parametrize("limits", [(0.1,), (0.2, 0.1), (-1, 1)])
+def test_limits_of_the_learning_rate(limits):
+    with pytest.raises(ValueError, match="lr_clip must be"):
+        SnapshotEnsembleClassifier(MLP, 2, lr_clip=limits)
+
+
+def test_snapshots_are_of_one_model():
+    with pytest.raises(ValueError, match="SnapshotEnsembleClassifier trains one model, got a list of 2"):
+        SnapshotEnsembleClassifier([MLP(), MLP()], 2)
+    with pytest.raises(ValueError, match="sets the learning rate in cycles, and has no use for StepLR"):
+        SnapshotEnsembleClassifier(MLP, 2).set_scheduler("StepLR", step_size=1)
+
+
+def _loader(x, y, **arguments):
+    return DataLoader(TensorDataset(x, y), 4, **arguments)
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_classes_that_there_are_not(kind, vectorize, late):
+    y = torch.arange(16) % 10
+    y[15 if late else 0] = 12
+    with pytest.raises(ValueError, match="train: class 12 is not one of the 10 classes 0 to 9 that members tell apart"):
+        fit(kind(MLP, 2, vectorize=vectorize), _loader(torch.rand(16, 64), y))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "target", "words"),
+    [
+        ((1,), (), r"train: targets of shape \(4,\) do not fit members' outputs of shape \(4, 1\) \(y.unsqueeze\(1\)"),
+        ((2,), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4, 2\)\."),
+        ((), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4,\)"),
+    ],
+)
+@pytest.mark.trap("ensembles: regression targets (N,) against outputs (N, 1) are broadcast")
+def test_targets_that_broadcasting_would_spread(outputs, target, words):
+    member = nn.Sequential(nn.Linear(3, *outputs or (1,)), *([] if outputs else [nn.Flatten(0)]))
+    with pytest.raises(ValueError, match=words):
+        fit(VotingRegressor(member, 2), _loader(torch.rand(16, 3), torch.rand(16, *target)))
+
+
+def test_outputs_and_targets_without_columns_fit_each_other():
+    member = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    ensemble = VotingRegressor(member, 2)
+    x, y = torch.rand(16, 3), torch.rand(16)
+    trainer = fit(ensemble, _loader(x, y), _loader(x, y))
+    assert ensemble.predict(x).shape == (16, 1)
+    expected = (ensemble.predict(x).squeeze(1) - y).square().mean().item()
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (nn.Linear(64, 1), "members return 1 output for each sample; a classifier needs one for each class"),
+        (
+            nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (8, 8))),
+            r"members must return outputs \(B, n_outputs\), got",
+        ),
+    ],
+)
+def test_outputs_that_are_none_of_a_classifier(member, words):
+    with pytest.raises(ValueError, match=words):
+        fit(VotingClassifier(member, 2), few(digits()[0], 32))
+
+
+def test_another_number_of_outputs():
+    with pytest.raises(ValueError, match="n_outputs=7, but members return 10 columns"):
+        VotingClassifier(MLP, 2, n_outputs=7)(torch.rand(2, 64))
+    assert VotingClassifier(MLP, 2, n_outputs=10)(torch.rand(2, 64)).shape == (2, 10)
+
+
+def test_targets_of_columns():
+    with pytest.raises(ValueError, match=r"train: targets must be class indices \(B,\), got \(4, 1\)"):
+        fit(VotingClassifier(MLP, 2), _loader(torch.rand(16, 64), torch.ones(16, 1, dtype=torch.long)))
+
+
+def test_probabilities_are_targets_too():
+    x, y = torch.rand(16, 64), torch.rand(16, 10).softmax(-1)
+    trainer = fit(VotingClassifier(MLP, 2), _loader(x, y), _loader(x, y))
+    assert trainer.callback_metrics["val/loss"].isfinite()
+
+
+@pytest.mark.parametrize("batch", [torch.rand(8, 64), {"x": torch.rand(8, 64)}, ["a"]])
+def test_batches_that_are_none(batch):
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return batch if isinstance(batch, list) else {"x": batch["x"][0]} if isinstance(batch, dict) else batch[0]
+
+    with pytest.raises(TypeError, match=r"a batch must be \(x, y\) or \(x1, x2, ..., y\) of tensors, got"):
+        fit(VotingClassifier(MLP, 2), DataLoader(Data(), 4, shuffle=True))
+
+
+def test_collated_batches_that_mix_samples():
+    def pack(samples):
+        return torch.cat([x for x, _ in samples]).view(1, -1), torch.stack([y for _, y in samples])
+
+    data = [(torch.rand(64), torch.tensor(index % 10)) for index in range(8)]
+    loader = DataLoader(data, 4, shuffle=True, collate_fn=pack)
+    with pytest.raises(ValueError, match="which are not those of 2 members: collate_fn mixes samples"):
+        fit(VotingClassifier(MLP, 2), loader)
+
+
+def test_an_empty_loader():
+    with pytest.raises(ValueError, match=r"VotingClassifier has nothing to train with: the DataLoader has no batches"):
+        fit(VotingClassifier(MLP, 2), _loader(torch.rand(0, 64), torch.rand(0), shuffle=False))
+    with pytest.raises(ValueError, match="the DataLoader has no batches"):
+        fit(VotingClassifier(MLP, 2), _loader(torch.rand(3, 64), torch.zeros(3), shuffle=True, drop_last=True))
+
+
+def test_nothing_to_train():
+    members = [MLP().requires_grad_(False) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"no trainable parameters \(requires_grad=True\)"):
+        fit(VotingClassifier(members), few(digits()[0], 32))
+    with pytest.raises(ValueError, match=r"pattern 'nothing.*' matches none"):
+        fit(VotingClassifier(MLP, 2, optimizer=OptimizerSpec(groups={"nothing.*": {"lr": 1.0}})), few(digits()[0], 32))
+
+
+def test_a_lightning_module_that_leaves_out_a_step():
+    class Leaves(LitMLP):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ValueError, match="training_step of a member returned None"):
+        fit(VotingClassifier(Leaves, 2), few(digits()[0], 32))

@@ -1,0 +1,192 @@
+"""torchensemble's models, there and back, and what goes wrong in torchensemble and not here."""
+
+import contextlib
+import copy
+import io
+
+import pytest
+import torch
+import torchensemble
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_tricks
+from lightning_tricks import SnapshotEnsembleClassifier, VotingClassifier, VotingRegressor, save_weights
+from lightning_tricks.checkpoint_remapping import CheckpointError
+from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+NAMES = [
+    f"{family}{kind}"
+    for family in ("Voting", "Bagging", "Fusion", "SnapshotEnsemble")
+    for kind in ("Classifier", "Regressor")
+]
+
+
+def _data(name):
+    return diabetes() if "Regressor" in name else digits()
+
+
+def _arguments(name):
+    return {"inputs": 10, "outputs": 1} if "Regressor" in name else {"hidden": 9}
+
+
+def _theirs(name, folder=None, **arguments):
+    """A fitted model of torchensemble, which prints and saves much."""
+    model = getattr(torchensemble, name)(
+        estimator=MLP, n_estimators=2, estimator_args=_arguments(name), cuda=False, **arguments
+    )
+    model.set_optimizer("Adam", lr=1e-3)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model.fit(few(_data(name)[0], 64), epochs=2, save_model=folder is not None, save_dir=folder)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_as_theirs(name):
+    ensemble = getattr(lightning_tricks, name)(MLP, 2, _arguments(name), seed=0)
+    fit(ensemble, few(_data(name)[0], 64), max_epochs=2)
+    theirs = ensemble.to_torchensemble()
+    assert type(theirs) is getattr(torchensemble, name)
+    x, y = _data(name)[1].tensors
+    torch.testing.assert_close(theirs.predict(x), ensemble.predict(x))
+    assert theirs.predict(x).shape == (len(x), ensemble.n_outputs)
+    theirs.evaluate(DataLoader(TensorDataset(x, y), 50))
+    for parameter in theirs.parameters():
+        parameter.data.zero_()  # shares no memory
+    assert values(ensemble)["estimators_.0.first.weight"].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_theirs_as_ours(name, tmp_path):
+    theirs = _theirs(name, str(tmp_path))
+    x = _data(name)[1].tensors[0]
+    kind = getattr(lightning_tricks, name)
+    of_object = kind.from_torchensemble(theirs)
+    of_file = kind.from_torchensemble(tmp_path / f"{name}_MLP_2_ckpt.pth", MLP, _arguments(name))
+    for ours in (of_object, of_file):
+        torch.testing.assert_close(ours.predict(x), theirs.predict(x))
+        assert ours.n_outputs == theirs.n_outputs
+        fit(ours, few(_data(name)[0], 64), max_epochs=2)  # and it trains on
+    assert type(of_object.criterion) is type(theirs._criterion)
+
+
+@pytest.mark.parametrize("make", [VotingClassifier, SnapshotEnsembleClassifier])
+def test_votes_are_kept(make):
+    theirs = _theirs(make.__name__, voting_strategy="hard")
+    x = digits()[1].tensors[0]
+    ours = make.from_torchensemble(theirs)
+    assert ours.voting_strategy == "hard"
+    if make is VotingClassifier:  # their snapshots average all the same
+        torch.testing.assert_close(ours.predict(x), theirs.predict(x))
+        torch.testing.assert_close(ours.to_torchensemble().predict(x), theirs.predict(x))
+
+
+@pytest.mark.trap("ensembles: io.load fails on torch >= 2.6, since the criterion is in the file")
+def test_their_load_fails_where_ours_reads(tmp_path):
+    theirs = _theirs("VotingClassifier", str(tmp_path))
+    again = torchensemble.VotingClassifier(estimator=MLP, n_estimators=2, estimator_args={"hidden": 9}, cuda=False)
+    with pytest.raises(Exception, match="weights_only"):
+        torchensemble.utils.io.load(again, str(tmp_path))
+    path = tmp_path / "VotingClassifier_MLP_2_ckpt.pth"
+    ours = VotingClassifier.from_torchensemble(path, MLP, {"hidden": 9})
+    torch.testing.assert_close(ours.predict(torch.ones(3, 64)), theirs.predict(torch.ones(3, 64)))
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    members = {f"estimators_.{i}.{name}": value for i in range(2) for name, value in MLP().state_dict().items()}
+    torch.save({"model": members, "_criterion": Evil(), "n_outputs": 10, "n_estimators": 2}, tmp_path / "a.pth")
+    with contextlib.suppress(CheckpointError):
+        VotingClassifier.from_torchensemble(tmp_path / "a.pth", MLP)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_cannot_be_imported_says_why(tmp_path):
+    theirs = _theirs("VotingClassifier", str(tmp_path))
+    path = tmp_path / "VotingClassifier_MLP_2_ckpt.pth"
+    with pytest.raises(ValueError, match=r"VotingRegressor.from_torchensemble got a VotingClassifier"):
+        VotingRegressor.from_torchensemble(theirs)
+    with pytest.raises(ValueError, match=r"holds weights alone: say what the members are, estimator=Net"):
+        VotingClassifier.from_torchensemble(path)
+    with pytest.warns(UserWarning, match="is, by its name, not of a SnapshotEnsembleClassifier"):
+        SnapshotEnsembleClassifier.from_torchensemble(path, MLP, {"hidden": 9})
+    with pytest.raises(CheckpointError):
+        VotingClassifier.from_torchensemble(path, CNN)
+    with pytest.raises(ValueError, match="has no members yet: call its fit first"):
+        VotingClassifier.from_torchensemble(torchensemble.VotingClassifier(estimator=MLP, n_estimators=2, cuda=False))
+    torch.save({"model": MLP().state_dict()}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=r"is no file of torchensemble: it has no weights called estimators_.0"):
+        VotingClassifier.from_torchensemble(tmp_path / "other.pth", MLP)
+
+
+def test_what_cannot_be_exported_says_why():
+    with pytest.raises(ValueError, match="torchensemble has no weights of members"):
+        VotingClassifier(MLP, 2, weights=[1, 2]).to_torchensemble()
+    VotingClassifier(MLP, 2, weights=[2, 2]).to_torchensemble()
+    with pytest.raises(ValueError, match="BaggingClassifier of torchensemble has no voting_strategy"):
+        lightning_tricks.BaggingClassifier(MLP, 2, voting_strategy="hard").to_torchensemble()
+    with pytest.raises(ValueError, match="has no snapshots yet"):
+        SnapshotEnsembleClassifier(MLP, 2).to_torchensemble()
+
+
+@pytest.mark.trap("ensembles: evaluate(return_loss=True) applies the cross-entropy to probabilities")
+def test_the_loss_of_an_evaluation_is_that_of_the_probabilities():
+    ensemble = VotingClassifier(MLP, 2, optimizer=("Adam", {"lr": 1e-2}), seed=0)
+    loader = few(digits()[0], 640, shuffle=False)
+    trainer = fit(ensemble, loader, loader, max_epochs=5)
+    _, theirs = ensemble.to_torchensemble().evaluate(loader, return_loss=True)
+    ours = trainer.callback_metrics["val/loss"].item()
+    x, y = loader.dataset.tensors
+    assert ours == pytest.approx(-ensemble.predict(x)[range(640), y].log().mean().item(), rel=1e-4)
+    assert theirs > ours + 1
+
+
+@pytest.mark.trap("ensembles: n_jobs=2 gives other weights each time, with one seed")
+def test_one_seed_gives_one_ensemble():
+    def trained():
+        ensemble = VotingClassifier(MLP, 3, seed=4)
+        torch.manual_seed(torch.seed())
+        fit(ensemble, few(digits()[0], 64), max_epochs=2)
+        return values(ensemble)
+
+    first, second = trained(), trained()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.trap("ensembles: unshuffled data gives identical members of estimator=object")
+def test_members_of_one_module_differ_on_unshuffled_data():
+    ensemble = VotingClassifier(MLP(), 2, seed=0)
+    fit(ensemble, few(digits()[0], 64, shuffle=False))
+    x = digits()[1].tensors[0]
+    first, second = ensemble.member_outputs(x).detach()
+    assert (first - second).abs().mean() > 0.01
+
+
+@pytest.mark.trap("ensembles: a class that is missing in the training data decides about n_outputs")
+def test_a_class_may_be_missing_in_the_training_data():
+    x, y = digits()[0].tensors
+    ensemble = VotingClassifier(MLP, 2, seed=0)
+    fit(ensemble, few(TensorDataset(x[y != 9], y[y != 9]), 64))
+    assert ensemble.n_outputs == 10
+    assert ensemble.predict(x).shape == (len(x), 10)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_weights_are_saved_as_those_of_any_model(suffix, tmp_path):
+    ensemble = VotingClassifier(MLP, 2, seed=0)
+    save_weights(ensemble, tmp_path / f"a.{suffix}")
+    other = VotingClassifier(MLP, 2, seed=1)
+    lightning_tricks.load_weights(other, tmp_path / f"a.{suffix}", rules=None)
+    assert torch.equal(other.predict(torch.ones(2, 64)), ensemble.predict(torch.ones(2, 64)))
+
+
+def test_copies_are_their_own():
+    ensemble = VotingClassifier(nn.Linear, 2, {"in_features": 4, "out_features": 3}, seed=0)
+    twin = copy.deepcopy(ensemble)
+    twin.estimators_.net.weight.data.zero_()
+    assert values(ensemble)["estimators_.0.weight"].any()

@@ -1,0 +1,307 @@
+"""Members at once and one after another: the same outputs, gradients and state dicts; and what cannot run at once."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_tricks.ensembles.members import Loop, Stack, as_loop, as_members
+from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
+
+
+class Branched(nn.Module):
+    """Control flow, embeddings, residuals, attention written out; depends on the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(17, 12)
+        self.norm = nn.LayerNorm(12)
+        self.query, self.value = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.head = nn.Sequential(nn.Linear(12, 12), nn.GELU(), nn.Dropout(0.5), nn.Linear(12, 10))
+
+    def forward(self, x):
+        x = self.table((x * 16).long())
+        attention = (self.query(x) @ x.mT).softmax(-1)
+        x = self.norm(x + attention @ self.value(x))
+        if x.mean() > 1e9:
+            raise AssertionError
+        return self.head(x.mean(1)) * (1.0 if self.training else 0.5)
+
+
+class OverTheBatch(nn.Module):
+    """Subtracts the mean of the batch: rows of other members would count."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.net(x - x.mean(0))
+
+
+class UsesWeights(nn.Module):
+    """Takes its layer's weight instead of calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return functional.linear(x, self.net.weight)
+
+
+class Reads(nn.Module):
+    """Reads a value from the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.net(x) * x.mean().item()
+
+
+def _members(make, n=4):
+    members = []
+    for index in range(n):
+        torch.manual_seed(index)
+        members.append(make())
+    return members
+
+
+def _rows(n=4, seed=0):
+    return torch.rand(n * 6, 64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make", [MLP, CNN, Branched, lambda: nn.Linear(64, 10)])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_stack_is_a_loop(make, training):
+    members = _members(make)
+    if training:
+        for member in members:
+            for part in member.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = 0.0
+    loop, stack = Loop(copy.deepcopy(members)).train(training), as_members(members, vectorize=True).train(training)
+    assert isinstance(stack, Stack)
+    torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-5, rtol=1e-4)
+    assert not stack.reason
+    weights = torch.randn(4, 6, 10)
+    for container in (loop, stack):
+        (container(_rows(seed=1)) * weights).sum().backward()
+    for index in range(4):
+        own = dict(loop.member(index).named_parameters())
+        for path, layer in stack.stacked_layers():
+            for name, parameter in layer.named_parameters(recurse=False):
+                gradient = layer.as_stored(name, parameter.grad[index])
+                torch.testing.assert_close(gradient, own[f"{path}.{name}".lstrip(".")].grad, atol=1e-4, rtol=1e-3)
+    for (name, ours), theirs in zip(stack.state_dict().items(), loop.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)  # buffers
+
+
+@pytest.mark.parametrize("rows", [1, 64, 500])
+def test_the_same_rows_for_all(rows):
+    loop, stack = Loop(_members(MLP)).eval(), as_members(_members(MLP)).eval()
+    x = torch.rand(rows, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(stack.on_same_rows(x), loop.on_same_rows(x), atol=1e-5, rtol=1e-4)
+    stack.double()  # moves the memory that views share
+    with torch.inference_mode():
+        torch.testing.assert_close(stack.on_same_rows(x.double()).float(), loop.on_same_rows(x), atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        stack.copy_member_(1, nn.Module.double(MLP()))
+        before = stack.on_same_rows(x.double())
+        torch.testing.assert_close(before[1], stack.member(1)(x.double()))
+
+
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_either_reads_what_the_other_has_saved(make):
+    loop, stack = Loop(_members(make)), as_members(_members(make, 4), vectorize=True)
+    assert list(stack.state_dict()) == list(loop.state_dict())
+    other = as_members([make() for _ in range(4)], vectorize=True)
+    other.load_state_dict(loop.state_dict())
+    again = Loop([make() for _ in range(4)])
+    again.load_state_dict(other.state_dict())
+    for (name, value), read in zip(loop.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(value, read), name
+    parent = nn.Module()
+    parent.estimators_ = other
+    assert next(iter(parent.state_dict())) == f"estimators_.{next(iter(loop.state_dict()))}"
+    parent.load_state_dict({f"estimators_.{name}": value for name, value in stack.state_dict().items()})
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_by_name():
+    stack = as_members(_members(MLP))
+    state = stack.state_dict()
+    del state["2.first.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*first.weight"):
+        stack.load_state_dict(state)
+
+
+def test_members_come_out_of_a_stack_as_they_went_in():
+    members = _members(CNN)
+    stack = as_members(members, vectorize=True)
+    for index, member in enumerate(members):
+        out = stack.member(index)
+        assert type(out) is CNN
+        for (name, value), same in zip(member.state_dict().items(), out.state_dict().values(), strict=True):
+            assert torch.equal(value, same), name
+    out.head.weight.data.zero_()
+    assert stack.member(3).head.weight.any()
+    assert all(parameter.requires_grad and parameter.is_contiguous() for parameter in out.parameters())
+    loop = as_loop(stack, "because")
+    assert (type(loop), len(loop), loop.reason) == (Loop, 4, "because")
+
+
+def test_what_is_frozen_stays_so():
+    members = _members(MLP)
+    for member in members:
+        member.first.requires_grad_(False)
+    stack = as_members(members)
+    assert [name for name, p in stack.named_parameters() if p.requires_grad] == ["net.last.weight", "net.last.bias"]
+    assert not stack.member(0).first.weight.requires_grad
+
+
+def test_a_stack_can_be_copied_and_pickled():
+    stack = as_members(_members(MLP)).eval()
+    x = torch.rand(2000, 64)
+    with torch.no_grad():
+        expected = stack.on_same_rows(x)
+        for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+            assert torch.equal(twin.on_same_rows(x), expected)
+            twin.net.last.bias.add_(1)
+            assert not torch.equal(twin.on_same_rows(x), expected)
+        assert torch.equal(stack.on_same_rows(x), expected)
+
+
+def _tied():
+    member = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    member[1].weight = member[0].weight
+    return member
+
+
+def _hooked():
+    member = MLP()
+    member.first.register_forward_hook(lambda module, args, output: output * 2)
+    return member
+
+
+class _Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10))
+        self.net = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        (_members(Recurrent), "LSTM has no stacked form (lstm)"),
+        ([MLP(), MLP(hidden=16)], "member 1 is of another structure than member 0"),
+        ([MLP(), CNN()], "member 1 is of another structure than member 0"),
+        ([MLP(), nn.DataParallel(MLP())], "member 1 is of another structure than member 0"),
+        ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 is of another structure than member 0"),
+        (_members(_tied), "layers share a parameter"),
+        (_members(_hooked), "Linear has hooks (first)"),
+        (_members(_Bare), "_Bare has no stacked form"),
+        ([nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)) for _ in range(2)], "ParametrizedLinear has no"),
+        ([nn.LazyLinear(10) for _ in range(2)], "LazyLinear has hooks"),
+        ([nn.Flatten(), nn.Flatten()], "the members have no parameters"),
+    ],
+)
+@pytest.mark.trap("ensembles: vmap fails for LSTM, .item(), parametrizations, differing shapes")
+def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
+    for vectorize in (True, "auto"):
+        found = as_members(members, vectorize)
+        assert isinstance(found, Loop)
+        assert found.reason.startswith(reason)
+
+
+def test_loops_that_nobody_wanted_otherwise_give_no_reason():
+    assert as_members(_members(MLP), vectorize=False).reason == ""
+    assert as_members(_members(MLP, 1)).reason == ""
+
+
+def test_convolutions_are_stacked_only_when_asked():
+    assert isinstance(as_members(_members(CNN)), Loop)
+    assert as_members(_members(CNN)).reason == "convolutions of their own are faster than one for all members"
+    assert isinstance(as_members(_members(CNN), vectorize=True), Stack)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (OverTheBatch, "the model mixes rows of a batch outside its layers (outputs are"),
+        (Reads, "the model mixes rows of a batch outside its layers (outputs are"),
+        (UsesWeights, "with stacked layers the model raises RuntimeError"),
+    ],
+)
+def test_models_that_see_the_whole_batch_are_found_out_and_still_right(make, reason):
+    loop, stack = Loop(_members(make)), as_members(_members(make))
+    assert isinstance(stack, Stack)
+    weights = torch.randn(4, 6, 10)
+    for container in (loop, stack):
+        (container(_rows()) * weights).sum().backward()
+    assert stack.reason.startswith(reason)
+    torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-6, rtol=1e-5)
+    for index in range(4):
+        gradient = stack.net.net.weight.grad[index].mT
+        expected = loop.member(index).net.weight.grad
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected)
+
+
+def test_the_first_look_leaves_no_trace():
+    stack = as_members(_members(CNN), vectorize=True)
+    stack.net.conv.eval()
+    state = {name: value.clone() for name, value in stack.state_dict().items()}
+    rng = torch.get_rng_state()
+    stack._check([_rows()])
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(value, state[name]) for name, value in stack.state_dict().items())
+    assert (stack.net.conv.training, stack.net.norm.training) == (False, True)
+    assert not any(parameter.grad is not None for parameter in stack.parameters())
+
+
+def test_inputs_that_are_not_finite_do_not_look_like_mixed_rows():
+    stack = as_members(_members(MLP))
+    rows = _rows()
+    rows[3] = torch.nan
+    assert stack(rows).isnan().any()
+    assert not stack.reason
+
+
+def test_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(2, 4)
+
+        def forward(self, x, y):
+            return self.a(x) + self.b(y)
+
+    members = _members(Two)
+    x, y = torch.rand(8, 3), torch.rand(8, 2)
+    loop = Loop(copy.deepcopy(members))
+    torch.testing.assert_close(as_members(members)(x, y), loop(x, y))
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "words"),
+    [
+        ([nn.Linear(64, 3), nn.Linear(64, 4)], ValueError, r"outputs of one shape, got \(6, 3\), \(6, 4\)"),
+        ([nn.LSTM(64, 3), nn.LSTM(64, 3)], TypeError, "members must return a tensor, got tuple"),
+    ],
+)
+def test_outputs_that_cannot_be_combined(members, error, words):
+    with pytest.raises(error, match=words):
+        as_members(members)(_rows(2))
+
+
+def test_lightning_modules_without_a_step_of_their_own_are_stacked():
+    assert isinstance(as_members([LitMLP(), LitMLP()]), Stack)

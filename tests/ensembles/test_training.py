@@ -1,0 +1,606 @@
+"""Ensembles in real fits: what they learn, in which settings, at once or one after another, stopped and resumed."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_tricks import (
+    BaggingClassifier,
+    BaggingRegressor,
+    FusionClassifier,
+    FusionRegressor,
+    GradientClipping,
+    MetricsMonitor,
+    OptimizerSpec,
+    ScheduleSpec,
+    SnapshotEnsembleClassifier,
+    SnapshotEnsembleRegressor,
+    Tricks,
+    TricksMixin,
+    VotingClassifier,
+    VotingRegressor,
+    multiclass_metrics,
+)
+from lightning_tricks.ensembles.members import Loop, Stack
+from lightning_tricks.ensembles.modules import Ensemble
+from tests.contract.lab import QUIET, real_fp16
+from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values
+
+# not every fit here needs a validation
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
+]
+
+CLASSIFIERS = [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier]
+REGRESSORS = [VotingRegressor, BaggingRegressor, FusionRegressor, SnapshotEnsembleRegressor]
+ADAM = ("Adam", {"lr": 5e-3})
+
+
+def _few_digits(count=64, **arguments):
+    return few(digits()[0], count, **arguments)
+
+
+def _unshuffled(count=64):
+    return _few_digits(count, shuffle=False)
+
+
+def _same(a, b, **tolerance):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        torch.testing.assert_close(value, b[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_classifiers_learn_the_digits(kind, seed):
+    train, test = digits()
+    ensemble = kind(MLP, 4, optimizer=ADAM, seed=seed)
+    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 64), max_epochs=12)
+    x, y = test.tensors
+    found = accuracy(ensemble.predict(x), y)
+    assert found > (0.92 if kind is SnapshotEnsembleClassifier else 0.95)
+    assert trainer.callback_metrics["val/acc"].item() == pytest.approx(found)
+    nll = torch.nn.functional.nll_loss(ensemble.predict(x).log(), y).item()
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(nll, rel=1e-4)
+    assert trainer.callback_metrics["train/loss"].item() < 0.3
+
+
+@pytest.mark.parametrize("kind", REGRESSORS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_regressors_learn_diabetes(kind, seed):
+    train, test = diabetes()
+    ensemble = kind(MLP, 4, {"inputs": 10, "outputs": 1}, optimizer=("Adam", {"lr": 2e-3}), seed=seed)
+    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 100), max_epochs=24)
+    x, y = test.tensors
+    error = (ensemble.predict(x) - y).square().mean().item()
+    assert error < 0.6  # the mean alone: 1.0
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [MLP, CNN])
+@pytest.mark.parametrize("kind", [VotingClassifier, BaggingClassifier, FusionClassifier])
+def test_at_once_or_one_after_another_is_the_same(kind, make):
+    def trained(vectorize):
+        ensemble = kind(make, 3, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}), vectorize=vectorize, seed=0)
+        torch.manual_seed(0)  # for members that share the batches
+        fit(ensemble, _few_digits(), max_epochs=2, gradient_clip_val=0.5)
+        assert type(ensemble.estimators_) is (Stack if vectorize else Loop)
+        return values(ensemble)
+
+    _same(trained(True), trained(False), atol=1e-4, rtol=1e-3)
+
+
+def test_dropout_is_drawn_for_each_member():
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(64, 1000, bias=False)
+
+        def forward(self, x):
+            return nn.functional.dropout(self.net(x).new_ones(len(x), 1000), 0.3, self.training)
+
+    ensemble = VotingClassifier(Dropped, 4, vectorize=True, seed=0).train()
+    kept = (ensemble.estimators_.on_same_rows(torch.rand(8, 64)) > 0).float()
+    assert kept.mean(dim=-1).sub(0.7).abs().max() < 0.06
+    assert len({tuple(row.tolist()) for row in kept.flatten(0, 1)}) == 32
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_each_member_is_trained_as_if_it_were_alone(vectorize):
+    train = _unshuffled()
+    ensemble = VotingClassifier(MLP, 3, optimizer=("Adam", {"lr": 1e-2}), vectorize=vectorize, seed=0)
+    alone = [copy.deepcopy(ensemble.estimators_.member(index)) for index in range(3)]
+    fit(ensemble, train, max_epochs=2, gradient_clip_val=0.3)
+    for index, member in enumerate(alone):
+        optimizer = torch.optim.Adam(member.parameters(), lr=1e-2)
+        for _ in range(2):
+            for x, y in train:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(member(x), y).backward()
+                nn.utils.clip_grad_norm_(member.parameters(), 0.3)
+                optimizer.step()
+        _same(dict(ensemble.estimators_.member(index).state_dict()), member.state_dict(), atol=1e-5, rtol=1e-4)
+
+
+SETTINGS = {
+    "bf16": {"precision": "bf16-mixed"},
+    "64": {"precision": "64-true"},
+    "bf16-true": {"precision": "bf16-true"},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "clipping": {"gradient_clip_val": 0.5},
+    "clipping by value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "limited": {"limit_train_batches": 3},
+    "max_steps": {"max_steps": 6, "max_epochs": -1},
+    "overfit": {"overfit_batches": 2},
+    "dev run": {"fast_dev_run": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+@pytest.mark.filterwarnings("ignore:`lr_scheduler.step")
+def test_settings_of_the_trainer(kind, setting):
+    train = _few_digits(96)
+    ensemble = kind(MLP, 2, seed=0)
+    before = values(ensemble)
+    trainer = fit(ensemble, train, _unshuffled(), **{"max_epochs": 2, **SETTINGS[setting]})
+    after = values(ensemble)
+    trained = "working" if kind is SnapshotEnsembleClassifier else "estimators_"
+    assert all(
+        not torch.equal(value.float(), before[name].float()) and value.isfinite().all()
+        for name, value in after.items()
+        if name.startswith(trained)
+    )
+    assert trainer.callback_metrics["train/loss"].isfinite()
+    assert trainer.callback_metrics["val/loss"].isfinite()
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_real_fp16(kind, vectorize):
+    options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
+    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0, **options)
+    fit(ensemble, _few_digits(640, batch_size=32), plugins=real_fp16(), max_epochs=10, gradient_clip_val=1.0)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.8
+
+
+def test_a_fused_optimizer_and_clipping_under_fp16_are_refused_in_words():
+    def fused(parameters):
+        return torch.optim.Adam(parameters, fused=True)
+
+    ensemble = VotingClassifier(MLP, 2, optimizer=fused, seed=0)
+    with pytest.raises(Exception, match=r"gradient_clip_val=1.0 with fp16 needs an optimizer that is not fused"):
+        fit(ensemble, _few_digits(), plugins=real_fp16(), gradient_clip_val=1.0)
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_two_ranks_agree_and_see_all_samples(kind):
+    ensemble = kind(MLP, 2, optimizer=ADAM)  # of seeds of their own, until they agree
+    x, y = digits()[1].tensors
+    fit(ensemble, _few_digits(640, batch_size=16), _unshuffled(), max_epochs=6, strategy="ddp_fork", devices=2)
+    assert accuracy(ensemble.predict(x), y) > 0.8
+
+
+class _Recorder(VotingClassifier):
+    """Writes down which samples each member has seen."""
+
+    def training_step(self, batch, batch_idx):
+        rows = batch[0].view(self.n_estimators, -1)
+        path = f"seen-{self.global_rank}.pt"
+        seen = [*(torch.load(path) if batch_idx else []), rows]
+        torch.save(seen, path)
+        return super().training_step(batch, batch_idx)
+
+
+def test_members_on_two_ranks_have_orders_of_their_own_that_share_the_samples():
+    data = TensorDataset(torch.arange(40.0).unsqueeze(1), torch.arange(40) % 3)
+    ensemble = _Recorder(lambda: nn.Linear(1, 3), 3, vectorize=True)
+    fit(ensemble, DataLoader(data, 5, shuffle=True), strategy="ddp_fork", devices=2)
+    ranks = [torch.cat(torch.load(f"seen-{rank}.pt"), dim=1) for rank in range(2)]
+    for member in range(3):
+        assert sorted(torch.cat([ranks[0][member], ranks[1][member]]).tolist()) == list(range(40))
+    assert len({tuple(order.tolist()) for rank in ranks for order in rank}) == 6
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_path):
+    def made():
+        options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
+        return kind(CNN, 2, optimizer=ADAM, seed=3, **options)
+
+    # members that share the batches take torch's own order, which a resumed Trainer does not restore
+    train = _few_digits(shuffle=kind in (VotingClassifier, BaggingClassifier))
+    whole = made()
+    fit(whole, train, max_epochs=6)
+    first, second = made(), made()
+    second.seed = 99  # the checkpoint knows better
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(first, train, max_epochs=6, callbacks=[saves], enable_checkpointing=True)
+    # in the middle of a cycle of snapshots, which lasts three epochs
+    Trainer(**QUIET, max_epochs=6).fit(second, train, ckpt_path=tmp_path / "epoch=3.ckpt")
+    _same(values(second), values(whole))
+    assert second.seed == 3
+
+
+def test_a_checkpoint_at_a_cycles_end_has_its_snapshot_after_all(tmp_path):
+    train = _unshuffled()  # 4 steps an epoch
+    first, second = (SnapshotEnsembleClassifier(MLP, 2, seed=0) for _ in range(2))
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(first, train, max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+    Trainer(**QUIET, max_epochs=2).fit(second, train, ckpt_path=tmp_path / "step=4.ckpt")
+    assert second.n_members == 2
+    _same(values(first), values(second))
+
+
+@pytest.mark.parametrize("stacked_first", [True, False])
+def test_a_run_is_resumed_in_the_layout_of_its_checkpoint(stacked_first, tmp_path):
+    first = VotingClassifier(MLP, 2, vectorize=stacked_first, seed=0)
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(first, _few_digits(), max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+    second = VotingClassifier(MLP, 2, vectorize=not stacked_first, seed=0)
+    Trainer(**QUIET, max_epochs=2).fit(second, _few_digits(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert type(second.estimators_) is type(first.estimators_)
+    _same(values(first), values(second))
+
+
+def test_the_best_checkpoint_restores_the_best_ensemble(tmp_path):
+    train, test = digits()
+    ensemble = VotingClassifier(MLP, 3, optimizer=("SGD", {"lr": 2.0}), seed=0)  # unsteady
+    saves = ModelCheckpoint(tmp_path, monitor="val/loss")
+    stops = EarlyStopping("val/loss", patience=3)
+    trainer = fit(
+        ensemble, DataLoader(train, 64, shuffle=True), DataLoader(test, 500), max_epochs=30, callbacks=[saves, stops],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    assert trainer.current_epoch < 30
+    best = VotingClassifier.load_from_checkpoint(saves.best_model_path)
+    x, y = test.tensors
+    loss = nn.functional.nll_loss(best.predict(x).log(), y)
+    assert loss.item() == pytest.approx(saves.best_model_score.item(), rel=1e-4)
+    assert loss < nn.functional.nll_loss(ensemble.predict(x).log(), y)
+    torch.load(saves.best_model_path, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", [*CLASSIFIERS, *REGRESSORS])
+def test_a_checkpoint_says_what_the_ensemble_is(kind, tmp_path):
+    regresses = kind in REGRESSORS
+    train = few(diabetes()[0], 64) if regresses else _few_digits()
+    arguments = {"inputs": 10, "outputs": 1} if regresses else {"hidden": 9}
+    ensemble = kind(MLP, 2, arguments, optimizer=OptimizerSpec("AdamW", lr=2e-3), weights=[1, 3])
+    trainer = fit(ensemble, train, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    x = train.dataset.tensors[0]
+    assert torch.equal(loaded.predict(x), ensemble.predict(x))
+    assert loaded.hparams == ensemble.hparams
+    assert loaded.hparams["optimizer"]["lr"] == 2e-3
+    assert (loaded.seed, loaded.n_outputs) == (ensemble.seed, ensemble.n_outputs)
+
+
+def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):
+    trainer = fit(VotingClassifier(lambda: MLP(), 2, seed=0), _few_digits())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, estimator=Net\)"):
+        VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", estimator=MLP)
+    assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.trap("ensembles: fit() twice doubles the members (Fusion, GB, Snapshot)")
+def test_a_second_fit_trains_the_same_members(kind):
+    ensemble = kind(MLP, 2, seed=0)
+    names = list(ensemble.state_dict())
+    fit(ensemble, _few_digits(), max_epochs=2)
+    first = values(ensemble)
+    fit(ensemble, _few_digits(), max_epochs=2)
+    assert list(ensemble.state_dict()) == names
+    assert len(ensemble.estimators_) == ensemble.n_members == 2
+    assert not torch.equal(values(ensemble)["estimators_.0.first.weight"], first["estimators_.0.first.weight"])
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
+@pytest.mark.trap("ensembles: the first validation runs in train mode, BatchNorm learns from validation data")
+def test_nothing_learns_from_validation_data(kind):
+    ensemble = kind(CNN, 2, seed=0, vectorize=True)
+    fit(ensemble, _few_digits(), _unshuffled(160), num_sanity_val_steps=2)
+    assert values(ensemble)["estimators_.1.norm.num_batches_tracked"] == 4
+    before = values(ensemble)
+    ensemble.predict(torch.rand(5, 64))
+    ensemble.predict_uncertainty(torch.rand(5, 64))
+    _same(values(ensemble), before, rtol=0, atol=0)
+    assert all(module.training for module in ensemble.modules())
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.trap("ensembles: ReduceLROnPlateau never lowers the LR with n_jobs > 1; LR == 0 is skipped")
+def test_plateaus_lower_the_learning_rate(vectorize):
+    ensemble = VotingClassifier(MLP, 2, vectorize=vectorize, seed=0)
+    ensemble.set_optimizer("SGD", lr=0.0)
+    ensemble.set_scheduler("ReduceLROnPlateau", patience=0, factor=0.5, threshold=0.99)
+    for val in (None, _unshuffled()):
+        trainer = fit(ensemble, _few_digits(), val, max_epochs=3)
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0
+    ensemble.set_optimizer("SGD", lr=1e-5)
+    trainer = fit(ensemble, _few_digits(), _unshuffled(), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-5
+    assert trainer.lr_scheduler_configs[0].monitor == "val/loss"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (OptimizerSpec("AdamW", lr=1e-2, groups={"last.*": {"lr": 1e-3}}), ScheduleSpec("warmup_cosine")),
+        ({"name": "SGD", "lr": 1e-2}, {"kind": "constant"}),
+        (
+            lambda parameters: torch.optim.RMSprop(parameters),
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        ),
+        ("NAdam", ("ExponentialLR", {"gamma": 0.5})),
+        (("SGD", {"lr": 0.1, "weight_decay": 0.1}), ("StepLR", {"step_size": 1})),
+    ],
+    ids=["spec", "dict", "functions", "names", "names with options"],
+)
+def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
+    trained = []
+    for vectorize in (True, False):
+        ensemble = VotingClassifier(MLP, 2, optimizer=optimizer, lr_scheduler=scheduler, vectorize=vectorize, seed=0)
+        fit(ensemble, _few_digits(), max_epochs=2)
+        trained.append(values(ensemble))
+    _same(*trained, atol=2e-3, rtol=2e-2)  # steps of Adam are as large where gradients are almost 0
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_optimizers_that_look_at_whole_tensors_keep_the_members_apart(name, lightning_log):
+    ensemble = VotingClassifier(MLP, 2, optimizer=name, seed=0)
+    assert isinstance(ensemble.estimators_, Loop)
+    fit(ensemble, _few_digits())
+    reason = f"VotingClassifier: members run one after another: {name} does not treat each element"
+    assert any(message.startswith(reason) for _, message in lightning_log)
+    stacked = VotingClassifier(MLP, 2, seed=0)
+    stacked.set_optimizer(name)
+    assert isinstance(stacked.estimators_, Loop)
+
+
+@pytest.mark.parametrize("optimizer", [None, ("SGD", {"lr": 0.1})])
+def test_lightning_modules_train_by_their_own_step(optimizer, lightning_log):
+    train = _unshuffled()
+    ensemble = VotingClassifier(LitMLP, 2, optimizer=optimizer, seed=0)
+    alone = copy.deepcopy(ensemble.estimators_.member(1))
+    trainer = fit(ensemble, train, _unshuffled(), max_epochs=2)
+    made = alone.configure_optimizers() if optimizer is None else torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in train:
+            made.zero_grad()
+            nn.functional.cross_entropy(alone(x), y, label_smoothing=0.1).backward()
+            made.step()
+    _same(ensemble.estimators_.member(1).state_dict(), alone.state_dict())
+    assert {"member_0/smooth", "member_1/smooth", "train/loss", "val/acc"} <= trainer.callback_metrics.keys()
+    assert any("LitMLP has a training_step of its own" in message for _, message in lightning_log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LitMLP, "configure_optimizers", lambda self: [made, made])
+        if optimizer is None:
+            with pytest.raises(Exception, match="must return one optimizer of the same type for each member, got list"):
+                fit(ensemble, train)
+
+
+def test_different_members_train_together():
+    ensemble = VotingClassifier([MLP(), CNN(), Recurrent()], optimizer=ADAM, seed=0)
+    assert ensemble.n_estimators == 3
+    fit(ensemble, _few_digits(640, batch_size=32), max_epochs=5)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.85
+    assert ensemble.member_outputs(x).shape == (3, 500, 10)
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        x, y = digits()[0].tensors
+        return iter(zip(x[:64], y[:64], strict=True))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
+def test_streams_share_batches_and_that_is_said(shared, lightning_log):
+    ensemble = VotingClassifier(MLP, 2, seed=0, shared_order=shared)
+    fit(ensemble, DataLoader(_Stream(), 16))
+    said = "VotingClassifier: members share the batches: _Stream is an IterableDataset, which gives one order."
+    assert (said in [message for _, message in lightning_log]) != shared
+
+
+def test_shared_batches_are_the_loaders():
+    class Counts(VotingClassifier):
+        def training_step(self, batch, batch_idx):
+            assert len(batch[0]) == 16
+            outputs = super().training_step(batch, batch_idx)
+            assert outputs["preds"].shape == (32, 10)
+            assert torch.equal(outputs["target"], batch[1].repeat(2))
+            return outputs
+
+    fit(Counts(MLP, 2, seed=0, shared_order=True), _few_digits())
+
+
+def test_bagging_needs_samples_to_draw_from():
+    with pytest.raises(Exception, match=r"BaggingClassifier draws samples from a DataLoader .*: take Voting"):
+        fit(BaggingClassifier(MLP, 2, seed=0), DataLoader(_Stream(), 16))
+    with pytest.raises(Exception, match=r"BaggingClassifier\(shared_order=True\): members that share the batches"):
+        fit(BaggingClassifier(MLP, 2, seed=0, shared_order=True), _few_digits())
+
+
+def test_datamodules_and_loaders_that_are_made_again():
+    class Data(LightningDataModule):
+        asked = 0
+
+        def train_dataloader(self):
+            self.asked += 1
+            return _few_digits()
+
+    data = Data()
+    Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, **QUIET).fit(VotingClassifier(MLP, 2, seed=0), data)
+    assert data.asked == 3
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_metrics_of_the_collection(kind):
+    monitor = MetricsMonitor(multiclass_metrics(10), plots=False)
+    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
+    trainer = fit(ensemble, _few_digits(), _unshuffled(), max_epochs=2, callbacks=[monitor, GradientClipping(1.0)])
+    x, y = _few_digits().dataset.tensors
+    assert trainer.callback_metrics["val/acc"].item() == pytest.approx(accuracy(ensemble.predict(x), y))
+    assert {"train/loss", "train/acc", "val/f1", "grad_norm/pre_clip"} <= trainer.callback_metrics.keys()
+
+
+def test_what_the_mixin_brings_and_loggers_show(tmp_path):
+    class Tricky(TricksMixin, VotingClassifier):
+        def __init__(self, *args, tricks=None, **kwargs):
+            super().__init__(*args, tricks=tricks, **kwargs)
+
+    ensemble = Tricky(MLP, 2, tricks=Tricks(seeding=1, gradient_clipping=0.5), seed=0)
+    logger = CSVLogger(tmp_path)
+    trainer = fit(ensemble, _few_digits(), logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    assert trainer.callback_metrics["grad_norm/post_clip"] <= 0.5001
+    text = (tmp_path / "lightning_logs/version_0/hparams.yaml").read_text()
+    assert "n_estimators: 2" in text
+    assert "tests.ensembles.nets:MLP" in text
+
+
+def test_snapshots_are_copies_at_the_ends_of_cycles():
+    rates, weights = [], []
+
+    class Watched(SnapshotEnsembleClassifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            weights.append((self.n_members, values(self)["working.0.first.weight"]))
+
+    ensemble = Watched(MLP, 3, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    assert torch.equal(ensemble(torch.ones(2, 64)), ensemble.working.member(0)(torch.ones(2, 64)).softmax(-1))
+    fit(ensemble, _few_digits(), max_epochs=6)  # 24 steps
+    cycle = [0.1 * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 8)).item()) for step in range(8)]
+    assert rates == pytest.approx(cycle * 3)
+    assert [count for count, _ in weights] == [0] * 7 + [1] * 8 + [2] * 8 + [3]
+    for index in range(3):
+        assert torch.equal(values(ensemble)[f"estimators_.{index}.first.weight"], weights[8 * index + 7][1])
+
+
+def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
+    rates = []
+
+    class Watched(SnapshotEnsembleRegressor):
+        def on_train_batch_start(self, batch, batch_idx):
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    arguments = {"inputs": 10, "outputs": 1}
+    fit(Watched(MLP, 1, arguments, optimizer=("SGD", {"lr": 0.1}), lr_clip=(0.03, 0.08)), few(diabetes()[0], 320))
+    assert (min(rates), max(rates)) == (0.03, 0.08)
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"max_epochs": 4},
+            r"3 cycles of equal length, into which max_epochs=4 \(16 steps\) do not divide",
+        ),
+        (
+            {"max_epochs": -1, "max_steps": 7},
+            r"into which 7 steps do not divide: set max_steps to a multiple of n_estimators=3",
+        ),
+        ({"max_epochs": -1}, "the run has no end"),
+    ],
+)
+def test_cycles_that_do_not_divide_the_run(arguments, words):
+    with pytest.raises(Exception, match=words):
+        fit(SnapshotEnsembleClassifier(MLP, 3, seed=0), _few_digits(), **arguments)
+
+
+def test_gaussian_members_predict_noise():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(2000, 1, generator=generator) * 2
+    y = x + torch.randn(2000, 1, generator=generator) * (0.05 + 0.3 * (x > 1))
+    ensemble = VotingRegressor(
+        MLP, 3, {"inputs": 1, "outputs": 2}, criterion=nn.GaussianNLLLoss(), optimizer=("Adam", {"lr": 5e-3}), seed=0
+    )
+    trainer = fit(
+        ensemble, DataLoader(TensorDataset(x, y), 50, shuffle=True), DataLoader(TensorDataset(x, y), 500), max_epochs=30
+    )
+    found = ensemble.predict_uncertainty(torch.tensor([[0.5], [1.5], [9.0]]))
+    deviation = found.aleatoric.sqrt().flatten()
+    assert deviation[0].item() == pytest.approx(0.05, abs=0.04)
+    assert deviation[1].item() == pytest.approx(0.35, abs=0.06)
+    assert found.epistemic[2] > 10 * found.epistemic[1]
+    assert ensemble.n_outputs == 1
+    assert ensemble(x).shape == (2000, 1)
+    assert trainer.callback_metrics["val/loss"] < 0
+
+
+def test_unknown_digits_are_known_as_such():
+    train, test = digits()
+    (x, y), (pixels, labels) = train.tensors, test.tensors
+    ensemble = VotingClassifier(MLP, 10, {"outputs": 8, "hidden": 128}, seed=0)
+    fit(ensemble, DataLoader(TensorDataset(x[y < 8], y[y < 8]), 32, shuffle=True), max_epochs=20)
+    found, unknown = ensemble.predict_uncertainty(pixels), labels >= 8
+    singles = [roc_auc_score(unknown, -own.softmax(-1).amax(-1)) for own in ensemble.member_outputs(pixels).detach()]
+    assert roc_auc_score(unknown, found.epistemic) > sum(singles) / len(singles) + 0.005
+    assert found.disagreement[unknown].mean() > 3 * found.disagreement[~unknown].mean()
+
+
+def test_votes_and_weights_decide():
+    ensemble = VotingClassifier([nn.Identity() for _ in range(3)], voting_strategy="hard", weights=[5, 1, 1])
+    assert isinstance(ensemble, Ensemble)
+
+    def outputs(*x):
+        return torch.eye(3).unsqueeze(1)
+
+    ensemble.estimators_.on_same_rows = outputs
+    assert ensemble(torch.ones(1, 3)).tolist() == [[1, 0, 0]]
+
+
+def test_prediction_steps():
+    ensemble = VotingClassifier(MLP, 2, seed=0)
+    x, y = digits()[1].tensors
+    trainer = Trainer(**QUIET)
+    expected = ensemble.predict(x[:32])
+    for dataset in (TensorDataset(x[:32]), TensorDataset(x[:32], y[:32]), x[:32].unbind()):
+        found = torch.cat(trainer.predict(ensemble, DataLoader(dataset, batch_size=10)))
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(ensemble.predict(x[:32].numpy()), expected)
+
+
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_a_trainer_tests_what_it_has_trained(make):
+    ensemble = VotingClassifier(make, 2, optimizer=ADAM, seed=0)
+    trainer = fit(ensemble, _few_digits(640), max_epochs=4)
+    (results,) = trainer.test(ensemble, DataLoader(digits()[1], 100), verbose=False)
+    x, y = digits()[1].tensors
+    assert results["test/acc"] == pytest.approx(accuracy(ensemble.predict(x), y))
+
+
+def test_an_exception_in_the_middle_leaves_an_ensemble_that_trains_on():
+    class Breaks(VotingClassifier):
+        armed = True
+
+        def on_train_batch_end(self, *args):
+            if self.armed and self.trainer.global_step == 2:
+                raise RuntimeError("broken off")
+
+    ensemble = Breaks(LitMLP, 2, seed=0)
+    with pytest.raises(RuntimeError, match="broken off"):
+        fit(ensemble, _few_digits())
+    ensemble.armed = False
+    trainer = fit(ensemble, _few_digits())
+    assert trainer.global_step == 4
