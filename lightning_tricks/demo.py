@@ -148,10 +148,10 @@ def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
         values = dict(trainer.callback_metrics)
         trainer.test(model, data, verbose=False)
         values |= trainer.callback_metrics
-    folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
-    if trainer.is_global_zero:
-        report = _report(trainer, _read_history(folder / "metrics.csv"), {k: v.item() for k, v in values.items()})
-        _print_and_write(report, out, folder)
+        folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
+        if trainer.is_global_zero:
+            report = _report(trainer, _read_history(folder / "metrics.csv"), {k: v.item() for k, v in values.items()})
+            _print_and_write(report, out, folder)
 
 
 def _report(

@@ -57,8 +57,7 @@ class StackedLayer(nn.Module):
 
     def by_member(self, rows: Tensor) -> Tensor:
         """Return the rows as (n, B, ...)."""
-        rows_of_members: Tensor = rows.unflatten(0, (self.n_members, -1))
-        return rows_of_members
+        return rows.reshape(self.n_members, -1, *rows.shape[1:])
 
     def as_channels(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, C, ...) as (B, n x C, ...): the members' channels side by side."""
@@ -66,8 +65,8 @@ class StackedLayer(nn.Module):
 
     def from_channels(self, channels: Tensor) -> Tensor:
         """Return (B, n x C, ...) as rows (n x B, C, ...)."""
-        channels_of_members: Tensor = channels.unflatten(1, (self.n_members, -1))
-        return channels_of_members.transpose(0, 1).flatten(0, 1)
+        by_member = channels.reshape(len(channels), self.n_members, -1, *channels.shape[2:])
+        return by_member.transpose(0, 1).flatten(0, 1)
 
     def extra_repr(self) -> str:
         """Say what it is."""

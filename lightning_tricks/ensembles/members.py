@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from lightning_tricks.ensembles.layers import StackedLayer, stacked_type
 
-_ROWS_OF_A_LOOP = 1024  # from which on calls of their own cost nothing beside the work
+_WORK_OF_A_LOOP = 4_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
 
 
@@ -123,6 +123,7 @@ class Stack(Members):
         self.net = _stacked(members)
         self._plain = [_without_values(members[0])]  # in a list, so that it is no child
         self._views: list[nn.Module] = []
+        self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
         self._checked = False
         self.register_state_dict_post_hook(_by_member)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_members)  # type: ignore[no-untyped-call]
@@ -156,14 +157,13 @@ class Stack(Members):
         if not self._checked and not torch.compiler.is_compiling():
             self._check(inputs)
         if self.reason:
-            return self._one_by_one([value.unflatten(0, (len(self), -1)).unbind() for value in inputs])
-        outputs: Tensor = self.net(*inputs).unflatten(0, (self.n_members, -1))
-        return outputs
+            return self._one_by_one([self._by_rows(value).unbind() for value in inputs])
+        return self._by_rows(self.net(*inputs))
 
     def on_same_rows(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
         n = self.n_members
-        if not torch.is_grad_enabled() and len(inputs[0]) * n >= _ROWS_OF_A_LOOP:
+        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _WORK_OF_A_LOOP:
             return _together([view(*inputs) for view in self._tied_views()])
         return cast(Tensor, self(*(value.expand(n, *value.shape).flatten(0, 1) for value in inputs)))
 
@@ -178,6 +178,10 @@ class Stack(Members):
             for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
                 cut[f"{path}.{name}".lstrip(".")] = layer.as_stored(name, tensor).unbind()
         return cut
+
+    def _by_rows(self, rows: Tensor) -> Tensor:
+        """Return rows (n x B, ...) as (n, B, ...)."""
+        return rows.reshape(self.n_members, -1, *rows.shape[1:])  # in half the time of `unflatten`
 
     def _one_by_one(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
         tensors = self._by_name()
@@ -197,16 +201,17 @@ class Stack(Members):
             for index, view in enumerate(self._views):
                 for name, tensor in self.tensors_of(index).items():
                     _replace(view, name, tensor.detach())
-        for view in self._views:
-            view.train(self.training)
+        if self._views[0].training != self.training:
+            for view in self._views:
+                view.train(self.training)
         return self._views
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         self._checked = True
         with torch.no_grad(), _evaluated(self):
-            expected = self._one_by_one([value.unflatten(0, (len(self), -1)).unbind() for value in inputs])
+            expected = self._one_by_one([self._by_rows(value).unbind() for value in inputs])
             try:
-                given = self.net(*inputs).unflatten(0, (self.n_members, -1))
+                given = self._by_rows(self.net(*inputs))
                 off = _difference(given, expected)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:
                 self.reason = f"with stacked layers the model raises {type(error).__name__}: {error}"

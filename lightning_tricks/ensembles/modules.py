@@ -232,7 +232,7 @@ class Ensemble(LightningModule):
                     f"the parts of a batch have {sizes} rows, which are not those of {n} members: collate_fn mixes "
                     "samples. Give shared_order=True."
                 )
-            outputs, targets = self.trained(*inputs), target.unflatten(0, (n, -1))
+            outputs, targets = self.trained(*inputs), target.reshape(n, -1, *target.shape[1:])
         else:
             outputs = self.trained.on_same_rows(*inputs)
             targets = target.expand(len(outputs), *target.shape)

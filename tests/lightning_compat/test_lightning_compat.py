@@ -79,6 +79,8 @@ def test_repeats_worker_streams(monkeypatch, version, expected):
         (lambda unknown: compat.logs_at_this_step(unknown), "logging at the logger's interval"),
         (lambda unknown: compat.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
         (lambda unknown: compat.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
+        (lambda unknown: compat.replace_train_loaders(unknown, list), "an ensemble whose members see the samples"),
+        (lambda unknown: compat.shares_out_samples(unknown), "an ensemble on several ranks"),
     ],
 )
 def test_an_unknown_lightning_is_named(call, trick):
@@ -185,3 +187,29 @@ def test_hooks_that_would_do_nothing_are_passed_over():
     assert counts.count == BATCHES
     assert counts.on_before_backward is None
     assert callable(type(counts).on_before_backward)
+
+
+class _Replaces(Net):
+    def setup(self, stage):
+        compat.replace_train_loaders(self.trainer, self.replaced)
+
+    def replaced(self, loaders):
+        self.given.append(loaders)
+        return DataLoader(loaders.dataset, batch_size=16)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_replace_train_loaders(by_module):
+    net, given = _Replaces(), loader()
+    net.given = []
+    if by_module:
+        net.train_dataloader = lambda: given
+    trainer = Trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1, **QUIET)
+    trainer.fit(net, *([] if by_module else [given]))
+    assert net.given == [given] * 2
+    assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize("shares_out", [True, False])
+def test_shares_out_samples(shares_out):
+    assert compat.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
