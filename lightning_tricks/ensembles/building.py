@@ -15,7 +15,7 @@ from lightning_tricks.ensembles.functional import derived_seed
 from lightning_tricks.seeding.functional import isolated_rng
 
 Factory = Callable[..., nn.Module]
-Estimator = str | nn.Module | Factory | Sequence[Any]
+Estimator = Factory | nn.Module | Sequence[Any] | str
 
 _WEIGHTS = 0  # purpose of a seed
 

@@ -14,6 +14,8 @@ from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoic
 
 
 class _Fused(Ensemble):
+    takes_steps = False
+
     def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
         return self.loss_of_prediction(outputs, targets[0])

@@ -32,8 +32,14 @@ class Members(nn.Module):
     def __len__(self) -> int:
         raise NotImplementedError
 
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.member(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return map(self.member, range(len(self)))
+
     def member(self, index: int) -> nn.Module:
-        """Return one member as a module of its own."""
+        """Return one member as a module of its own: itself where members run one after another, or else a copy."""
         raise NotImplementedError
 
     def tensors_of(self, index: int) -> dict[str, Tensor]:
@@ -246,7 +252,7 @@ def as_loop(members: Members, reason: str = "") -> Loop:
     """Return the same members, with their values, to be run one after another."""
     if isinstance(members, Loop):
         return members
-    return Loop([members.member(index) for index in range(len(members))], reason)
+    return Loop(list(members), reason)
 
 
 def objection_to_stacking(members: Sequence[nn.Module]) -> str:

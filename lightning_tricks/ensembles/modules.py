@@ -60,7 +60,7 @@ class Ensemble(LightningModule):
     """Base of the ensembles: what they share, whatever the members are trained for and however they are combined.
 
     Attributes:
-        estimators_: The members, `estimators_.member(i)` each; a state dict holds `estimators_.<i>.<name>`.
+        estimators_: The members, `estimators_[i]` each; a state dict holds `estimators_.<i>.<name>`.
         n_outputs: Classes, or regression outputs; None until the members were first run.
         seed: Decides about initial weights and sample orders.
     """
@@ -68,6 +68,7 @@ class Ensemble(LightningModule):
     own_orders = False  # whether members may see the samples in orders of their own
     bootstrap = False
     trains_one = False  # instead of as many as there are members
+    takes_steps = True  # whether the training_step of a LightningModule is the loss of a member
     estimators_: Members
     weights: Tensor | None
 
@@ -179,7 +180,7 @@ class Ensemble(LightningModule):
         if self._has_lightning_members:
             return self._train_lightning_members(batch, batch_idx)
         outputs, targets = self._outputs_and_targets(batch)
-        if "train" not in self._seen:
+        if "train" not in self._seen and not torch.compiler.is_compiling():
             self._first_batch(outputs, targets, "train")
         try:
             loss = self.loss_of_members(outputs, targets)
@@ -213,7 +214,7 @@ class Ensemble(LightningModule):
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
         *inputs, target = self._parts(batch)
         outputs = self._outputs(*inputs)
-        if stage not in self._seen:
+        if stage not in self._seen and not torch.compiler.is_compiling():
             self._first_batch(outputs, target.unsqueeze(0), stage)
         preds = self._as_target(self.combine(self._as_matrices(outputs)), target)
         loss = self.loss_of_prediction(outputs, target)
@@ -305,7 +306,7 @@ class Ensemble(LightningModule):
         if stacked:
             self.estimators_ = as_loop(self.estimators_, "the checkpoint is of members one after another")
         else:
-            self.estimators_ = as_members(self._plain_members(), vectorize=True)
+            self.estimators_ = as_members(list(self.estimators_), vectorize=True)
         if (not isinstance(self.estimators_, Loop)) != kept["stacked"]:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
@@ -369,16 +370,13 @@ class Ensemble(LightningModule):
         return made(members, len(members), **options)
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
-        self._has_lightning_members = all(
+        self._has_lightning_members = self.takes_steps and all(
             isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members
         )
         objection = objection_to_stacking(self.optimizer)
         if self._has_lightning_members:
             objection = f"{type(members[0]).__name__} has a training_step of its own"
         self.estimators_ = as_members(members, self.vectorize, objection)
-
-    def _plain_members(self) -> list[nn.Module]:
-        return [self.estimators_.member(index) for index in range(len(self.estimators_))]
 
     def _built(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
         n = 1 if self.trains_one else self.n_estimators

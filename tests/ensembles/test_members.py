@@ -152,7 +152,12 @@ def test_members_come_out_of_a_stack_as_they_went_in():
     out.head.weight.data.zero_()
     assert stack.member(3).head.weight.any()
     assert all(parameter.requires_grad and parameter.is_contiguous() for parameter in out.parameters())
+    assert [type(member) for member in stack] == [CNN] * 4
+    assert torch.equal(stack[-1].head.weight, members[3].head.weight)
+    with pytest.raises(IndexError):
+        stack[4]
     loop = as_loop(stack, "because")
+    assert loop[1] is loop.member(1)
     assert (type(loop), len(loop), loop.reason) == (Loop, 4, "because")
 
 

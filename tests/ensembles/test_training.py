@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from sklearn.metrics import roc_auc_score
 from torch import nn
@@ -30,7 +31,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.ensembles.members import Loop, Stack
 from lightning_tricks.ensembles.modules import Ensemble
-from tests.contract.lab import QUIET, real_fp16
+from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values
 
 # not every fit here needs a validation
@@ -42,6 +43,18 @@ pytestmark = [
 CLASSIFIERS = [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier]
 REGRESSORS = [VotingRegressor, BaggingRegressor, FusionRegressor, SnapshotEnsembleRegressor]
 ADAM = ("Adam", {"lr": 5e-3})
+
+
+CONFIG = """
+trainer: {max_epochs: 1, accelerator: cpu, logger: false}
+model:
+  class_path: lightning_tricks.BaggingClassifier
+  init_args:
+    estimator: tests.ensembles.nets.MLP
+    n_estimators: 3
+    estimator_args: {hidden: 7}
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.2}}
+"""
 
 
 def _few_digits(count=64, **arguments):
@@ -393,6 +406,76 @@ def test_lightning_modules_train_by_their_own_step(optimizer, lightning_log):
         if optimizer is None:
             with pytest.raises(Exception, match="must return one optimizer of the same type for each member, got list"):
                 fit(ensemble, train)
+
+
+def test_fusion_trains_lightning_modules_by_their_mean():
+    ensembles = [
+        FusionClassifier(LitMLP, 2, optimizer=ADAM, seed=0, vectorize=vectorize) for vectorize in (True, False)
+    ]
+    for ensemble in ensembles:
+        fit(ensemble, _unshuffled())
+    _same(values(ensembles[0]), values(ensembles[1]), atol=1e-4, rtol=1e-3)
+    x, y = _unshuffled().dataset.tensors
+    before = FusionClassifier(LitMLP, 2, seed=0).predict(x)
+    loss = nn.functional.nll_loss
+    assert loss(ensembles[0].predict(x).log(), y) < loss(before.log(), y) - 0.05
+
+
+class _Reads(Callback):
+    """Counts the reads of the steps after the first, validation included."""
+
+    def __init__(self):
+        self.reads = HostReads()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0 and trainer.current_epoch == 2:
+            self.reads.__enter__()
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 2 and trainer.current_epoch == 2 and not trainer.sanity_checking:
+            self.reads.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier, SnapshotEnsembleClassifier])
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_steps_read_no_more_from_the_device_than_those_of_one_model(kind, make):
+    def reads(module):
+        counter = _Reads()
+        fit(module, _few_digits(), _unshuffled(), callbacks=[counter], num_sanity_val_steps=2, max_epochs=3)
+        return counter.reads.count
+
+    assert reads(kind(make, 1, seed=0)) >= reads(kind(make, 3, seed=0))
+    assert reads(kind(make, 3, seed=0)) <= reads(EvaluatedNet(optimization="fused"))
+
+
+@pytest.mark.parametrize("kind", [VotingClassifier, SnapshotEnsembleClassifier])
+def test_compiled(kind):
+    ensemble = kind(MLP, 2, optimizer=ADAM, seed=0)
+    compiled = torch.compile(ensemble, backend="aot_eager")
+    fit(compiled, _few_digits(640, batch_size=32), max_epochs=6)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.8
+
+
+def test_one_member():
+    ensemble = VotingClassifier(MLP, 1, optimizer=ADAM, seed=0)
+    fit(ensemble, _few_digits(640), max_epochs=4)
+    x = digits()[1].tensors[0]
+    torch.testing.assert_close(ensemble.predict(x), ensemble.estimators_[0](x).softmax(-1).detach())
+    assert not ensemble.predict_uncertainty(x).epistemic.any()
+
+
+def test_built_by_lightning_cli(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(tmp_path / "config.yaml")])
+    cli = LightningCLI(
+        Ensemble, subclass_mode_model=True, run=False, save_config_callback=None, seed_everything_default=False
+    )
+    ensemble = cli.model
+    assert type(ensemble) is BaggingClassifier
+    assert (ensemble.n_estimators, ensemble.estimators_[0].first.out_features) == (3, 7)
+    optimizer = ensemble.optimizer([nn.Parameter(torch.zeros(2))])
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.SGD, 0.2)
 
 
 def test_different_members_train_together():
