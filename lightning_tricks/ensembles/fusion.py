@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
 from torch import Tensor
 
-from lightning_tricks.ensembles.building import Estimator
-from lightning_tricks.ensembles.functional import Criterion, weighted_mean
-from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
-from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.functional import weighted_mean
+from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.modules import Ensemble
 
 
 class _Fused(Ensemble):
@@ -43,33 +39,6 @@ class FusionClassifier(_Fused, ClassifierEnsemble):
     Source: torchensemble's class of this name.
     """
 
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer,
-            lr_scheduler,
-            criterion,
-            weights,
-            n_outputs,
-            vectorize,
-            seed,
-        )
-
     def combine(self, outputs: Tensor) -> Tensor:
         """Return the probabilities of the mean logits."""
         return weighted_mean(outputs, self._weights(outputs)).softmax(-1)
@@ -100,30 +69,3 @@ class FusionRegressor(_Fused, RegressorEnsemble):
 
     Source: torchensemble's class of this name.
     """
-
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer,
-            lr_scheduler,
-            criterion,
-            weights,
-            n_outputs,
-            vectorize,
-            seed,
-        )

@@ -14,12 +14,54 @@ from torch import Tensor, nn
 
 from lightning_tricks.checkpoint_remapping.functional import load_weights
 from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
-from lightning_tricks.ensembles.building import build_members
+from lightning_tricks.ensembles.building import build_members, class_name
 
 _MEMBER = "estimators_"
 
 
-def exported(ensemble: Any) -> Any:
+class Interchange:
+    """What an ensemble has for torchensemble's sake."""
+
+    hparams: Any
+
+    def to_torchensemble(self) -> Any:
+        """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
+
+        Raises:
+            ValueError: If torchensemble cannot combine as this one does, by weights that are not equal.
+        """
+        return _exported(self)
+
+    @classmethod
+    def from_torchensemble(
+        cls, model_or_path: Any, estimator: Any = None, estimator_args: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Import a fitted torchensemble model, or the file that it saved, of which nothing is run.
+
+        Args:
+            model_or_path: The object, or the path of its `..._ckpt.pth`.
+            estimator: What the members are; an object brings that itself.
+            estimator_args: Of the estimator.
+            **kwargs: Further arguments of this class.
+
+        Raises:
+            ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
+            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or does not fit.
+        """
+        members, n_outputs, options = _imported(cls.__name__, model_or_path, estimator, estimator_args)
+        ensemble = cls._of_members(members, n_outputs=n_outputs, **{**options, **kwargs})
+        if class_name(estimator):
+            ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
+        return ensemble
+
+    @classmethod
+    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained members."""
+        made: Any = cls
+        return made(members, len(members), **options)
+
+
+def _exported(ensemble: Any) -> Any:
     """Return torchensemble's object for an ensemble of the collection, with copies of its members."""
     import torchensemble
 
@@ -42,7 +84,7 @@ def exported(ensemble: Any) -> Any:
     return model
 
 
-def imported(
+def _imported(
     name: str, model_or_path: Any, estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
     """Return the members, the number of outputs and the options of a fitted torchensemble model.

@@ -19,21 +19,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._lightning_compat import replace_train_loaders, shares_out_samples
 from lightning_tricks._shared.checks import check_count
-from lightning_tricks.ensembles import interchange
 from lightning_tricks.ensembles.building import Estimator, build_members, class_name
 from lightning_tricks.ensembles.functional import (
     Criterion,
     Uncertainty,
-    classification_uncertainty,
-    log_mean_probabilities,
-    majority,
-    mean_probabilities,
     member_losses,
     normalized_weights,
-    regression_uncertainty,
     value_of_mean,
-    weighted_mean,
 )
+from lightning_tricks.ensembles.interchange import Interchange
 from lightning_tricks.ensembles.members import Loop, Members, as_loop, as_members
 from lightning_tricks.ensembles.optimizing import (
     OptimizerChoice,
@@ -56,7 +50,7 @@ from lightning_tricks.ensembles.orders import (
 from lightning_tricks.metrics.losses import MeanLoss
 
 
-class Ensemble(LightningModule):
+class Ensemble(Interchange, LightningModule):
     """Base of the ensembles: what they share, whatever the members are trained for and however they are combined.
 
     Attributes:
@@ -75,15 +69,16 @@ class Ensemble(LightningModule):
     def __init__(
         self,
         estimator: Estimator | None,
-        n_estimators: int,
-        estimator_args: Mapping[str, Any] | None,
-        optimizer: OptimizerChoice,
-        lr_scheduler: ScheduleChoice,
-        criterion: Criterion | None,
-        weights: Sequence[float] | None,
-        n_outputs: int | None,
-        vectorize: bool | Literal["auto"],
-        seed: int | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         if estimator is None:
@@ -331,43 +326,7 @@ class Ensemble(LightningModule):
         """Choose the loss, as in torchensemble."""
         self.criterion = criterion
 
-    def to_torchensemble(self) -> Any:
-        """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
-
-        Raises:
-            ValueError: If torchensemble cannot combine as this one does, by weights that are not equal.
-        """
-        return interchange.exported(self)
-
-    @classmethod
-    def from_torchensemble(
-        cls, model_or_path: Any, estimator: Any = None, estimator_args: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> Any:
-        """Import a fitted torchensemble model, or the file that it saved, of which nothing is run.
-
-        Args:
-            model_or_path: The object, or the path of its `..._ckpt.pth`.
-            estimator: What the members are; an object brings that itself.
-            estimator_args: Of the estimator.
-            **kwargs: Further arguments of this class.
-
-        Raises:
-            ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
-            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or does not fit.
-        """
-        members, n_outputs, options = interchange.imported(cls.__name__, model_or_path, estimator, estimator_args)
-        ensemble = cls._of_members(members, n_outputs=n_outputs, **{**options, **kwargs})
-        if class_name(estimator):
-            ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
-        return ensemble
-
     # --- inside
-
-    @classmethod
-    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
-        """Return an ensemble of trained members."""
-        made: Any = cls
-        return made(members, len(members), **options)
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
         self._has_lightning_members = self.takes_steps and all(
@@ -504,126 +463,6 @@ class Ensemble(LightningModule):
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-class ClassifierEnsemble(Ensemble):
-    """Members give logits (B, n_outputs); the prediction is one of probabilities."""
-
-    voting_strategy: str = "soft"
-
-    def default_criterion(self) -> Criterion:
-        """Return the cross-entropy."""
-        return nn.CrossEntropyLoss()
-
-    def combine(self, outputs: Tensor) -> Tensor:
-        """Average the members' probabilities, or count their votes."""
-        vote = majority if self.voting_strategy == "hard" else mean_probabilities
-        return vote(outputs, self._weights(outputs))
-
-    def log_prediction(self, outputs: Tensor) -> Tensor:
-        """Return the logarithm of the combined probabilities; those of soft voting."""
-        return log_mean_probabilities(outputs, self._weights(outputs))
-
-    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the criterion of the combined log-probabilities, which are logits like others."""
-        return self.criterion(self.log_prediction(outputs), target)
-
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
-        """Split the entropy."""
-        return classification_uncertainty(outputs, self._weights(outputs))
-
-    def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return the accuracy, of class indices."""
-        if target.is_floating_point():
-            return {}
-        return {"acc": (preds.argmax(-1) == target).float().mean()}
-
-    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        """Refuse one output, and classes that there are not."""
-        columns = self._as_matrices(outputs).shape[-1]
-        if columns < 2:
-            raise ValueError(
-                f"members return {columns} output for each sample; a classifier needs one for each class, two of them "
-                "for yes and no."
-            )
-        if targets.is_floating_point():
-            return  # probabilities of the classes
-        if targets.ndim != 2:
-            raise ValueError(f"{stage}: targets must be class indices (B,), got {tuple(targets.shape[1:])}.")
-        ignored = getattr(self.criterion, "ignore_index", None)
-        wrong = targets[((targets < 0) | (targets >= columns)) & (targets != (columns if ignored is None else ignored))]
-        if len(wrong):
-            raise ValueError(
-                f"{stage}: class {int(wrong[0])} is not one of the {columns} classes 0 to {columns - 1} that members "
-                "tell apart (their last layer)."
-            )
-
-
-class RegressorEnsemble(Ensemble):
-    """Members give numbers (B, n_outputs); the prediction is their mean.
-
-    With `criterion=nn.GaussianNLLLoss()` they give 2 x n_outputs columns: means, then logarithms of variances.
-    """
-
-    def default_criterion(self) -> Criterion:
-        """Return the mean squared error."""
-        return nn.MSELoss()
-
-    def combine(self, outputs: Tensor) -> Tensor:
-        """Average the members' means."""
-        return weighted_mean(self._means_and_variances(outputs)[0], self._weights(outputs))
-
-    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the criterion of the combined prediction."""
-        if not self._predicts_variance:
-            prediction = weighted_mean(outputs, self._weights(outputs))
-            return self.criterion(prediction, target)
-        mixture = self.uncertainty(self._as_matrices(outputs))
-        return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
-
-    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        if not self._predicts_variance:
-            return super().loss_of_members(outputs, targets)
-        criterion = cast(nn.GaussianNLLLoss, self.criterion)
-        means, variances = self._means_and_variances(outputs)
-        parts = zip(means, targets, cast(Tensor, variances), strict=True)
-        return value_of_mean(torch.stack([criterion(mean, target, variance) for mean, target, variance in parts]))
-
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
-        """Split the variance."""
-        return regression_uncertainty(*self._means_and_variances(outputs), weights=self._weights(outputs))
-
-    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        """Refuse targets that broadcasting would spread over outputs of another shape."""
-        shape = outputs.shape[1:]
-        if self._predicts_variance:
-            if outputs.shape[-1] % 2:
-                raise ValueError(
-                    f"GaussianNLLLoss needs a mean and a log-variance each, members return {tuple(shape)}."
-                )
-            shape = torch.Size((*shape[:-1], shape[-1] // 2))
-        if targets.shape[1:] != shape:
-            given, made = tuple(targets.shape[1:]), tuple(shape)
-            hint = " (y.unsqueeze(1), or members that return x.squeeze(1))" if len(given) != len(made) else ""
-            raise ValueError(f"{stage}: targets of shape {given} do not fit members' outputs of shape {made}{hint}.")
-        self._as_matrices(outputs)
-
-    @property
-    def _predicts_variance(self) -> bool:
-        return isinstance(self.criterion, nn.GaussianNLLLoss)
-
-    def _means_and_variances(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not self._predicts_variance:
-            return outputs, None
-        means, logs = outputs.chunk(2, dim=-1)
-        return means, logs.exp()
-
-    def _columns(self, matrices: Tensor) -> int:
-        return matrices.shape[-1] // (2 if self._predicts_variance else 1)
-
-    def _as_target(self, prediction: Tensor, target: Tensor) -> Tensor:
-        return prediction.view_as(target) if prediction.numel() == target.numel() else prediction
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.building import Estimator
 from lightning_tricks.ensembles.functional import Criterion, snapshot_factor
+from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.members import Loop, Members, as_members
-from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
+from lightning_tricks.ensembles.modules import Ensemble
 from lightning_tricks.ensembles.optimizing import OptimizerChoice, optimizer_of
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.scheduler import FactorLR
@@ -41,6 +42,32 @@ class _Snapshots(Ensemble):
 
     trains_one = True
     taken: Tensor
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        lr_clip: tuple[float, float] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _checked_limits(lr_clip)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer=optimizer,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=False,
+            seed=seed,
+        )
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
         super()._take_members(members)
@@ -182,18 +209,16 @@ class SnapshotEnsembleClassifier(_Snapshots, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        _checked_limits(lr_clip)
         super().__init__(
             estimator,
             n_estimators,
             estimator_args,
-            optimizer,
-            None,
-            criterion,
-            weights,
-            n_outputs,
-            False,
-            seed,
+            optimizer=optimizer,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            lr_clip=lr_clip,
+            seed=seed,
         )
 
 
@@ -218,30 +243,3 @@ class SnapshotEnsembleRegressor(_Snapshots, RegressorEnsemble):
 
     Source: Huang et al., arXiv 1704.00109; torchensemble's class of this name.
     """
-
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        criterion: Criterion | None = None,
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        lr_clip: tuple[float, float] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        _checked_limits(lr_clip)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer,
-            None,
-            criterion,
-            weights,
-            n_outputs,
-            False,
-            seed,
-        )

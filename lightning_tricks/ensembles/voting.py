@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.building import Estimator
 from lightning_tricks.ensembles.functional import Criterion
+from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.members import Members, Stack
-from lightning_tricks.ensembles.modules import ClassifierEnsemble, Ensemble, RegressorEnsemble
+from lightning_tricks.ensembles.modules import Ensemble
 from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoice
 
 
@@ -25,7 +26,34 @@ class IndependentMembers(Ensemble):
     gradients of one are not finite.
     """
 
-    shared_order = False
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: Criterion | None = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.shared_order = bool(shared_order)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=vectorize,
+            seed=seed,
+        )
 
     @property
     def own_orders(self) -> bool:  # type: ignore[override]
@@ -123,18 +151,18 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        self.shared_order = bool(shared_order)
         super().__init__(
             estimator,
             n_estimators,
             estimator_args,
-            optimizer,
-            lr_scheduler,
-            criterion,
-            weights,
-            n_outputs,
-            vectorize,
-            seed,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=vectorize,
+            shared_order=shared_order,
+            seed=seed,
         )
 
 
@@ -163,32 +191,3 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
 
     Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
     """
-
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        vectorize: bool | Literal["auto"] = "auto",
-        shared_order: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        self.shared_order = bool(shared_order)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer,
-            lr_scheduler,
-            criterion,
-            weights,
-            n_outputs,
-            vectorize,
-            seed,
-        )
