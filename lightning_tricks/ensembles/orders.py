@@ -101,7 +101,8 @@ class MemberLoader:
     """The batches of a DataLoader, with rows of n members in an order of each one's own.
 
     Data sets of tensors in memory are indexed directly; others are read by a DataLoader with the settings of the given
-    one. A batch holds n times as many rows.
+    one. A batch holds n times as many rows. As the seed and the epoch decide about the orders, a run that is resumed in
+    the middle of an epoch goes on with the batches that it has not seen.
 
     Args:
         loader: For which `objection_to_own_orders` has no objection.
@@ -114,22 +115,33 @@ class MemberLoader:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
         self._inner: DataLoader[Any] | None = None
+        self._given = 0  # batches of this epoch
+        self._resumed = {"epoch": -1, "batches": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far this epoch has come."""
+        return {"epoch": self.sampler.epoch, "batches": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there, where the next epoch is that one."""
+        self._resumed = dict(state)
 
     def __len__(self) -> int:
         count = len(self.sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, {"epoch": -1, "batches": 0}
+        self._given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
         tensors = tensors_in_memory(self.loader)
-        if tensors is not None:
-            yield from self._indexed(*tensors)
-        else:
-            yield from self._reading()
+        for batch in self._reading() if tensors is None else self._indexed(*tensors):
+            self._given += 1
+            yield batch
 
     def batches(self) -> Iterator[Tensor]:
-        """Yield this epoch's indices, (n, batch) for each batch."""
+        """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
         indices = self.sampler.draw()
-        for number in range(len(self)):
+        for number in range(self._given, len(self)):
             yield indices[:, number * self.batch_size : (number + 1) * self.batch_size]
 
     def _indexed(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:

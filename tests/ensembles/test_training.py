@@ -246,6 +246,20 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
     assert second.seed == 3
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("limit", [1.0, 3])
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(step, limit, in_memory, tmp_path):
+    dataset = _few_digits().dataset
+    train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
+    first, second = (VotingClassifier(MLP, 2, optimizer=ADAM, seed=0) for _ in range(2))
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
+    trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
+    trainer.fit(second, train, ckpt_path=tmp_path / f"step={step}.ckpt")
+    _same(values(first), values(second))
+
+
 def test_a_checkpoint_at_a_cycles_end_has_its_snapshot_after_all(tmp_path):
     train = _unshuffled()  # 4 steps an epoch
     first, second = (SnapshotEnsembleClassifier(MLP, 2, seed=0) for _ in range(2))
