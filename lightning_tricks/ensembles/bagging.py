@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.ensembles.modules import Ensemble
-from lightning_tricks.ensembles.orders import MemberLoader
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 
 
@@ -24,14 +21,11 @@ class _Bootstrapped(Ensemble):
             )
         return True
 
-    def _with_own_orders(self, loaders: Any) -> Any:
-        loader = super()._with_own_orders(loaders)
-        if not isinstance(loader, MemberLoader):
-            raise MisconfigurationException(
-                f"{type(self).__name__} draws samples from a DataLoader of a data set with a length, and this "
-                f"{type(loaders).__name__} is none: take Voting."
-            )
-        return loader
+    def _share_batches(self, reason: str) -> None:
+        raise MisconfigurationException(
+            f"{type(self).__name__} draws samples from a DataLoader of a data set with a length, and {reason}: take "
+            "Voting."
+        )
 
 
 class BaggingClassifier(_Bootstrapped, VotingClassifier):

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from lightning_tricks.ensembles.layers import StackedLayer, stacked_type
 
-_WORK_OF_A_LOOP = 4_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
+_WORK_OF_A_LOOP = 10_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
 
 

@@ -43,7 +43,7 @@ from lightning_tricks.ensembles.optimizing import (
 from lightning_tricks.ensembles.orders import (
     MemberLoader,
     is_shuffled,
-    objection_to_own_orders,
+    objection_to_orders,
     orders_of,
     rows_of_member,
 )
@@ -289,13 +289,13 @@ class Ensemble(Interchange, LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the seed, and how the parameters lie, which the optimizer's state depends on."""
-        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.estimators_, Loop)}
+        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.trained, Loop)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the seed; and, to resume, lay out the parameters as the optimizer's state needs them."""
         kept = checkpoint.get("ensemble", {})
         self.seed = kept.get("seed", self.seed)
-        stacked = not isinstance(self.estimators_, Loop)
+        stacked = not isinstance(self.trained, Loop)
         if self._trainer is None or not checkpoint.get("optimizer_states") or kept.get("stacked", stacked) == stacked:
             return
         if stacked:
@@ -375,25 +375,22 @@ class Ensemble(Interchange, LightningModule):
                 f"{type(self).__name__} has nothing to train with: the DataLoader has no batches ({size} samples, "
                 f"batch_size={loaders.batch_size}, drop_last={loaders.drop_last})."
             )
-        overfits = self.trainer.overfit_batches  # type: ignore[attr-defined]
-        own = self.own_orders and self.n_estimators > 1 and not overfits
-        return self._with_own_orders(loaders) if own else loaders
-
-    def _with_own_orders(self, loaders: Any) -> Any:
-        if not isinstance(loaders, DataLoader):
-            objection = f"a {type(loaders).__name__} is no DataLoader"
-        else:
-            objection = objection_to_own_orders(loaders)
-        self._rows_by_member = not objection and (is_shuffled(loaders) or self.bootstrap)
-        if objection:
-            self._say(f"members share the batches: {objection}")
-        if not self._rows_by_member:
-            return loaders  # also those of one order, which the user wants
-        kwargs = self.trainer.distributed_sampler_kwargs or {}
-        if not shares_out_samples(self.trainer):
-            kwargs = {}
+        own = self.own_orders and self.n_estimators > 1
+        self._rows_by_member = False
+        if self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            return loaders  # the same batches over and over
+        if objection := objection_to_orders(loaders):
+            self._share_batches(objection if own else "")
+            return loaders
+        # one that is not shuffled has the order that the user wants
+        self._rows_by_member = own and (is_shuffled(loaders) or self.bootstrap)
+        kwargs = (self.trainer.distributed_sampler_kwargs or {}) if shares_out_samples(self.trainer) else {}
         ranks = kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
-        return MemberLoader(loaders, orders_of(loaders, self.n_estimators, self.seed, self.bootstrap, ranks))
+        n = self.n_estimators if self._rows_by_member else 1
+        return MemberLoader(loaders, orders_of(loaders, n, self.seed, self.bootstrap, ranks))
+
+    def _share_batches(self, reason: str) -> None:
+        self._say(f"members share the batches: {reason}" if reason else "")
 
     def _log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.log(f"member_{index}/{name}", value, *args, **kwargs)

@@ -105,7 +105,7 @@ class MemberLoader:
     the middle of an epoch goes on with the batches that it has not seen.
 
     Args:
-        loader: For which `objection_to_own_orders` has no objection.
+        loader: For which `objection_to_orders` has no objection.
         orders: Of the members.
     """
 
@@ -184,8 +184,8 @@ class _Flat:
         return (indices.flatten().tolist() for indices in self.loader.batches())
 
 
-def objection_to_own_orders(loader: Any) -> str:
-    """Return why the members have to share the batches of a loader, or nothing."""
+def objection_to_orders(loader: Any) -> str:
+    """Return why the order of a loader's samples cannot be chosen, or nothing."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no DataLoader"
     if type(loader).__iter__ is not DataLoader.__iter__:

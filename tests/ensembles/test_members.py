@@ -102,7 +102,7 @@ def test_a_stack_is_a_loop(make, training):
         torch.testing.assert_close(ours, theirs, msg=name)  # buffers
 
 
-@pytest.mark.parametrize("rows", [1, 64, 2000])
+@pytest.mark.parametrize("rows", [1, 64, 5000])
 def test_the_same_rows_for_all(rows):
     loop, stack = Loop(_members(MLP)).eval(), as_members(_members(MLP)).eval()
     x = torch.rand(rows, 64)
@@ -172,7 +172,7 @@ def test_what_is_frozen_stays_so():
 
 def test_a_stack_can_be_copied_and_pickled():
     stack = as_members(_members(MLP)).eval()
-    x = torch.rand(2000, 64)
+    x = torch.rand(5000, 64)
     with torch.no_grad():
         expected = stack.on_same_rows(x)
         for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):

@@ -22,7 +22,7 @@ from lightning_tricks.ensembles.orders import (
     MemberLoader,
     MemberOrders,
     is_shuffled,
-    objection_to_own_orders,
+    objection_to_orders,
     orders_of,
     rows_of_member,
     tensors_in_memory,
@@ -208,7 +208,7 @@ class _Own(DataLoader):
     ],
 )
 def test_loaders_whose_batches_members_have_to_share(loader, reason):
-    assert objection_to_own_orders(loader) == reason
+    assert objection_to_orders(loader) == reason
 
 
 @settings(deadline=None, max_examples=30)

@@ -103,7 +103,6 @@ def test_regressors_learn_diabetes(kind, seed):
 def test_at_once_or_one_after_another_is_the_same(kind, make):
     def trained(vectorize):
         ensemble = kind(make, 3, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}), vectorize=vectorize, seed=0)
-        torch.manual_seed(0)  # for members that share the batches
         fit(ensemble, _few_digits(), max_epochs=2, gradient_clip_val=0.5)
         assert type(ensemble.estimators_) is (Stack if vectorize else Loop)
         return values(ensemble)
@@ -232,8 +231,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
         options = {} if kind is SnapshotEnsembleClassifier else {"vectorize": vectorize}
         return kind(CNN, 2, optimizer=ADAM, seed=3, **options)
 
-    # members that share the batches take torch's own order, which a resumed Trainer does not restore
-    train = _few_digits(shuffle=kind in (VotingClassifier, BaggingClassifier))
+    train = _few_digits()
     whole = made()
     fit(whole, train, max_epochs=6)
     first, second = made(), made()
@@ -249,10 +247,11 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(kind, vectorize, tmp_pat
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
-def test_a_run_is_resumed_in_the_middle_of_an_epoch(step, limit, in_memory, tmp_path):
+@pytest.mark.parametrize("kind", [VotingClassifier, FusionClassifier])
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory, tmp_path):
     dataset = _few_digits().dataset
     train = DataLoader(dataset if in_memory else list(dataset), 16, shuffle=True)
-    first, second = (VotingClassifier(MLP, 2, optimizer=ADAM, seed=0) for _ in range(2))
+    first, second = (kind(MLP, 2, optimizer=ADAM, seed=0) for _ in range(2))
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(first, train, max_epochs=3, limit_train_batches=limit, callbacks=[saves], enable_checkpointing=True)
     trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
@@ -529,7 +528,7 @@ def test_shared_batches_are_the_loaders():
 
 
 def test_bagging_needs_samples_to_draw_from():
-    with pytest.raises(Exception, match=r"BaggingClassifier draws samples from a DataLoader .*: take Voting"):
+    with pytest.raises(Exception, match=r"and _Stream is an IterableDataset, which gives one order: take Voting"):
         fit(BaggingClassifier(MLP, 2, seed=0), DataLoader(_Stream(), 16))
     with pytest.raises(Exception, match=r"BaggingClassifier\(shared_order=True\): members that share the batches"):
         fit(BaggingClassifier(MLP, 2, seed=0, shared_order=True), _few_digits())
