@@ -118,7 +118,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         weights: Of the members, >= 0; equal ones by default.
         n_outputs: Classes; by default as many as the members have outputs.
         vectorize: Whether members run at once: "auto" decides by their structure. The result is the same.
-        shared_order: Whether members share the batches: faster with large samples, less accurate together.
+        shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
         seed: Of initial weights and orders, >= 0; drawn from torch's stream by default.
 
     Raises:
