@@ -10,8 +10,9 @@ from validation data; the loss of an evaluation is that of the combined probabil
 pretrained, weighted; `predict_uncertainty` tells noise in the data from ignorance of the model.
 
 Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
-`shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members. A model that draws
-from Python's random module decides once for all members that run at once: `vectorize=False`.
+`shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members.
+`Trainer(gradient_clip_val=...)` clips each member by itself, `GradientClipping` the ensemble as one model. A model that
+draws from Python's random module decides once for all members that run at once: `vectorize=False`.
 
 Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting); Breiman, Machine Learning 24, 1996 (bagging); Huang et al.,
 arXiv 1704.00109 (snapshots); torchensemble 0.2, whose classes these are named after.

@@ -47,6 +47,7 @@ from lightning_tricks.ensembles.orders import (
     orders_of,
     rows_of_member,
 )
+from lightning_tricks.gradient_clipping.methods import AGC
 from lightning_tricks.metrics.losses import MeanLoss
 
 
@@ -255,6 +256,9 @@ class Ensemble(Interchange, LightningModule):
             return
         self._seen.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
+            self.estimators_ = as_loop(self.estimators_, "AGC clips the units of each layer by itself")
         self._say(*self._remarks, f"members run one after another: {reason}" if (reason := self._reason()) else "")
         self._remarks = []
         for index, member in enumerate(self.trained.children()):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tricks import (
+    AGC,
     BaggingClassifier,
     BaggingRegressor,
     FusionClassifier,
@@ -27,6 +28,7 @@ from lightning_tricks import (
     TricksMixin,
     VotingClassifier,
     VotingRegressor,
+    adaptive_clip_grad_,
     multiclass_metrics,
 )
 from lightning_tricks.ensembles.members import Loop, Stack
@@ -398,6 +400,20 @@ def test_optimizers_that_look_at_whole_tensors_keep_the_members_apart(name, ligh
     stacked = VotingClassifier(MLP, 2, seed=0)
     stacked.set_optimizer(name)
     assert isinstance(stacked.estimators_, Loop)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_units_are_clipped_as_those_of_each_member(vectorize):
+    ensemble = VotingClassifier(MLP, 2, optimizer=("SGD", {"lr": 0.1}), vectorize=vectorize, seed=0)
+    alone = copy.deepcopy(ensemble.estimators_[1])
+    fit(ensemble, _unshuffled(), callbacks=[GradientClipping(method=AGC(0.01))])
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for x, y in _unshuffled():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone(x), y).backward()
+        adaptive_clip_grad_(alone.parameters(), 0.01)
+        optimizer.step()
+    _same(ensemble.estimators_[1].state_dict(), alone.state_dict(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", [None, ("SGD", {"lr": 0.1})])
