@@ -30,9 +30,12 @@ from lightning_tricks.ensembles.functional import (
 from lightning_tricks.ensembles.interchange import Interchange
 from lightning_tricks.ensembles.members import Loop, Members, as_loop, as_members
 from lightning_tricks.ensembles.optimizing import (
+    CriterionChoice,
     OptimizerChoice,
     ScheduleChoice,
     as_plain,
+    as_plain_criterion,
+    checked_criterion,
     checked_optimizer,
     checked_schedule,
     objection_to_stacking,
@@ -75,7 +78,7 @@ class Ensemble(Interchange, LightningModule):
         *,
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
+        criterion: CriterionChoice = None,
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -94,9 +97,7 @@ class Ensemble(Interchange, LightningModule):
         self._has_own_optimizer = optimizer is not None
         self._remarks: list[str] = []
         members = self._built(estimator, estimator_args)
-        self.criterion = self.default_criterion() if criterion is None else criterion
-        if not callable(self.criterion):
-            raise TypeError(f"criterion must be a function of outputs and targets, got {criterion!r}.")
+        self.criterion = checked_criterion(criterion) or self.default_criterion()
         weights_of_members = normalized_weights(weights, self.n_estimators)
         self.register_buffer("weights", weights_of_members, persistent=False)
         self._take_members(members)
@@ -329,6 +330,7 @@ class Ensemble(Interchange, LightningModule):
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
         self.criterion = criterion
+        self.hparams["criterion"] = as_plain_criterion(criterion)
 
     # --- inside
 
@@ -361,6 +363,7 @@ class Ensemble(Interchange, LightningModule):
         plain = {
             "estimator": class_name(estimator),
             "n_estimators": self.n_estimators,
+            "criterion": as_plain_criterion(self.criterion),
             "optimizer": as_plain(self.optimizer) if self._has_own_optimizer else None,
             "lr_scheduler": as_plain(self.lr_scheduler),
             "seed": self.seed,

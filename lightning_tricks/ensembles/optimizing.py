@@ -1,4 +1,4 @@
-"""One optimizer and one schedule for all members, from any of the ways to name them."""
+"""One loss, one optimizer and one schedule for all members, from any of the ways to name them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tricks._shared.checks import check_choice
+from lightning_tricks.ensembles.functional import Criterion
 from lightning_tricks.ensembles.members import Members, Stack
 from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule
 from lightning_tricks.lr_schedules.specs import OptimizerSpec, ScheduleSpec
 
-NamedOptimizer = str | tuple[str, dict[str, Any]]
-OptimizerChoice = OptimizerSpec | Callable[..., Optimizer] | NamedOptimizer | dict[str, Any] | None
-ScheduleChoice = ScheduleSpec | Callable[..., Any] | NamedOptimizer | dict[str, Any] | None
+Named = str | tuple[str, dict[str, Any]]
+CriterionChoice = Criterion | Named | None
+OptimizerChoice = OptimizerSpec | Callable[..., Optimizer] | Named | dict[str, Any] | None
+ScheduleChoice = ScheduleSpec | Callable[..., Any] | Named | dict[str, Any] | None
 
 # Whose step treats each element for itself: for stacked parameters it is that of the members' own
 _ELEMENTWISE = (
@@ -36,6 +38,41 @@ _SCHEDULERS: Mapping[str, Any] = {
     for name, kind in vars(lr_scheduler).items()
     if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and name[0] != "_"
 }
+
+_LOSSES: Mapping[str, Any] = {
+    name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and name.endswith("Loss")
+}
+
+
+def checked_criterion(choice: Any) -> Any:
+    """Return the loss that is chosen, by itself or as `as_plain_criterion` names it, or None.
+
+    Raises:
+        TypeError: If it is no function.
+        ValueError: If the name is not one of torch's.
+    """
+    if isinstance(choice, str) and ":" in choice:
+        raise ValueError(
+            f"criterion={choice!r} is none of torch.nn's, and not saved: give the function itself "
+            "(load_from_checkpoint(path, criterion=...))."
+        )
+    if isinstance(choice, str):
+        choice = (choice, {})
+    if isinstance(choice, list | tuple) and len(choice) == 2:
+        return _LOSSES[check_choice("criterion", choice[0], sorted(_LOSSES))](**choice[1])
+    if choice is None or callable(choice):
+        return choice
+    raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
+
+
+def as_plain_criterion(criterion: Any) -> Any:
+    """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
+    kind = type(criterion)
+    if _LOSSES.get(kind.__name__) is kind and getattr(criterion, "weight", None) is None:
+        known = [name for name in inspect.signature(kind).parameters if name in vars(criterion)]
+        return kind.__name__, {name: getattr(criterion, name) for name in known}
+    named = criterion if inspect.isroutine(criterion) else kind
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def checked_optimizer(choice: Any) -> Any:

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.building import Estimator
-from lightning_tricks.ensembles.functional import Criterion, snapshot_factor
+from lightning_tricks.ensembles.functional import snapshot_factor
 from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.members import Loop, Members, as_members
 from lightning_tricks.ensembles.modules import Ensemble
-from lightning_tricks.ensembles.optimizing import OptimizerChoice, optimizer_of
+from lightning_tricks.ensembles.optimizing import CriterionChoice, OptimizerChoice, optimizer_of
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.scheduler import FactorLR
 
@@ -50,7 +50,7 @@ class _Snapshots(Ensemble):
         estimator_args: Mapping[str, Any] | None = None,
         *,
         optimizer: OptimizerChoice = None,
-        criterion: Criterion | None = None,
+        criterion: CriterionChoice = None,
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         lr_clip: tuple[float, float] | None = None,
@@ -201,7 +201,7 @@ class SnapshotEnsembleClassifier(_Snapshots, ClassifierEnsemble):
         estimator_args: Mapping[str, Any] | None = None,
         *,
         optimizer: OptimizerChoice = None,
-        criterion: Criterion | None = None,
+        criterion: CriterionChoice = None,
         voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.building import Estimator
-from lightning_tricks.ensembles.functional import Criterion
 from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.members import Members, Stack
 from lightning_tricks.ensembles.modules import Ensemble
-from lightning_tricks.ensembles.optimizing import OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.optimizing import CriterionChoice, OptimizerChoice, ScheduleChoice
 
 
 class IndependentMembers(Ensemble):
@@ -34,7 +33,7 @@ class IndependentMembers(Ensemble):
         *,
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
+        criterion: CriterionChoice = None,
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -113,7 +112,8 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
             options. Adam with a learning rate of 1e-3 by default.
         lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
-        criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
+        criterion: Loss of logits (B, n_outputs) and targets, or the name of one of torch.nn's, or such a name with a dict
+            of options; cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes, of which the first of several classes wins.
         weights: Of the members, >= 0; equal ones by default.
         n_outputs: Classes; by default as many as the members have outputs.
@@ -142,7 +142,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         *,
         optimizer: OptimizerChoice = None,
         lr_scheduler: ScheduleChoice = None,
-        criterion: Criterion | None = None,
+        criterion: CriterionChoice = None,
         voting_strategy: Literal["soft", "hard"] = "soft",
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,

@@ -317,6 +317,25 @@ def test_a_checkpoint_says_what_the_ensemble_is(kind, tmp_path):
     assert (loaded.seed, loaded.n_outputs) == (ensemble.seed, ensemble.n_outputs)
 
 
+def test_a_checkpoint_says_what_the_loss_is(tmp_path):
+    arguments = {"inputs": 10, "outputs": 2}
+    ensemble = VotingRegressor(MLP, 2, arguments, criterion=nn.GaussianNLLLoss(eps=1e-4), seed=0)
+    trainer = fit(ensemble, few(diabetes()[0], 64))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = VotingRegressor.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    x = diabetes()[1].tensors[0]
+    assert torch.equal(loaded.predict_uncertainty(x).aleatoric, ensemble.predict_uncertainty(x).aleatoric)
+    assert loaded.predict(x).shape == (100, 1)
+    assert loaded.criterion.eps == 1e-4
+    for criterion in (nn.CrossEntropyLoss(weight=torch.ones(10)), nn.functional.cross_entropy, lambda o, t: o.mean()):
+        trainer = fit(VotingClassifier(MLP, 2, criterion=criterion, seed=0), _few_digits())
+        trainer.save_checkpoint(tmp_path / "b.ckpt")
+        with pytest.raises(ValueError, match=r"is none of torch.nn's, and not saved: .*\(path, criterion=...\)"):
+            VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt")
+        loaded = VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt", criterion=criterion)
+        assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
+
+
 def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):
     trainer = fit(VotingClassifier(lambda: MLP(), 2, seed=0), _few_digits())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
