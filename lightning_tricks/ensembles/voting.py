@@ -112,8 +112,8 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
             options. Adam with a learning rate of 1e-3 by default.
         lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
-        criterion: Loss of logits (B, n_outputs) and targets, or the name of one of torch.nn's, or such a name with a dict
-            of options; cross-entropy by default.
+        criterion: Loss of logits (B, n_outputs) and targets; or the name of one of torch.nn's, or such a name with a
+            dict of options. Cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes, of which the first of several classes wins.
         weights: Of the members, >= 0; equal ones by default.
         n_outputs: Classes; by default as many as the members have outputs.
