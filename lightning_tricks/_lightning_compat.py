@@ -110,17 +110,22 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
         raise _unknown_lightning("MetricsMonitor on several ranks", error) from error
 
 
-def replace_train_loaders(trainer: Trainer, replace: Callable[[Any], Any]) -> None:
+def replace_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> None:
     """Let what the user gave as training data pass through a function whenever the Trainer asks for it.
 
-    In `setup`, before it does so; for each fit anew.
+    Called in `setup`, before it does so; holds for fits of this module.
     """
     try:
         source: Any = trainer.fit_loop._data_source
-        ask = source.dataloader
+        ask = type(source).dataloader  # a Trainer keeps its source from fit to fit
     except AttributeError as error:
         raise _unknown_lightning("an ensemble whose members see the samples in their own orders", error) from error
-    source.dataloader = lambda: replace(ask())
+
+    def dataloader() -> Any:
+        loaders = ask(source)
+        return replace(loaders) if trainer.lightning_module is module else loaders
+
+    source.dataloader = dataloader
 
 
 def shares_out_samples(trainer: Trainer) -> bool:

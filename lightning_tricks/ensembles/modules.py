@@ -267,7 +267,7 @@ class Ensemble(Interchange, LightningModule):
                 member.trainer = self.trainer
                 member.log = partial(self._log_of_member, index)  # type: ignore[method-assign]
                 member.setup(stage)
-        replace_train_loaders(self.trainer, self._train_loaders)
+        replace_train_loaders(self.trainer, self, self._train_loaders)
 
     def teardown(self, stage: str) -> None:
         """Let go of the Trainer."""

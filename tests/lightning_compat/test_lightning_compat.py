@@ -79,7 +79,10 @@ def test_repeats_worker_streams(monkeypatch, version, expected):
         (lambda unknown: compat.logs_at_this_step(unknown), "logging at the logger's interval"),
         (lambda unknown: compat.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
         (lambda unknown: compat.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
-        (lambda unknown: compat.replace_train_loaders(unknown, list), "an ensemble whose members see the samples"),
+        (
+            lambda unknown: compat.replace_train_loaders(unknown, None, list),
+            "an ensemble whose members see the samples",
+        ),
         (lambda unknown: compat.shares_out_samples(unknown), "an ensemble on several ranks"),
     ],
 )
@@ -191,7 +194,7 @@ def test_hooks_that_would_do_nothing_are_passed_over():
 
 class _Replaces(Net):
     def setup(self, stage):
-        compat.replace_train_loaders(self.trainer, self.replaced)
+        compat.replace_train_loaders(self.trainer, self, self.replaced)
 
     def replaced(self, loaders):
         self.given.append(loaders)
@@ -208,6 +211,12 @@ def test_replace_train_loaders(by_module):
     trainer.fit(net, *([] if by_module else [given]))
     assert net.given == [given] * 2
     assert trainer.global_step == 6
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(net, *([] if by_module else [given]))
+    assert net.given == [given] * 3, "once in each epoch, also in a second fit of the Trainer"
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(Net(), given)
+    assert net.given == [given] * 3, "another module has its own data"
 
 
 @pytest.mark.parametrize("shares_out", [True, False])
