@@ -261,6 +261,32 @@ def test_models_that_see_the_whole_batch_are_found_out_and_still_right(make, rea
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
+    loop, stack = Loop(_members(OverTheBatch)).eval(), as_members(_members(OverTheBatch)).eval()
+    x = torch.rand(rows, 64)
+    torch.testing.assert_close(stack.on_same_rows(x), loop.on_same_rows(x), atol=1e-6, rtol=1e-5)
+    assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
+    torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-6, rtol=1e-5)
+
+
+def test_one_row_of_whole_numbers_tells_nothing():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 4)
+
+        def forward(self, x):
+            return self.table(x).mean(1) - self.table(x[:1]).mean(1)
+
+    loop, stack = Loop(_members(Mixed)), as_members(_members(Mixed))
+    stack.on_same_rows(torch.tensor([[1, 2, 3]]))
+    assert not stack.reason
+    rows = torch.randint(20, (24, 3), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(stack(rows), loop(rows))
+    assert stack.reason
+
+
 def test_the_first_look_leaves_no_trace():
     stack = as_members(_members(CNN), vectorize=True)
     stack.net.conv.eval()
