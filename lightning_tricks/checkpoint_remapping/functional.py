@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._shared.modes import evaluating
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._shared.text import shape_text
@@ -242,16 +243,11 @@ def verify(model_a: nn.Module, model_b: nn.Module, inputs: Any) -> float:
 
 
 def _output(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         if isinstance(inputs, Mapping):
             result = model(**inputs)
         else:
             result = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_tricks._shared.modes import evaluating
 from lightning_tricks.ensembles.layers import StackedLayer, stacked_type
 
 _WORK_OF_A_LOOP = 10_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
@@ -183,7 +183,7 @@ class Stack(Members):
         cut = {}
         for path, layer in self.stacked_layers():
             for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                cut[f"{path}.{name}".lstrip(".")] = layer.as_stored(name, tensor).unbind()
+                cut[_key(path, name)] = layer.as_stored(name, tensor).unbind()
         return cut
 
     def _by_rows(self, rows: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Stack(Members):
         if not differ:
             return  # one row of whole numbers: the next batch will tell
         self._checked = True
-        with torch.no_grad(), _evaluated(self):
+        with torch.no_grad(), evaluating(self):
             varied = [self._varied(value) for value in inputs]
             expected = self._one_by_one([self._by_rows(value).unbind() for value in varied])
             try:
@@ -322,11 +322,10 @@ def _stacked(members: Sequence[nn.Module]) -> nn.Module:
         return kind(members)
     memo: dict[int, Any] = {}  # what the copy shall not copy
     parts = [dict(member.named_modules()) for member in members]
-    layers = {}
     for path, part in parts[0].items():
         if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             kind = cast(type[StackedLayer], stacked_type(part))
-            layers[path] = memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
+            memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
     return copy.deepcopy(members[0], memo)
 
 
@@ -350,9 +349,9 @@ def _by_member(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) ->
     cut: dict[str, Tensor] = {}
     for path, layer in stack.stacked_layers():
         for name in layer._parameters.keys() | layer._buffers.keys():
-            stored = state.pop(".".join(filter(None, (f"{prefix}net", path, name))), None)
+            stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
-                cut[f"{path}.{name}".lstrip(".")] = layer.as_stored(name, stored)
+                cut[_key(path, name)] = layer.as_stored(name, stored)
     order = stack._plain[0].state_dict()
     for index in range(stack.n_members):
         # contiguous, which safetensors asks for
@@ -363,11 +362,16 @@ def _from_members(stack: Any, state: dict[str, Any], prefix: str, *args: Any) ->
     """Turn the members' tensors back into the stacked ones."""
     for path, layer in stack.stacked_layers():
         for name in layer._parameters.keys() | layer._buffers.keys():
-            keys = [".".join(filter(None, (f"{prefix}{index}", path, name))) for index in range(stack.n_members)]
+            keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
             tensors = [state.pop(key) for key in keys if key in state]
             if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
                 stored = torch.stack([layer.as_stored(name, tensor) for tensor in tensors])
-                state[".".join(filter(None, (f"{prefix}net", path, name)))] = stored
+                state[_key(f"{prefix}net", path, name)] = stored
+
+
+def _key(*parts: str) -> str:
+    """Return a qualified name; the path of a module itself is empty."""
+    return ".".join(filter(None, parts))
 
 
 def _together(outputs: Sequence[Any]) -> Tensor:
@@ -378,18 +382,6 @@ def _together(outputs: Sequence[Any]) -> Tensor:
     if len(set(shapes)) > 1:
         raise ValueError(f"members must return outputs of one shape, got {', '.join(map(str, shapes))}.")
     return torch.stack(list(outputs))
-
-
-@contextmanager
-def _evaluated(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _difference(given: Tensor, expected: Tensor) -> str:

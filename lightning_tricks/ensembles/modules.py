@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from inspect import currentframe
 from typing import Any, Literal, cast
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._lightning_compat import replace_train_loaders, shares_out_samples
 from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.modes import evaluating
 from lightning_tricks.ensembles.building import Estimator, build_members, class_name
 from lightning_tricks.ensembles.functional import (
     Criterion,
@@ -162,12 +162,12 @@ class Ensemble(Interchange, LightningModule):
 
     def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
         """Predict in evaluation mode, without gradients, whatever the mode; the result lies on the CPU."""
-        with self._evaluating():
+        with evaluating(self), torch.no_grad():
             return cast(Tensor, self(*map(self._as_input, x))).cpu()
 
     def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
         """Say what the ensemble predicts and what it does not know, in evaluation mode and without gradients."""
-        with self._evaluating():
+        with evaluating(self), torch.no_grad():
             return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
 
     # --- steps
@@ -260,7 +260,8 @@ class Ensemble(Interchange, LightningModule):
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
             self.estimators_ = as_loop(self.estimators_, "AGC clips the units of each layer by itself")
-        self._say(*self._remarks, f"members run one after another: {reason}" if (reason := self._reason()) else "")
+        self._say(*self._remarks)
+        self._say_why_in_turn()
         self._remarks = []
         for index, member in enumerate(self.trained.children()):
             if isinstance(member, LightningModule):
@@ -310,7 +311,7 @@ class Ensemble(Interchange, LightningModule):
         if (not isinstance(self.estimators_, Loop)) != kept["stacked"]:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
-                f"({self._reason()}): resume with the members that it was made with."
+                f"({self.estimators_.reason}): resume with the members that it was made with."
             )
 
     # --- torchensemble
@@ -415,8 +416,8 @@ class Ensemble(Interchange, LightningModule):
         )
 
     def _first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        if stage == "train" and self.trained.reason and not isinstance(self.trained, Loop):
-            self._say(f"members run one after another: {self.trained.reason}")
+        if stage == "train" and not isinstance(self.trained, Loop):
+            self._say_why_in_turn()
         self.check_batch(outputs, targets, stage)
         self._seen.add(stage)
 
@@ -449,24 +450,13 @@ class Ensemble(Interchange, LightningModule):
         first = next(iter(self.parameters()), torch.empty(0))
         return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    def _reason(self) -> str:
-        wanted = self.vectorize is not False
-        return self.estimators_.reason if wanted else ""
+    def _say_why_in_turn(self) -> None:
+        if self.trained.reason:
+            self._say(f"members run one after another: {self.trained.reason}")
 
     def _say(self, *remarks: str) -> None:
         for remark in filter(None, remarks):
             rank_zero_info(f"{type(self).__name__}: {remark}.")
-
-    @contextmanager
-    def _evaluating(self) -> Any:
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 def _is_plain(value: Any) -> bool:

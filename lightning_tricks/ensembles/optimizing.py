@@ -56,10 +56,8 @@ def checked_criterion(choice: Any) -> Any:
             f"criterion={choice!r} is none of torch.nn's, and not saved: give the function itself "
             "(load_from_checkpoint(path, criterion=...))."
         )
-    if isinstance(choice, str):
-        choice = (choice, {})
-    if isinstance(choice, list | tuple) and len(choice) == 2:
-        return _LOSSES[check_choice("criterion", choice[0], sorted(_LOSSES))](**choice[1])
+    if named := _name_and_options("criterion", choice, _LOSSES):
+        return _LOSSES[named[0]](**named[1])
     if choice is None or callable(choice):
         return choice
     raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
@@ -176,13 +174,20 @@ def own_optimizers(members: Sequence[LightningModule]) -> Optimizer:
 def _named(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:
     if isinstance(choice, spec):
         return choice
-    if isinstance(choice, str):
-        choice = (choice, {})
-    if isinstance(choice, list | tuple) and len(choice) == 2 and isinstance(choice[1], Mapping):
-        return check_choice(argument, choice[0], sorted(known)), dict(choice[1])
+    if named := _name_and_options(argument, choice, known):
+        return named
     if callable(choice):
         return choice
     raise TypeError(
         f"{argument} must be a {spec.__name__} or a dict of its arguments, a function, a name, or a name with a dict "
         f"of options, got {choice!r}."
     )
+
+
+def _name_and_options(argument: str, choice: Any, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return a known name and options for it, where that is what the choice is."""
+    if isinstance(choice, str):
+        choice = (choice, {})
+    if isinstance(choice, list | tuple) and len(choice) == 2 and isinstance(choice[1], Mapping):
+        return check_choice(argument, choice[0], sorted(known)), dict(choice[1])
+    return None
