@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from lightning_tricks._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_tricks.auto_resume import AutoResume as AutoResume
     from lightning_tricks.checkpoint_remapping import CheckpointRemapping as CheckpointRemapping
     from lightning_tricks.checkpoint_remapping import align as align
     from lightning_tricks.checkpoint_remapping import load_weights as load_weights
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "auto_resume": ("AutoResume",),
         "checkpoint_remapping": (
             "CheckpointRemapping",
             "align",

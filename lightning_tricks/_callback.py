@@ -37,6 +37,13 @@ class TrickCallback(Callback):
     def before_model(self) -> None:
         """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
 
+    def state_in_epoch(self) -> dict[str, Any]:
+        """Return what this rank remembers in the middle of an epoch, beside the state dict; `AutoResume` saves it."""
+        return {}
+
+    def go_on_in_epoch(self, state: dict[str, Any]) -> None:
+        """Take up what `state_in_epoch` returned; the random streams are about to be restored, too."""
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second callback of the same type, and leave out the hooks that would do nothing at each step."""
         count = sum(isinstance(callback, type(self)) for callback in trainer.callbacks)  # type: ignore[attr-defined]

@@ -8,7 +8,8 @@ switches that make cuDNN, cuBLAS and torch choose deterministic kernels.
 
 Caveats: the same seed gives the same bits only on the same versions and hardware; atomics on a GPU stay
 nondeterministic unless `deterministic=True`; a resumed run continues with a stream of its own, derived from the seed
-and the step it resumes at, so it is reproducible but not equal to the uninterrupted run.
+and the step it resumes at, so it is reproducible but not equal to the uninterrupted run, unless `AutoResume` resumes
+it.
 
 Source: PyTorch's notes on reproducibility and Lightning's `seed_everything`, of which this one is a superset. Many
 blogs set `torch.backends.cudnn.enable = True`: a silent no-op, because the flag is called `enabled`.

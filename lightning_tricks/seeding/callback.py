@@ -151,6 +151,14 @@ class SeedEverything(TrickCallback):
         """Return the seed and the switches as they are now, for the checkpoint."""
         return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_switches()}
 
+    def state_in_epoch(self) -> dict[str, Any]:
+        """Return whether this rank draws from a stream of its own by now."""
+        return {"in_batches": self._in_batches}
+
+    def go_on_in_epoch(self, state: dict[str, Any]) -> None:
+        """Do not start that stream once more."""
+        self._in_batches = state["in_batches"]
+
     def _continue_at(self, global_step: int) -> None:
         if global_step > 0:
             seed_streams(derive_seed(self.seed, global_step, 0, 0))

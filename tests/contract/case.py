@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from uuid import uuid4
 
 from lightning.pytorch import Callback
 
@@ -23,6 +24,8 @@ class Case:
         why_no_neutral: The reason, where there are none.
         of_one_fit: Attributes that describe how a fit began, so that a resumed fit has its own.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
+        writes_to: The argument that names a place of the fit's own, where there is one.
+        when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
         verify: Fits in a setting and asserts that the trick did its work there.
         refuses: Setting -> words of the refusal.
         untested: Setting -> the reason why nobody has tried.
@@ -35,6 +38,8 @@ class Case:
     why_no_neutral: str = ""
     of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
+    writes_to: str | None = None
+    when_idle: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[Lab, Setting], None]
     refuses: Mapping[str, str] = field(default_factory=dict)
     untested: Mapping[str, str] = field(default_factory=dict)
@@ -43,8 +48,12 @@ class Case:
         assert {*self.refuses, *self.untested} <= SETTINGS.keys(), "a setting's name is misspelt"
         assert (self.neutral is None) == bool(self.why_no_neutral), "a neutral setting, or the reason why there is none"
 
-    def make(self) -> Callback:
-        return self.callback(**self.arguments)
+    def make(self, **changed: Any) -> Callback:
+        own = {self.writes_to: f"{self.arguments[self.writes_to]}/{uuid4().hex}"} if self.writes_to else {}
+        return self.callback(**{**self.arguments, **own, **changed})
+
+    def make_idle(self) -> Callback:
+        return self.make(**self.when_idle)
 
     def make_neutral(self) -> Callback | None:
         return None if self.neutral is None else self.callback(**self.neutral)

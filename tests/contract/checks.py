@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
+from lightning_tricks import AutoResume
 from tests.contract.case import Case
 from tests.contract.lab import EvaluatedNet, HostReads, Lab, Net, Setting, attributes, same, traces, twins
 
@@ -47,7 +52,7 @@ def signature(case: Case, lab: Lab) -> None:
     given = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(case.arguments)
     assert case.arguments.keys() <= {p.name for p in parameters}
     before = pickle.dumps(dict(case.arguments))
-    assert_stores(case.make(), given)
+    assert_stores(case.callback(**case.arguments), given)
     assert pickle.dumps(dict(case.arguments)) == before, "an argument was changed"
 
 
@@ -75,7 +80,8 @@ def yaml_round_trip(case: Case, lab: Lab) -> None:
 def works(case: Case, lab: Lab, setting: Setting) -> None:
     """It does its work in a setting, or refuses in words before training starts."""
     if setting.name in case.refuses:
-        with pytest.raises(MisconfigurationException, match=case.refuses[setting.name]):
+        # of a rank in another process the second comes, with the words of the first
+        with pytest.raises((MisconfigurationException, ProcessRaisedException), match=case.refuses[setting.name]):
             lab.fit([case.make()], setting)
         return
     case.verify(lab, setting)
@@ -129,6 +135,40 @@ def resume(case: Case, lab: Lab) -> None:
         assert same(getattr(resumed, what), getattr(long, what)), f"{what} differ after a resume"
     left, right = ({k: v for k, v in attributes(c).items() if k not in case.of_one_fit} for c in (second, whole))
     assert same(left, right), f"{left} is not {right}"
+
+
+def resume_anywhere(case: Case, lab: Lab) -> None:
+    """Stopped in the middle of an epoch and taken up by AutoResume, all is as in one long run, random numbers too."""
+    whole, first, second = case.make(), case.make(), case.make()
+    dropout = {"dropout": 0.2}
+    (long,) = lab.fit([whole], net=dropout)
+    with pytest.raises(SystemExit):
+        lab.fit([first, *_guard(case, first, lab), _Interrupts(13)], net=dropout)
+    if case.writes_to:
+        setattr(second, case.writes_to, getattr(first, case.writes_to))
+    (resumed,) = lab.fit([second, *_guard(case, second, lab)], net=dropout, start=5)
+    for what in ("weights", "optimizers", "metrics", "rng"):
+        assert same(getattr(resumed, what), getattr(long, what)), f"{what} differ after a resume"
+    assert resumed.steps == long.steps[13:], "it did not go on where it was stopped"
+    ignored = (*case.of_one_fit, case.writes_to)
+    left, right = ({k: v for k, v in attributes(c).items() if k not in ignored} for c in (second, whole))
+    assert same(left, right), f"{left} is not {right}"
+
+
+def _guard(case: Case, callback: Any, lab: Lab) -> list[Any]:
+    return [] if isinstance(callback, AutoResume) else [AutoResume(lab.folder / "guard")]
+
+
+class _Interrupts(Callback):
+    """Sends the process a real signal in its n-th step."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def safe_state(case: Case, lab: Lab) -> None:
@@ -193,7 +233,7 @@ def several_instances(case: Case, lab: Lab) -> None:
 def no_host_reads(case: Case, lab: Lab) -> None:
     """It reads no value back to the host in any step of a later epoch, beyond what the bare Trainer reads."""
     for net in ({}, {"optimization": "fused"}, {"optimization": "manual"}):
-        with_it, without = (_reads_of_second_epoch(lab, callbacks, net) for callbacks in ([case.make], []))
+        with_it, without = (_reads_of_second_epoch(lab, callbacks, net) for callbacks in ([case.make_idle], []))
         assert with_it <= without, f"{with_it} host reads with it, {without} without ({net})"
 
 
@@ -221,6 +261,7 @@ CHECKS = (
     yaml_round_trip,
     observer_changes_nothing,
     resume,
+    resume_anywhere,
     safe_state,
     pickles_small,
     fits_twice,

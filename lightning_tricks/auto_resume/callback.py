@@ -1,0 +1,205 @@
+"""The Lightning shell of the auto_resume room."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks.auto_resume.checkpoint_io import install_durable_io
+from lightning_tricks.auto_resume.fit import GuardedFit
+from lightning_tricks.auto_resume.functional import CheckpointFolder
+from lightning_tricks.auto_resume.signals import check_signals
+
+_SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+
+
+class AutoResume(TrickCallback):
+    """Resume a fit by itself, bit for bit, wherever it was stopped: run the same command again.
+
+    The script stays `trainer.fit(model, datamodule)`. The first start begins afresh; a later one goes on from the
+    newest whole checkpoint in `dirpath`. On the same machine with the same number of ranks and workers the final
+    weights, buffers, optimizer, scheduler and scaler states, metrics and logged values are those of the run that was
+    never stopped: the batches, the random numbers of each process and each DataLoader worker, partial epoch means and
+    a validation that is due all go on where they were. Samples that were seen are skipped at the sampler.
+
+    Saves happen between two optimizer steps only, never within accumulation or validation: a kill loses what came
+    after the last one, and repeats it. It does not change the run that it protects.
+
+    The n-th fit of an instance goes on with the n-th fit of the stopped run.
+
+    Not exact, as nobody can know it: Python attributes of modules, datasets and callbacks that are in no
+    `state_dict` or `on_save_checkpoint`; generators that a dataset keeps for itself; an `IterableDataset` whose order
+    is not the same each time (it is read anew up to its place); a loader of an unknown kind, likewise; gradients that
+    manual optimization keeps from batch to batch.
+
+    Args:
+        dirpath: Directory for this run's checkpoints, on a file system that all ranks see.
+        every_n_train_steps: Save each time that many optimizer steps are done; None does not.
+        every_n_epochs: Save when that many epochs are done, validation included; None does not.
+        train_time_interval: Save at the first step after so much time since the last save: a timedelta, or a dict of
+            its arguments such as `{"minutes": 10}`; None does not.
+        keep_last: How many checkpoints are kept.
+        signals: Names of the signals at which the run finishes its step, saves and leaves with `exit_code`. SIGKILL
+            cannot be heeded, and the run goes on from its last save. A second SIGINT stops at once. SLURM's requeue
+            signal is left to Lightning where Lightning requeues (`SLURMEnvironment(auto_requeue=True)`, its default).
+            In validation the answer waits for its end.
+        on_hangup: What SIGHUP does, if it is among the signals: "detach" lets training go on without its terminal and
+            appends its output to `train.log` in `dirpath`; "stop" saves and leaves.
+        exit_code: In [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again. Under `ddp_fork` and
+            `ddp_spawn` the main process passes it on.
+        force: Whether to go on from checkpoints of another model, other hyper-parameters or another seed.
+        on_failed_save: "warn" lets training go on when a save fails, on a full disk for one; "raise" ends it. The
+            checkpoint before is whole in any case.
+
+    Raises:
+        TypeError: If a number or the signals are of another type.
+        ValueError: If a value is out of range, or a signal unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[AutoResume("runs/digits", every_n_train_steps=500)], accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = 1,
+        train_time_interval: timedelta | dict[str, float] | None = None,
+        keep_last: int = 2,
+        signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
+        on_hangup: Literal["detach", "stop"] = "detach",
+        exit_code: int = 75,
+        force: bool = False,
+        on_failed_save: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        if not isinstance(dirpath, str | os.PathLike) or not str(dirpath):
+            raise TypeError(f"dirpath must be the path of a directory, got {dirpath!r}.")
+        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            if value is not None:
+                check_count(name, value)
+        _seconds(train_time_interval)
+        if check_count("exit_code", exit_code, 0) > 255:
+            raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
+        check_signals(signals)
+        self.dirpath = dirpath
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = every_n_epochs
+        self.train_time_interval = train_time_interval
+        self.keep_last = check_count("keep_last", keep_last)
+        self.signals = signals
+        self.on_hangup = check_choice("on_hangup", on_hangup, ("detach", "stop"))
+        self.exit_code = exit_code
+        self.force = force
+        self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
+        self._fits_done = 0
+        self._fit: Any = None  # a GuardedFit, between setup and teardown
+        self._undo: Any = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find what there is to resume, and follow the fit from here on."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        self._refuse(trainer, pl_module)
+        root = Path(self.dirpath)
+        folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
+        problem = ""
+        if trainer.is_global_zero:
+            try:
+                folder.prepare()
+                folder.clean()
+            except OSError as error:
+                problem = (
+                    f"AutoResume: the directory {folder.path} cannot be written ({error}). Choose another dirpath."
+                )
+        problem = trainer.strategy.broadcast(problem)
+        if problem:
+            raise MisconfigurationException(problem)
+        self._release()
+        self._undo = install_durable_io(trainer.strategy)
+        self._fit = GuardedFit(self, trainer, pl_module, folder)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what later saves are compared with."""
+        self._fit.fit_starts()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on after the end of a fit that was given more epochs."""
+        self._fit.train_starts()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end of the fit."""
+        self._fit.train_ends()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the fit."""
+        self._fit.fit_ends()
+        self._fits_done += 1
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the Trainer as it was."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the Trainer as it was; pass on with what the ranks of a fork or spawn launcher exited."""
+        self._release()
+        if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
+            raise SystemExit(self.exit_code) from exception
+
+    @property
+    def seconds_between_saves(self) -> float:
+        """The `train_time_interval` in seconds, infinity without one."""
+        return _seconds(self.train_time_interval)
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy = type(trainer.strategy).__name__
+        if isinstance(trainer.strategy, _SHARDED):
+            raise MisconfigurationException(
+                f"AutoResume does not save the shards of {strategy}. Train with one device or DDP, or resume with "
+                "Lightning's ModelCheckpoint and ckpt_path='last'."
+            )
+        if "dataloader_iter" in signature(module.training_step).parameters:
+            raise MisconfigurationException(
+                "AutoResume cannot follow training_step(dataloader_iter), which fetches batches by itself. Take the "
+                "batch as training_step(batch, batch_idx)."
+            )
+
+    def _release(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.release()
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fit": None, "_undo": None}
+
+
+def _seconds(interval: object) -> float:
+    if interval is None:
+        return math.inf
+    must = "train_time_interval must be a timedelta or a dict of its arguments such as {'minutes': 10}"
+    if isinstance(interval, Mapping):
+        try:
+            interval = timedelta(**interval)
+        except TypeError as error:
+            raise TypeError(f"{must}, got {interval!r} ({error}).") from error
+    if not isinstance(interval, timedelta):
+        raise TypeError(f"{must}, got {interval!r}.")
+    if interval <= timedelta(0):
+        raise ValueError(f"{must}, longer than nothing, got {interval!r}.")
+    return interval.total_seconds()

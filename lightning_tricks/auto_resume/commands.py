@@ -1,0 +1,100 @@
+"""`lightning-tricks resume`: how far a run has come, and whether its checkpoints are whole."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.functional import CheckpointFolder
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommands to the command line's."""
+    parser: argparse.ArgumentParser = commands.add_parser("resume", help="look at what AutoResume keeps of a run")
+    tools = parser.add_subparsers(required=True, metavar="TOOL")
+    words = {
+        "status": "how far a run has come, and from where it would go on",
+        "verify": "whether each checkpoint has the bytes that were written; the exit status is 1 where one has not",
+    }
+    for name, run in (("status", _status), ("verify", _verify)):
+        tool = tools.add_parser(name, help=words[name], description=words[name][0].upper() + words[name][1:] + ".")
+        tool.add_argument("dirpath", metavar="DIR", help="the dirpath of AutoResume")
+        tool.set_defaults(run=partial(_run, tool, run))
+
+
+def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
+    from lightning_tricks.auto_resume.functional import folders_in
+
+    folders = [folder for folder in folders_in(arguments.dirpath) if folder.manifests() or folder.read_status()]
+    if not folders:
+        parser.error(f"{arguments.dirpath} holds nothing of AutoResume. Give the dirpath of a run.")
+    return int(run(folders))
+
+
+def _status(folders: list[CheckpointFolder]) -> int:
+    from rich.console import Console
+
+    from lightning_tricks._shared.units import byte_size
+
+    console = Console(soft_wrap=True, highlight=False)
+    for folder in folders:
+        status = folder.read_status()
+        if status:
+            console.print(f"{folder.path}: {_state(status)}", markup=False)
+        for manifest in folder.manifests():
+            where = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
+            about = f"step {manifest.step}, {where}, {byte_size(manifest.bytes)}, {_age(manifest.written)}"
+            console.print(f"  {manifest.file}: {about}", markup=False)
+    return 0
+
+
+def _verify(folders: list[CheckpointFolder]) -> int:
+    from rich.console import Console
+
+    console, broken = Console(soft_wrap=True, highlight=False), 0
+    for folder in folders:
+        for manifest in folder.manifests():
+            problem = folder.problem_of(manifest)
+            broken += bool(problem)
+            console.print(f"{folder.path / manifest.file}: {problem or 'whole'}", markup=False)
+    return int(broken > 0)
+
+
+def _state(status: dict[str, Any]) -> str:
+    state, gone = status.get("state", "unknown"), _is_gone(status)
+    if state == "running" and gone:
+        state = "killed"
+    total = status.get("max_steps", -1)
+    steps = f"{status.get('step', '?')}" + (f" of {total}" if isinstance(total, int) and total > 0 else "")
+    all_epochs = status.get("max_epochs") or -1
+    epochs = f"{status.get('epoch', '?')}" + (f" of {all_epochs}" if all_epochs > 0 else "")
+    pid = f"process {status.get('pid', '?')} on {status.get('host', '?')}"
+    return f"{state}, epoch {epochs}, step {steps}, {pid}, {_age(float(status.get('time', 0)))}"
+
+
+def _is_gone(status: dict[str, Any]) -> bool:
+    """Whether the process that wrote the status has ended; unknown of another host's, which counts as not."""
+    import os
+    import platform
+
+    if status.get("host") != platform.node():
+        return False
+    try:
+        os.kill(int(status.get("pid", 0)) or -1, 0)
+    except PermissionError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return False
+
+
+def _age(moment: float) -> str:
+    import time
+
+    seconds = max(0, round(time.time() - moment))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"

@@ -1,0 +1,319 @@
+"""One fit that can be stopped at any moment: when it is saved, how it is stopped, and how it is taken up again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_tricks._lightning_compat import (
+    FitWatcher,
+    batches_done,
+    checkpoint_of,
+    choose_what_to_resume,
+    end_workers,
+    is_at_end_of_epoch,
+    is_between_steps,
+    skip_sanity_check,
+    slurm_requeue_signal,
+    watch_fit,
+)
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks.auto_resume.agreement import Agreement
+from lightning_tricks.auto_resume.data import LoadersOfFit
+from lightning_tricks.auto_resume.functional import (
+    FORMAT,
+    CheckpointFolder,
+    Manifest,
+    NewerFormatError,
+    differences,
+)
+from lightning_tricks.auto_resume.progress import identity, shape_differences
+from lightning_tricks.auto_resume.rank import RankState
+from lightning_tricks.auto_resume.signals import StopRequest, send_output_to
+from lightning_tricks.seeding.functional import restore_rng_state
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.callback import AutoResume
+
+KEY = "auto_resume"  # in a checkpoint
+_SECONDS_BETWEEN_STATUS = 10.0
+
+# Moments of a save
+_AFTER_BATCH, _AT_EPOCH_START, _AT_END = "after a batch", "at an epoch's start", "at the end"
+
+
+class GuardedFit(FitWatcher):
+    """Saves a fit at the boundaries of its steps, stops it there when asked to, and takes it up from there.
+
+    A boundary is the moment after a batch with an optimizer step, when all that belongs to it is done and logged, and
+    before the validation that may follow; or the moment before the first batch of an epoch.
+
+    Args:
+        callback: With the settings.
+        trainer: That fits.
+        module: That is fitted.
+        folder: For this fit's checkpoints.
+    """
+
+    def __init__(
+        self, callback: AutoResume, trainer: Trainer, module: LightningModule, folder: CheckpointFolder
+    ) -> None:
+        self.settings, self.trainer, self.module, self.folder = callback, trainer, module, folder
+        requeue = slurm_requeue_signal(trainer)
+        detach = self._detach if callback.on_hangup == "detach" else None
+        self.request = StopRequest([name for name in callback.signals if name != requeue], detach)
+        self.loaders = LoadersOfFit(self.request)
+        self.rank: RankState
+        self.agreement: Agreement
+        self._moment = ""  # of the checkpoint that is to be taken up; empty once that is done
+        self._own: Mapping[str, Any] = {}  # this rank's part of it
+        self._narrowed: Mapping[str, Any] | None = None  # a checkpoint whose weights were loaded in another precision
+        self._last_step = self._saved_step = -1
+        self._saved_at = self._told_at = time.monotonic()
+        choosing = choose_what_to_resume(trainer, self._choose)
+        watching = watch_fit(trainer, self)
+        self._undo = (choosing, watching, self.loaders.release, self.request.end)
+
+    def release(self) -> None:
+        """Leave the Trainer and its loaders as they were."""
+        for undo in self._undo:
+            undo()
+
+    # -- taking up
+
+    def _choose(self, given: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
+        """Read the newest checkpoint on all ranks, and see that it is this run's."""
+        manifest, problem = None, ""
+        if self.trainer.is_global_zero:
+            try:
+                manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
+            except (NewerFormatError, OSError) as error:
+                problem = str(error)
+        manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
+        if problem:
+            raise MisconfigurationException(f"AutoResume: {problem}")
+        if manifest is None or self._is_newer(given, manifest):
+            return None
+        path = self.folder.path / manifest.file
+        checkpoint = _read(path)
+        self._compare(manifest, checkpoint)
+        self._take(checkpoint)
+        where = "was at its end" if manifest.finished else f"goes on at epoch {manifest.epoch}, step {manifest.step}"
+        rank_zero_info(f"AutoResume: the run {where} ({path}).")
+        return path, checkpoint
+
+    def _is_newer(self, given: str | os.PathLike[str] | None, manifest: Manifest) -> bool:
+        """Say which is resumed where the user gave a checkpoint, too, and whether it is that one."""
+        if given is None:
+            return False
+        newer = Path(given).exists() and Path(given).stat().st_mtime > manifest.written
+        which, other = (given, manifest.file) if newer else (manifest.file, given)
+        rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
+        return newer
+
+    def _compare(self, manifest: Manifest, checkpoint: Mapping[str, Any]) -> None:
+        found = differences(manifest.run, identity(self.module, os.environ.get("PL_GLOBAL_SEED")))
+        shapes = [phrase for phrase in found if phrase.startswith("parameters was")]
+        if shapes:
+            found.remove(shapes[0])
+            found += shape_differences(self.module, checkpoint["state_dict"])
+        if not found:
+            return
+        what = f"{self.folder.path} holds checkpoints of another run: {'; '.join(found)}."
+        if not self.settings.force:
+            raise MisconfigurationException(
+                f"AutoResume: {what} Choose another dirpath to begin afresh, or force=True to go on from it."
+            )
+        rank_zero_warn(f"AutoResume(force=True): {what} The run goes on from it.")
+
+    def _take(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep what is restored later than the Trainer's own part."""
+        ranks: Sequence[Mapping[str, Any]] = checkpoint[KEY]["ranks"]
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        self._moment, self._own = checkpoint[KEY]["moment"], ranks[rank] if rank < len(ranks) else ranks[0]
+        present = self.module.state_dict()
+        saved = checkpoint["state_dict"].items()
+        if any(name in present and present[name].dtype != value.dtype for name, value in saved):
+            self._narrowed = checkpoint
+        if len(ranks) != world_size:
+            rank_zero_warn(
+                f"AutoResume: the run had {len(ranks)} ranks and goes on with {world_size}. Weights, optimizer and "
+                "position are restored; from here on the shares of samples and the random numbers of the ranks are "
+                "others than they would have been."
+            )
+
+    def fit_starts(self) -> None:
+        """Note what a later save is compared with; restore what was loaded before the Trainer chose the precision."""
+        self.agreement = Agreement()
+        self.rank = RankState(self.trainer, self.module)
+        narrowed, self._narrowed = self._narrowed, None
+        if narrowed is not None:
+            with torch.no_grad():
+                for name, value in self.module.state_dict().items():
+                    value.copy_(narrowed["state_dict"][name])
+
+    def signals_registered(self) -> None:
+        """Heed signals from here on; a fit that had ended gives its results again."""
+        if not self.request.listen():
+            rank_zero_warn("AutoResume: signals can be heeded in the main thread only; periodic saves go on.")
+        if self._moment == _AT_END:
+            self.rank.restore_results(self._own)
+            skip_sanity_check(self.trainer)
+
+    def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
+        """Follow the loaders, or take them to where they were."""
+        self.loaders.follow(loaders, all_sized, self._own["loaders"] if self._moment else None)
+
+    def validation_loaders_ready(self, loaders: list[Any]) -> None:
+        """Follow the loaders."""
+        self.loaders.follow_validation(loaders)
+
+    def train_starts(self) -> None:
+        """Go on after the end of a fit that was given more epochs."""
+        if self._moment == _AT_END:
+            self._moment = ""
+            self.rank.restore(self._own, in_epoch=False)
+
+    def is_resumed(self) -> bool:
+        """Whether the epoch that begins goes on where another process was stopped."""
+        return bool(self._moment)
+
+    def epoch_starts(self) -> None:
+        """Note what the epoch's order comes from."""
+        if not self._moment:
+            self.loaders.note("iterator")
+
+    def epoch_started(self, finish_batch: Callable[[], None]) -> None:
+        """Go on where another process was stopped; else save between two epochs."""
+        moment, self._moment = self._moment, ""
+        if moment:
+            self.loaders.skip_what_was_seen(self.trainer)
+            self.rank.restore(self._own, in_epoch=True)
+            self._own = {}
+            self._last_step = self._saved_step = self.trainer.global_step
+            if moment == _AFTER_BATCH:
+                finish_batch()
+            return
+        self.loaders.note("batch")
+        epoch, every = self.trainer.current_epoch, self.settings.every_n_epochs
+        asked, timed = self.agreement.ask(bool(self.request.received), self._is_time())
+        if epoch > 0 and (asked or timed or (every and epoch % every == 0)):
+            self._save(_AT_EPOCH_START)
+        if asked:
+            self._leave()
+
+    # -- saving
+
+    def batch_done(self) -> None:
+        """Save, or stop, where it is time for that."""
+        trainer = self.trainer
+        step = trainer.global_step
+        if not is_between_steps(trainer) or (step == self._last_step and not self.module.automatic_optimization):
+            return
+        self._last_step = step
+        asked, timed = self.agreement.ask(bool(self.request.received), self._is_time())
+        every = self.settings.every_n_train_steps
+        if asked or timed or (every and step % every == 0 and step != self._saved_step):
+            self._save(_AFTER_BATCH)
+        if asked:
+            self._leave()
+        if time.monotonic() - self._told_at > _SECONDS_BETWEEN_STATUS:
+            self._tell("running")
+
+    def train_ends(self) -> None:
+        """Save the end."""
+        self._save(_AT_END)
+        self._tell("finished")
+
+    def fit_ends(self) -> None:
+        """Leave the random streams where the run left them, if it had ended before."""
+        if self._moment:
+            restore_rng_state(self._own["rng"])
+
+    def _is_time(self) -> bool:
+        if not self.trainer.is_global_zero:
+            return False
+        return time.monotonic() - self._saved_at >= self.settings.seconds_between_saves
+
+    def _save(self, moment: str) -> None:
+        trainer = self.trainer
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        at_end = moment == _AT_END or (moment == _AFTER_BATCH and is_at_end_of_epoch(trainer))
+        ranks = gather_objects({**self.rank.collect(), "loaders": self.loaders.state(trainer, at_end)})
+        checkpoint = checkpoint_of(trainer)
+        failure = ""
+        if trainer.is_global_zero:
+            checkpoint[KEY] = {"format": FORMAT, "moment": moment, "ranks": ranks}
+            failure = self._write(checkpoint, finished=moment == _AT_END)
+        failure = trainer.strategy.broadcast(failure)
+        if failure and self.settings.on_failed_save == "raise":
+            raise OSError(f"{failure} The checkpoint before it is whole.")
+        if failure:
+            rank_zero_warn(f"{failure} The checkpoint before it is whole, and training goes on.")
+        else:
+            self._tell("running")
+
+    def _write(self, checkpoint: Mapping[str, Any], finished: bool) -> str:
+        """Write a checkpoint and remove old ones; return why that failed, or nothing."""
+        trainer = self.trainer
+        try:
+            self.folder.save(
+                checkpoint,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                batches=batches_done(trainer),
+                finished=finished,
+                run=identity(self.module, os.environ.get("PL_GLOBAL_SEED")),
+            )
+            self.folder.prune(self.settings.keep_last)
+        except OSError as error:
+            return f"AutoResume: step {trainer.global_step} could not be saved in {self.folder.path}: {error}."
+        return ""
+
+    def _tell(self, state: str) -> None:
+        """Write the status file."""
+        self._told_at = time.monotonic()
+        trainer = self.trainer
+        if not trainer.is_global_zero:
+            return
+        try:
+            self.folder.write_status(
+                state=state,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                max_epochs=trainer.max_epochs,
+                max_steps=trainer.max_steps,
+            )
+        except OSError:
+            return  # a full disk is reported where a checkpoint is lost
+
+    # -- stopping
+
+    def _leave(self) -> NoReturn:
+        name = self.request.received or "a signal to another rank"
+        step = self.trainer.global_step
+        rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to go on.")
+        self._tell("stopped")
+        end_workers(self.trainer)  # nobody else does in a forked rank
+        raise SystemExit(self.settings.exit_code)
+
+    def _detach(self) -> None:
+        send_output_to(self.folder.path / "train.log")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without running code of it, unless what hooks of the user's saved needs that."""
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=False)  # of this run's own directory
+    return checkpoint

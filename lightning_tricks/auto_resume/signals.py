@@ -1,0 +1,99 @@
+"""Signals that ask a run to stop, and the terminal that may go away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import RawValue
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+Detach = Callable[[], None]
+
+# What DataLoader workers are told of their training process
+GOING_ON, STOPPING, LEAVING = range(3)
+
+
+def check_signals(names: object) -> tuple[str, ...]:
+    """Return the names of signals, or say what is wrong with them.
+
+    Raises:
+        TypeError: If `names` is no sequence of strings.
+        ValueError: If one is not known here, or cannot be handled.
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"signals must be a sequence of names such as ('SIGTERM', 'SIGINT'), got {names!r}.")
+    found = tuple(names)
+    for name in found:
+        if not isinstance(name, str) or not name.startswith("SIG") or not hasattr(signal.Signals, name):
+            raise ValueError(f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}.")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"{name} cannot be handled by any process: the run resumes after it from its last save.")
+    return found
+
+
+class StopRequest:
+    """Remembers that a signal asked for a stop; nothing else happens in the handler.
+
+    Args:
+        names: Of the signals to heed.
+        detach: What SIGHUP does instead of asking for a stop; None makes it ask.
+    """
+
+    def __init__(self, names: Sequence[str], detach: Detach | None = None) -> None:
+        self.names, self.detach = tuple(names), detach
+        self.received = ""
+        self.stopping = RawValue("b", GOING_ON)  # for DataLoader workers
+        self._at_exit: Any = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the signals."""
+        return [int(getattr(signal.Signals, name)) for name in self.names]
+
+    def listen(self) -> bool:
+        """Take the signals over; return whether that is possible, which it is in the main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for number in self.numbers:
+            signal.signal(number, self._handle)
+        # first of all that multiprocessing does at exit, of which the last is a SIGTERM for the workers
+        self._at_exit = Finalize(None, setattr, (self.stopping, "value", LEAVING), exitpriority=1000)
+        return True
+
+    def end(self) -> None:
+        """Forget what was to be done at exit; the handlers are the Trainer's to restore."""
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGHUP" and self.detach is not None:
+            self.detach()
+            return
+        if name == "SIGINT" and self.received == "SIGINT":
+            raise KeyboardInterrupt  # whoever asks twice does not want to wait
+        self.received = name
+        self.stopping.value = STOPPING
+
+
+def send_output_to(path: Path) -> None:
+    """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere."""
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)  # a terminal that is gone must not end the run
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        reopen = getattr(stream, "reconfigure", None)
+        if reopen is not None:
+            reopen(line_buffering=True)  # so that the file can be followed

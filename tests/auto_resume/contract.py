@@ -1,0 +1,79 @@
+"""What AutoResume promises."""
+
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_tricks import AutoResume
+from tests.contract.case import Case
+from tests.contract.lab import Lab, Setting, same
+
+
+class StopsOnce(Callback):
+    """Sends this process a signal in a batch, in the first of two runs."""
+
+    def __init__(self, batch: int, marker: Path) -> None:
+        self.batch, self.marker = batch, marker
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        at = trainer.fit_loop.total_batch_idx == self.batch and not self.marker.exists()
+        if at and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.marker.touch()
+
+
+def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
+    """Stopped by a signal in the second epoch and started again, the run ends where the undisturbed one does."""
+    net = {"dropout": 0.2}
+    batch = 11 // setting.ranks + 1  # in the second of two epochs
+    whole = lab.fit([], setting, net=net)
+    runs = lab.folder / f"{setting.name} guarded"
+    marker = lab.folder / f"{setting.name} stopped"
+    with pytest.raises(SystemExit) as left, patch("lightning_tricks.auto_resume.agreement._SECONDS", 0.0):
+        lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net)
+    assert left.value.code == 75
+    again = lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net, start=9 if setting.ranks == 1 else 0)
+    assert len(again) == len(whole) == setting.ranks
+    for resumed, undisturbed in zip(again, whole, strict=True):
+        assert 0 < len(resumed.steps) < len(undisturbed.steps)
+        assert resumed.steps == undisturbed.steps[-len(resumed.steps) :]
+        for what in ("weights", "optimizers", "metrics", "rng"):
+            assert same(getattr(resumed, what), getattr(undisturbed, what)), f"{what} differ"
+    newest = sorted(runs.glob("*.ckpt"))[-1]
+    assert torch.load(newest, weights_only=True)["auto_resume"]["moment"] == "at the end"
+
+
+CASES = (
+    Case(
+        callback=AutoResume,
+        arguments={
+            "dirpath": "guarded",
+            "every_n_train_steps": 7,
+            "every_n_epochs": 2,
+            "train_time_interval": {"minutes": 30},
+            "keep_last": 3,
+            "signals": ["SIGTERM"],
+            "on_hangup": "stop",
+            "exit_code": 99,
+            "force": True,
+            "on_failed_save": "raise",
+        },
+        kind="observer",
+        neutral=None,
+        why_no_neutral="it changes nothing in any setting",
+        of_one_fit=("dirpath",),
+        instances=1,
+        writes_to="dirpath",
+        when_idle={"every_n_train_steps": None, "every_n_epochs": None},
+        verify=verify,
+        refuses={"FSDP2": "does not save the shards"},
+        untested={"CUDA": "no GPU run yet"},
+    ),
+)

@@ -1,0 +1,125 @@
+"""Runs of the training script in processes of their own, killed, started again, and compared bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.auto_resume.training import DEFAULTS, train
+
+STOPPED = 75
+
+# Where a run is killed: a hook, and which of its calls, as (options) -> number
+PHASES = {
+    "before the first step": ("on_train_start", lambda options: 1),
+    "in the sanity check": ("on_validation_batch_start", lambda options: 1),
+    "in the middle of an epoch": ("on_train_batch_start", lambda options: batches(options) + 4),
+    "in the middle of a step": ("on_before_zero_grad", lambda options: 5),
+    "in mid-accumulation": ("on_after_backward", lambda options: batches(options) + 2),
+    "in the last batch of an epoch": ("on_train_batch_end", lambda options: batches(options)),
+    "just before validation": ("on_validation_start", lambda options: 2),
+    "just after validation": ("on_validation_end", lambda options: 2),
+    "at an epoch's end": ("on_train_epoch_end", lambda options: 1),
+    "at an epoch's start": ("on_train_epoch_start", lambda options: 2),
+    "after the last step": ("on_train_end", lambda options: 1),
+}
+
+
+def batches(options: dict[str, Any]) -> int:
+    """Batches of an epoch."""
+    return {**DEFAULTS, **options}["samples"] // 4
+
+
+def kill_at(phase: str, name: str, options: dict[str, Any], rank: int = 0) -> list[Any]:
+    """Return what the script takes as "kill"."""
+    hook, number = PHASES[phase]
+    return [hook, number(options), name, rank]
+
+
+def run(folder: Path, options: dict[str, Any], *, seconds: float | None = None, name: str = "SIGKILL") -> int:
+    """Run the script in a fork of this process and return its exit status; send it a signal after some seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        _be_a_script(folder, options)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(pid, getattr(signal, name))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _be_a_script(folder: Path, options: dict[str, Any]) -> None:
+    status = 1
+    torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
+    try:
+        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        for logger in ("lightning.pytorch", "lightning.fabric"):
+            for handler in logging.getLogger(logger).handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        train(folder, options)
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def logged(folder: Path) -> dict[tuple[int, str], str]:
+    """What the run logged, the last value of each name at each step."""
+    found = {}
+    for line in (folder / "logged.jsonl").read_text().splitlines():
+        step, values = json.loads(line)
+        found |= {(step, name): value for name, value in values.items()}
+    return found
+
+
+def differences(folder: Path, whole: Path) -> list[str]:
+    """In what a run differs from another: what it left, and what it logged."""
+    found = []
+    for file in sorted(whole.glob("end.*.json")):
+        wanted, present = json.loads(file.read_text()), json.loads((folder / file.name).read_text())
+        found += [f"{file.stem}: {name}" for name in wanted if wanted[name] != present.get(name)]
+    wanted_log, present_log = logged(whole), logged(folder)
+    found += [
+        f"logged {name} at step {step}"
+        for step, name in {**wanted_log, **present_log}
+        if wanted_log.get((step, name)) != present_log.get((step, name))
+    ]
+    return found
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps at which the runs in a folder went on, as they said."""
+    lines = (folder / "output.txt").read_text().splitlines()
+    return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run goes on at" in line]
+
+
+def random_kill(options: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Choose a kill that can happen with these options."""
+    can = [
+        phase for phase in PHASES if options["validate"] != "none" or ("valid" not in phase and "sanity" not in phase)
+    ]
+    phase = chance.choice(can)
+    names = ["SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1"]
+    return {"phase": phase, "kill": kill_at(phase, chance.choice(names), options)}

@@ -1,0 +1,186 @@
+"""Real processes, killed by real signals and started again: they end where the undisturbed run does, bit for bit."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_tricks.auto_resume import CheckpointFolder
+from tests.auto_resume.killing import PHASES, STOPPED, differences, kill_at, resumed_at, run
+
+MATRIX = list(itertools.product((0, 2), (1, 2), (1, 3), ("none", 4, "epoch")))
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return tmp_path / "killed", tmp_path / "whole"
+
+
+def assert_as_undisturbed(folders, options, kills):
+    """Chain the kills, start once more, and compare."""
+    killed, whole = folders
+    assert run(whole, {**options, "guarded": False}) == 0
+    statuses = [run(killed, {**options, "kill": kill}) for kill in kills]
+    assert run(killed, options) == 0, (killed / "output.txt").read_text()[-3000:]
+    assert differences(killed, whole) == []
+    assert not list((killed / "resume").glob(".*.partial"))
+    return statuses
+
+
+@pytest.mark.trap("resume: a mid-epoch checkpoint repeats and misses samples, with new random numbers")
+@pytest.mark.parametrize(("workers", "ranks", "accumulate", "validate"), MATRIX)
+def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, accumulate, validate):
+    """Two kills in a chain for each way to train, at phases and by signals that the case chooses."""
+    options = {"workers": workers, "ranks": ranks, "accumulate": accumulate, "validate": validate}
+    options |= {"strategy": "ddp_fork", "epochs": 2, "samples": 28}
+    chance = random.Random(repr(options))
+    phases = [phase for phase in PHASES if validate != "none" or not ("valid" in phase or "sanity" in phase)]
+    first = ["in the middle of an epoch", chance.choice(phases)]
+    names = ["SIGKILL", chance.choice(SIGNALS)] if ranks == 1 else ["SIGKILL", "SIGKILL"]
+    kills = [kill_at(phase, name, options, chance.randrange(ranks)) for phase, name in zip(first, names, strict=True)]
+    statuses = assert_as_undisturbed(folders, options, kills)
+    assert statuses[0] == (-9 if ranks == 1 else 1)
+    assert resumed_at(folders[0])[0] > 0
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "after the last step"])
+def test_stopped_at_each_phase(folders, phase):
+    """SIGTERM ends the run with the exit code that asks for another start, wherever it comes."""
+    options = {"validate": 3, "accumulate": 2, "samples": 28, "epochs": 2}
+    assert assert_as_undisturbed(folders, options, [kill_at(phase, "SIGTERM", options)]) == [STOPPED]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 2, "persistent": True, "validate": 3},
+        {"workers": 2, "persistent": True, "limit": 5},
+        {"loader": "generator", "workers": 2},
+        {"loader": "generator"},
+        {"iterable": "unsized"},
+        {"iterable": "sized", "workers": 2},
+        {"iterable": "unsized", "workers": 2, "persistent": True},
+        {"precision": "bf16-mixed"},
+        {"precision": "16-mixed"},
+        {"precision": "64-true"},
+        {"averaging": "swa"},
+        {"averaging": "ema"},
+        {"optimization": "manual"},
+        {"early": 1},
+        {"loader": "two"},
+        {"loader": "batches"},
+        {"loader": "stateful"},
+        {"reload": 1},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_every_way_to_train(folders, options):
+    """Killed in the middle of an epoch, and stopped in its last batch."""
+    if options.get("averaging") == "ema":
+        pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+    kills = [
+        kill_at("in the middle of an epoch", "SIGKILL", options),
+        ["on_train_batch_end", 6, "SIGTERM", 0],
+        ["on_train_epoch_end", 1, "SIGKILL", 0],
+    ]
+    assert_as_undisturbed(folders, options, kills)
+    assert all(step > 0 for step in resumed_at(folders[0]))
+
+
+def test_killed_at_random_moments(folders):
+    """Whatever it does just then."""
+    killed, whole = folders
+    options = {"workers": 2, "validate": 3, "epochs": 3}
+    begun = time.monotonic()
+    assert run(whole, {**options, "guarded": False}) == 0
+    lasts = time.monotonic() - begun
+    chance = random.Random(11)
+    statuses = [run(killed, options, seconds=chance.uniform(0.1, lasts)) for _ in range(5)]
+    assert set(statuses) <= {-9, 0}
+    assert run(killed, options) == 0
+    assert differences(killed, whole) == []
+
+
+def test_a_finished_run_is_left_alone(folders):
+    """Started once more it returns at once, with its weights, metrics and random streams."""
+    killed, whole = folders
+    assert run(whole, {"guarded": False}) == 0
+    for _ in range(2):
+        assert run(killed, {}) == 0
+        assert differences(killed, whole) == []
+
+
+def test_more_epochs_go_on_where_the_run_ended(folders):
+    killed, whole = folders
+    options = {"workers": 2, "persistent": True}
+    assert run(whole, {**options, "epochs": 4, "guarded": False}) == 0
+    assert [run(killed, {**options, "epochs": epochs}) for epochs in (2, 4)] == [0, 0]
+    assert [line for line in differences(killed, whole) if "logged" not in line] == []
+
+
+@pytest.mark.trap("resume: SIGTERM saves nothing and exits 0; SIGINT saves nothing; SystemExit is 1 under ddp_fork")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_exit_code_of_a_launcher_that_forks(tmp_path, name):
+    options = {"ranks": 2, "strategy": "ddp_fork", "samples": 400, "epochs": 30, "sanity": 0}
+    assert run(tmp_path, {**options, "kill": ["on_train_batch_end", 3, name, 1]}) == STOPPED
+
+
+@pytest.mark.trap("resume: SIGHUP and SIGUSR1 kill")
+def test_a_hangup_detaches(folders):
+    """Training goes on without its terminal, and what it says is kept."""
+    killed, whole = folders
+    assert run(whole, {"guarded": False}) == 0
+    assert run(killed, {"kill": ["on_train_batch_end", 5, "SIGHUP", 0]}) == 0
+    assert differences(killed, whole) == []
+    assert "max_epochs=3` reached" in (killed / "resume" / "train.log").read_text()
+    assert CheckpointFolder(killed / "resume").read_status()["state"] == "finished"
+
+
+def test_a_terminal_that_is_gone(tmp_path):
+    """As when an SSH session drops: the terminal is closed, its session gets SIGHUP, and training goes on."""
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "tests.auto_resume.training", str(tmp_path), '{"epochs": 15, "validate": "none"}']
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        command, cwd=root, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, close_fds=True
+    )
+    os.close(slave)
+    folder = CheckpointFolder(tmp_path / "resume")
+    wait_for(lambda: folder.manifests())
+    os.close(master)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 0
+    assert folder.read_status()["state"] == "finished"
+    assert "max_epochs=15` reached" in (folder.path / "train.log").read_text()
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    options = {"kill": ["on_train_batch_start", 5, "SIGINT", 0], "again": True}
+    assert run(tmp_path, options) == 1
+    assert "stopped by" not in (tmp_path / "output.txt").read_text()
+    assert run(tmp_path, {}) == 0
+
+
+def test_signals_to_the_whole_process_group(folders):
+    """Ctrl-C, or a scheduler, reaches DataLoader workers as well: the step is finished with them."""
+    killed, whole = folders
+    options = {"workers": 2, "validate": 3}
+    assert run(whole, {**options, "guarded": False}) == 0
+    for name in ("SIGINT", "SIGTERM"):
+        assert run(killed, {**options, "kill": ["on_train_batch_start", 4, name, "group"]}) == STOPPED
+    assert run(killed, options) == 0
+    assert differences(killed, whole) == []
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)

@@ -1,0 +1,357 @@
+"""A training script as people write them: run as `python -m tests.auto_resume.training FOLDER OPTIONS`.
+
+OPTIONS are JSON. It writes each logged value to `FOLDER/logged.<rank>.jsonl` and, at its end, the digests of all that
+a run leaves to `FOLDER/end.<rank>.json`. With "kill" it sends itself a signal at a moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchmetrics import Accuracy
+
+from lightning_tricks import seed_everything
+from lightning_tricks.auto_resume import AutoResume
+from tests.contract.lab import real_fp16
+
+DEFAULTS: dict[str, Any] = {
+    "samples": 44,  # 11 batches of 4: a partial tail under accumulation
+    "epochs": 3,
+    "workers": 0,
+    "persistent": False,
+    "iterable": "",  # "sized" or "unsized" for an IterableDataset
+    "ranks": 1,
+    "strategy": "ddp",
+    "accumulate": 1,
+    "validate": "epoch",  # or "none", or a number of steps
+    "val_loaders": 2,
+    "precision": "32-true",
+    "averaging": "",  # "swa" or "ema"
+    "optimization": "automatic",
+    "limit": 1.0,
+    "loader": "shuffled",
+    "sanity": 2,
+    "resume": {"every_n_train_steps": 2},
+    "guarded": True,
+    "early": 0,  # patience of EarlyStopping
+    "reload": 0,  # reload_dataloaders_every_n_epochs
+    "kill": None,  # hook, which of its calls, signal, rank or "group"
+    "again": False,  # the same signal once more
+}
+
+
+class Digits(Dataset):
+    """Digits, augmented with numbers from each of the global streams."""
+
+    def __init__(self, count: int, offset: int = 0) -> None:
+        data = load_digits()
+        self.x = torch.tensor(data.data[offset : offset + count], dtype=torch.float32) / 16
+        self.y = torch.tensor(data.target[offset : offset + count])
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = 0.1 * torch.randn(64) + 0.1 * random.gauss(0, 1)
+        return self.x[index] * float(np.random.uniform(0.8, 1.2)) + noise, self.y[index]
+
+
+class Stream(IterableDataset):
+    """The same digits as a stream, shared out among the workers."""
+
+    def __init__(self, data: Digits) -> None:
+        self.data = data
+
+    def __iter__(self):
+        info = get_worker_info()
+        part, parts = (info.id, info.num_workers) if info else (0, 1)
+        return (self.data[index] for index in range(part, len(self.data), parts))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class Batches:
+    """What gives batches and is no DataLoader, in another order each time."""
+
+    def __init__(self, data: Digits) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data) // 4
+
+    def __iter__(self):
+        order = torch.randperm(len(self.data)).tolist()
+        for start in range(0, len(order) - 3, 4):
+            samples = [self.data[index] for index in order[start : start + 4]]
+            yield [torch.stack(part) for part in zip(*samples, strict=True)]
+
+
+class StatefulBatches(Batches):
+    """What keeps its own place, in an order that follows from the number of the epoch."""
+
+    epoch = given = begun = 0
+
+    def __iter__(self):
+        start, self.begun = self.begun, 0
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for given in range(start, len(self)):
+            self.given = given
+            samples = [self.data[index] for index in order[4 * given : 4 * given + 4]]
+            if given == len(self) - 1:
+                self.epoch += 1
+            yield [torch.stack(part) for part in zip(*samples, strict=True)]
+
+    def state_dict(self):
+        done = (self.given + 1) % len(self)
+        return {"epoch": self.epoch, "begun": done}
+
+    def load_state_dict(self, state):
+        self.epoch, self.begun = state["epoch"], state["begun"]
+
+
+class DigitsNet(LightningModule):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.options = options
+        self.automatic_optimization = options["optimization"] == "automatic"
+        self.net = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.accuracy = Accuracy("multiclass", num_classes=10)
+        self.val_accuracy = Accuracy("multiclass", num_classes=10)
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch[0], list):  # of two loaders
+            batch = [torch.cat(part) for part in zip(*batch, strict=True)]
+        x, y = batch
+        scores = self.net(x)
+        loss = nn.functional.cross_entropy(scores, y) * (1 + 0.01 * random.random())
+        self.seen += x.sum().detach()
+        self.accuracy(scores, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.options["ranks"] > 1)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        if batch_idx == 1:
+            self.log("second", loss * 2, on_step=False, on_epoch=True, reduce_fx="max")
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            self.manual_backward(loss)
+            if (batch_idx + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        x, y = batch
+        scores = self.net(x)
+        self.val_accuracy(scores, y)
+        self.log("val_loss", nn.functional.cross_entropy(scores, y) + 0.01 * torch.rand(()), sync_dist=True)
+        self.log("val_accuracy", self.val_accuracy, on_epoch=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Notes(Logger):
+    """Appends what is logged to a file, one JSON object a line."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.rank = 0
+
+    name = "notes"
+    version = 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: they are the options."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        line = json.dumps([step, {name: float(value).hex() for name, value in metrics.items()}])
+        with (self.folder / "logged.jsonl").open("a") as file:
+            file.write(f"{line}\n")
+
+
+class Kill(Callback):
+    """Sends a rank, or its whole process group, a signal at the n-th call of a hook."""
+
+    def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
+        self.left, self.number, self.rank, self.again = number, getattr(signal, name), rank, again
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: Trainer, *args: Any) -> None:
+        self.left -= 1
+        if self.left == 0 and self.rank == "group":
+            os.killpg(0, self.number)
+        elif self.left == 0 and trainer.global_rank == self.rank:
+            for _ in range(1 + self.again):
+                os.kill(os.getpid(), self.number)
+
+
+class End(Callback):
+    """Writes the digests of what the run leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = {
+            "weights": digest(dict(pl_module.state_dict())),
+            "buffers": digest(dict(pl_module.named_buffers())),
+            "optimizers": digest([one.state_dict() for one in trainer.optimizers]),
+            "schedulers": digest([one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]),
+            "scaler": digest(trainer.precision_plugin.state_dict()),
+            "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
+            "rng": digest([random.getstate(), np.random.get_state(), torch.get_rng_state()]),
+            "steps": [trainer.global_step, trainer.current_epoch],
+        }
+        (self.folder / f"end.{trainer.global_rank}.json").write_text(json.dumps(found, indent=1))
+
+
+def digest(value: Any) -> str:
+    """The SHA-256 of nested plain values and tensors."""
+    hashing = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            hashing.update(f"{part.dtype}{tuple(part.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, np.ndarray):
+            hashing.update(part.tobytes())
+        elif isinstance(part, dict):
+            for name in part:
+                add(str(name))
+                add(part[name])
+        elif isinstance(part, list | tuple):
+            hashing.update(b"[")
+            for one in part:
+                add(one)
+        else:
+            hashing.update(repr(part).encode())
+
+    add(value)
+    return hashing.hexdigest()
+
+
+def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
+    workers = {"num_workers": options["workers"]}
+    if options["workers"]:
+        workers["persistent_workers"] = options["persistent"]
+    data: Any = Digits(options["samples"] * options["ranks"])
+    if options["iterable"]:
+        data = (SizedStream if options["iterable"] == "sized" else Stream)(data)
+        train = DataLoader(data, batch_size=4, **workers)
+    elif options["loader"] == "generator":
+        train = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), **workers)
+    elif options["loader"] == "two":  # the shorter one is begun again within an epoch
+        shorter = DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)
+        train = CombinedLoader([DataLoader(data, batch_size=4, shuffle=True, **workers), shorter], "max_size_cycle")
+    elif options["loader"] == "stateful":  # restores itself, as the Trainer lets it
+        train = StatefulBatches(data)
+    elif options["loader"] == "batches":  # no DataLoader
+        train = Batches(data)
+    else:
+        train = DataLoader(data, batch_size=4, shuffle=True, **workers)
+    held_out = [DataLoader(Digits(12, 200 + 20 * i), batch_size=5, **workers) for i in range(options["val_loaders"])]
+    return train, held_out
+
+
+class Data(LightningDataModule):
+    """Makes its loaders anew each time."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def train_dataloader(self):
+        return loaders(self.options)[0]
+
+    def val_dataloader(self):
+        return loaders(self.options)[1]
+
+
+def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
+    found: list[Callback] = []
+    if options["averaging"] == "swa":
+        from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+        found.append(StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1))
+    if options["averaging"] == "ema":
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        found.append(EMAWeightAveraging(decay=0.9))
+    if options["early"]:
+        found.append(EarlyStopping("val_loss/dataloader_idx_0", patience=options["early"]))
+    if options["guarded"]:
+        found.append(AutoResume(folder / "resume", **options["resume"]))
+    found.append(End(folder))
+    if options["kill"]:
+        found.append(Kill(*options["kill"], again=options["again"]))
+    return found
+
+
+def train(folder: Path, options: dict[str, Any]) -> Trainer:
+    """Fit, as the options say."""
+    options = {**DEFAULTS, **options}
+    warnings.filterwarnings("ignore", module="lightning")
+    seed_everything(7, verbose=False)
+    module = DigitsNet({name: options[name] for name in ("optimization", "ranks")})
+    fp16 = options["precision"] == "16-mixed"
+    validation: dict[str, Any] = {}
+    if options["validate"] == "none":
+        validation = {"limit_val_batches": 0}
+    elif options["validate"] != "epoch":
+        validation = {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options["ranks"],
+        strategy=options["strategy"] if options["ranks"] > 1 else "auto",
+        max_epochs=options["epochs"],
+        accumulate_grad_batches=options["accumulate"],
+        precision=None if fp16 else options["precision"],
+        plugins=[real_fp16()] if fp16 else None,
+        callbacks=callbacks_of(options, folder),
+        limit_train_batches=options["limit"],
+        reload_dataloaders_every_n_epochs=options["reload"],
+        logger=Notes(folder),
+        log_every_n_steps=1,
+        num_sanity_val_steps=options["sanity"],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **validation,
+    )
+    train_loader, held_out = loaders(options)
+    if options["reload"]:
+        trainer.fit(module, datamodule=Data(options))
+    else:
+        trainer.fit(module, train_loader, held_out)
+    return trainer
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]))
