@@ -88,7 +88,7 @@ def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], obj
     try:
         with staged.open("wb") as file:
             hashing = _Hashing(file)
-            write(hashing)  # type: ignore[arg-type]
+            hashing.take(write)
             file.flush()
             os.fsync(file.fileno())
         staged.replace(target)
@@ -133,7 +133,7 @@ class CheckpointFolder:
         for path in self.path.glob(f"*.ckpt{_MANIFEST}"):
             try:
                 found.append(_manifest_of(json.loads(path.read_text(encoding="utf-8"))))
-            except (OSError, ValueError, TypeError, KeyError):  # cut short by a disk, not by us
+            except (AttributeError, KeyError, OSError, TypeError, ValueError):  # cut short by a disk, not by us
                 continue
         return sorted(found, key=lambda manifest: manifest.number, reverse=True)
 
@@ -273,11 +273,25 @@ class _Hashing:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def take(self, write: Callable[[IO[bytes]], object]) -> None:
+        """Let a function write; `torch.save` speaks of a wrong position where the disk is full."""
+        try:
+            write(self)  # type: ignore[arg-type]
+        except RuntimeError:
+            if self.error is not None:
+                raise self.error from None
+            raise
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
         self.size += len(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()

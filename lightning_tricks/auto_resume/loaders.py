@@ -63,14 +63,25 @@ class FollowedLoader:
         signals: Sequence[int] = (),
         stopping: Any = None,
     ) -> None:
-        self.loader, self.reads_ahead = loader, reads_ahead
-        self.signals, self.stopping = signals, stopping
+        # weakly: in a circle, iterators would end late, or in a worker that was forked meanwhile
+        self._loader = ref(loader)
+        self.reads_ahead, self.signals, self.stopping = reads_ahead, signals, stopping
         self._resumed: Mapping[str, Any] | None = None
         vars(loader)["_get_iterator"] = self._get_iterator
 
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader, which lives as long as somebody else wants it."""
+        loader = self._loader()
+        if loader is None:
+            raise ReferenceError("the loader that was followed is gone: keep a reference to it.")
+        return loader
+
     def release(self) -> None:
         """Let the loader go; iterators that exist keep working."""
-        vars(self.loader).pop("_get_iterator", None)
+        loader = self._loader()
+        if loader is not None:
+            vars(loader).pop("_get_iterator", None)
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators that the loader and its samplers draw from."""
