@@ -139,16 +139,17 @@ class GuardedFit(FitWatcher):
         """Keep what is restored later than the Trainer's own part."""
         ranks: Sequence[Mapping[str, Any]] = checkpoint[KEY]["ranks"]
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        self._moment, self._own = checkpoint[KEY]["moment"], ranks[rank] if rank < len(ranks) else ranks[0]
+        self._moment, self._own = checkpoint[KEY]["moment"], ranks[rank % len(ranks)]
         present = self.module.state_dict()
         saved = checkpoint["state_dict"].items()
         if any(name in present and present[name].dtype != value.dtype for name, value in saved):
             self._narrowed = checkpoint
         if len(ranks) != world_size:
+            self._own = {**self._own, "modules": {}, "trainer": {**self._own["trainer"], "results": []}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and goes on with {world_size}. Weights, optimizer and "
-                "position are restored; from here on the shares of samples and the random numbers of the ranks are "
-                "others than they would have been."
+                "position are restored. The shares of samples and the random numbers of the ranks are others than they "
+                "would have been, and the means of this epoch lack what was logged before."
             )
 
     def fit_starts(self) -> None:

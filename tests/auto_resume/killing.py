@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def _be_a_script(folder: Path, options: dict[str, Any]) -> None:
             for handler in logging.getLogger(logger).handlers:
                 if isinstance(handler, logging.StreamHandler):
                     handler.setStream(sys.stderr)
+        warnings.resetwarnings()
+        warnings.showwarning = lambda message, *_: sys.stderr.write(f"{message}\n")
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

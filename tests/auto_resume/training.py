@@ -131,11 +131,10 @@ class StatefulBatches(Batches):
 
 
 class DigitsNet(LightningModule):
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, optimization: str) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.options = options
-        self.automatic_optimization = options["optimization"] == "automatic"
+        self.automatic_optimization = optimization == "automatic"
         self.net = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10))
         self.register_buffer("seen", torch.zeros(()), persistent=False)
         self.accuracy = Accuracy("multiclass", num_classes=10)
@@ -149,7 +148,7 @@ class DigitsNet(LightningModule):
         loss = nn.functional.cross_entropy(scores, y) * (1 + 0.01 * random.random())
         self.seen += x.sum().detach()
         self.accuracy(scores, y)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.options["ranks"] > 1)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.trainer.world_size > 1)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         if batch_idx == 1:
             self.log("second", loss * 2, on_step=False, on_epoch=True, reduce_fx="max")
@@ -316,9 +315,9 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
 def train(folder: Path, options: dict[str, Any]) -> Trainer:
     """Fit, as the options say."""
     options = {**DEFAULTS, **options}
-    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     seed_everything(7, verbose=False)
-    module = DigitsNet({name: options[name] for name in ("optimization", "ranks")})
+    module = DigitsNet(options["optimization"])
     fp16 = options["precision"] == "16-mixed"
     validation: dict[str, Any] = {}
     if options["validate"] == "none":

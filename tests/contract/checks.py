@@ -143,7 +143,7 @@ def resume_anywhere(case: Case, lab: Lab) -> None:
     dropout = {"dropout": 0.2}
     (long,) = lab.fit([whole], net=dropout)
     with pytest.raises(SystemExit):
-        lab.fit([first, *_guard(case, first, lab), _Interrupts(13)], net=dropout)
+        lab.fit([first, *_guard(case, first, lab), Interrupts(13)], net=dropout)
     if case.writes_to:
         setattr(second, case.writes_to, getattr(first, case.writes_to))
     (resumed,) = lab.fit([second, *_guard(case, second, lab)], net=dropout, start=5)
@@ -159,7 +159,7 @@ def _guard(case: Case, callback: Any, lab: Lab) -> list[Any]:
     return [] if isinstance(callback, AutoResume) else [AutoResume(lab.folder / "guard")]
 
 
-class _Interrupts(Callback):
+class Interrupts(Callback):
     """Sends the process a real signal in its n-th step."""
 
     def __init__(self, step: int) -> None:

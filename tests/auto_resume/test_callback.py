@@ -1,0 +1,370 @@
+"""AutoResume as users meet it: what it refuses, what it says, and what it leaves alone."""
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks import (
+    AutoResume,
+    CheckpointRemapping,
+    Tricks,
+    TricksMixin,
+    VotingClassifier,
+    cli,
+    seed_everything,
+)
+from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO
+from tests.auto_resume.killing import STOPPED, resumed_at, run
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, same
+
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
+def fit(*callbacks, module=None, epochs=2, data=None, ckpt_path=None, **trainer):
+    seed_everything(3, verbose=False)
+    fitter = Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**QUIET, **trainer})
+    fitter.fit(module() if module else Net(dropout=0.2), data or loader(shuffle=True), ckpt_path=ckpt_path)
+    return fitter
+
+
+def stop(*callbacks, step=13, **options):
+    with pytest.raises(SystemExit) as left:
+        fit(*callbacks, Interrupts(step), **options)
+    return left.value.code
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dirpath": ""}, "dirpath must be the path of a directory, got ''"),
+        ({"dirpath": None}, "dirpath must be the path of a directory, got None"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be a whole number >= 1, got 0"),
+        ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number >= 1, got 1.5"),
+        ({"train_time_interval": 10}, "train_time_interval must be a timedelta or a dict.*got 10"),
+        ({"train_time_interval": {"minute": 1}}, "train_time_interval must be.*minute"),
+        ({"train_time_interval": {"minutes": 0}}, "longer than nothing"),
+        ({"keep_last": 0}, "keep_last must be a whole number >= 1, got 0"),
+        ({"signals": "SIGTERM"}, r"signals must be a sequence of names.*got 'SIGTERM'"),
+        ({"signals": ["TERM"]}, "names of signals of this system such as 'SIGTERM', got 'TERM'"),
+        ({"signals": [15]}, "got 15"),
+        ({"signals": ["SIGKILL"]}, "SIGKILL cannot be handled by any process"),
+        ({"on_hangup": "ignore"}, "on_hangup must be one of detach, stop, got 'ignore'"),
+        ({"exit_code": 256}, r"exit_code must be in \[0, 255\], got 256"),
+        ({"on_failed_save": "retry"}, "on_failed_save must be one of warn, raise"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        AutoResume(**{"dirpath": "runs", **arguments})
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(MisconfigurationException, match=r"file/runs cannot be written \(.*Choose another dirpath"):
+        fit(AutoResume(tmp_path / "file" / "runs"))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_another_model_is_refused_with_what_differs(tmp_path):
+    stop(AutoResume(tmp_path))
+    with pytest.raises(MisconfigurationException, match="another run") as refused:
+        fit(AutoResume(tmp_path), module=lambda: Net(hidden=8))
+    words = str(refused.value)
+    assert "net.0.weight is (8, 64) here and (16, 64) there" in words
+    assert "Choose another dirpath to begin afresh, or force=True to go on from it." in words
+    with pytest.raises(MisconfigurationException, match=r"module was .*Net.* and is .*EvaluatedNet"):
+        fit(AutoResume(tmp_path), module=lambda: EvaluatedNet(dropout=0.2))
+    assert len(CheckpointFolder(tmp_path).manifests()) > 0, "a refusal changes nothing"
+
+
+class Hyper(Net):
+    def __init__(self, dropout=0.2, lr=0.1):
+        super().__init__(dropout=dropout)
+        self.save_hyperparameters()
+
+
+def test_other_arguments_or_another_seed_are_refused_unless_forced(tmp_path):
+    stop(AutoResume(tmp_path), module=Hyper)
+    with pytest.raises(MisconfigurationException, match=r"arguments.lr was 0.1 and is 0.2"):
+        fit(AutoResume(tmp_path), module=lambda: Hyper(lr=0.2))
+    with pytest.raises(MisconfigurationException, match=r"seed was '3' and is '4'"):
+        fit(AutoResume(tmp_path), module=lambda: [seed_everything(4, verbose=False), Hyper()][1])
+    with pytest.warns(UserWarning, match=r"force=True.*arguments.lr was 0.1 and is 0.2.*goes on from it"):
+        assert fit(AutoResume(tmp_path, force=True), module=lambda: Hyper(lr=0.2)).global_step == 20
+
+
+def test_a_later_release_is_refused(tmp_path):
+    stop(AutoResume(tmp_path))
+    path = tmp_path / f"{CheckpointFolder(tmp_path).manifests()[0].file}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(MisconfigurationException, match="has format 2, written by lightning_tricks"):
+        fit(AutoResume(tmp_path))
+
+
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(tmp_path):
+    whole = fit()
+    stop(AutoResume(tmp_path, every_n_train_steps=5))
+    newest = CheckpointFolder(tmp_path).manifests()[0]
+    with (tmp_path / newest.file).open("r+b") as file:
+        file.seek(newest.bytes // 2)
+        file.write(b"broken")
+    with pytest.warns(UserWarning, match=r"SHA-256 differs\): set aside as \*.corrupt; the one before it is used"):
+        resumed = fit(AutoResume(tmp_path))
+    assert same(weights(resumed), weights(whole))
+    assert len(list(tmp_path.glob("*.corrupt"))) == 2
+
+
+@pytest.mark.trap("resume: an OnExceptionCheckpoint that resumes suppresses the default ModelCheckpoint")
+def test_the_default_checkpoint_callback_stays_and_its_files_are_durable(tmp_path):
+    trainer = fit(AutoResume(tmp_path / "runs"), enable_checkpointing=True, default_root_dir=tmp_path)
+    assert trainer.checkpoint_callback.best_model_path
+    kinds = []
+
+    class Looks(ModelCheckpoint):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kinds.append(type(trainer.strategy.checkpoint_io))
+            super().on_train_epoch_end(trainer, pl_module)
+
+    trainer = fit(Looks(tmp_path / "own"), AutoResume(tmp_path / "other"), enable_checkpointing=True)
+    assert kinds == [DurableCheckpointIO] * 2
+    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+
+
+def test_nothing_is_left_on_trainer_and_loaders(tmp_path):
+    data = DataLoader(digits(), batch_size=4, shuffle=True)
+    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in NAMES)}
+    own = set(vars(data))
+    bare, guarded = fit(data=data), fit(AutoResume(tmp_path), data=data)
+    assert set(vars(data)) == own
+    assert {number: signal.getsignal(number) for number in before} == before
+    for path in (
+        "fit_loop",
+        "fit_loop.epoch_loop",
+        "fit_loop.epoch_loop.val_loop",
+        "_checkpoint_connector",
+        "strategy",
+    ):
+        parts = [bare, guarded]
+        for name in path.split("."):
+            parts = [getattr(part, name) for part in parts]
+        assert vars(parts[0]).keys() == vars(parts[1]).keys(), path
+    stop(AutoResume(tmp_path / "stopped"), data=data)
+    assert set(vars(data)) == own
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
+    given = tmp_path / "given.ckpt"
+    fit(epochs=1).save_checkpoint(given)
+    guard = AutoResume(tmp_path / "runs")
+    stop(guard, step=3, ckpt_path=given)
+    trainer = fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
+    said = [line for _, line in lightning_log if "is resumed" in line]
+    assert re.search(r"'\d+-epoch=1-step=13.ckpt' is newer than '.*given.ckpt' and is resumed", said[-1])
+    assert trainer.global_step == 20
+
+    os.utime(given, (2**32, 2**32))
+    fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
+    said = [line for _, line in lightning_log if "is resumed" in line]
+    assert "given.ckpt' is newer than" in said[-1]
+
+
+def test_the_second_fit_resumes_the_second_fit(tmp_path):
+    """A script that fits twice with one instance, stopped in its second fit, is taken up there."""
+
+    def script(*callbacks):
+        seed_everything(3, verbose=False)
+        module = Net(dropout=0.2)
+        trainer = Trainer(max_epochs=1, callbacks=list(callbacks), **QUIET)
+        trainer.fit(module, loader(shuffle=True))
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader(shuffle=True))
+        return trainer
+
+    whole = script()
+    with pytest.raises(SystemExit):
+        script(AutoResume(tmp_path), Interrupts(16))
+    resumed = script(AutoResume(tmp_path))
+    assert same(weights(resumed), weights(whole))
+    assert (tmp_path / "fit2" / "status.json").exists()
+
+
+def test_from_inside_the_module(tmp_path):
+    class Guarded(TricksMixin, Net):
+        def __init__(self, tricks=None):
+            super().__init__(tricks=tricks, dropout=0.2)
+
+    def guarded():
+        return Guarded(Tricks(auto_resume={"dirpath": str(tmp_path)}))
+
+    whole = fit(module=Guarded)
+    stop(module=guarded)
+    assert same(weights(fit(module=guarded)), weights(whole))
+
+
+def test_pretrained_weights_are_loaded_once(tmp_path):
+    """CheckpointRemapping starts the run; a resumed one goes on with its own weights."""
+    torch.save({f"module.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "weights.pt")
+    whole = fit(CheckpointRemapping(tmp_path / "weights.pt"))
+    stop(CheckpointRemapping(tmp_path / "weights.pt"), AutoResume(tmp_path / "runs"))
+    resumed = fit(CheckpointRemapping(tmp_path / "weights.pt"), AutoResume(tmp_path / "runs"))
+    assert same(weights(resumed), weights(whole))
+
+
+def test_another_number_of_workers_is_said(tmp_path):
+    stop(AutoResume(tmp_path))
+    with pytest.warns(UserWarning, match="num_workers=0 and has 2"):
+        trainer = fit(AutoResume(tmp_path), data=DataLoader(digits(), batch_size=4, shuffle=True, num_workers=2))
+    assert trainer.global_step == 20
+
+
+def test_another_number_of_ranks_is_said(tmp_path):
+    assert run(tmp_path, {"kill": ["on_train_batch_end", 5, "SIGTERM", 0]}) == STOPPED
+    assert run(tmp_path, {"ranks": 2, "strategy": "ddp_fork"}) == 0
+    assert "had 1 ranks and goes on with 2. Weights, optimizer and position" in (tmp_path / "output.txt").read_text()
+    assert set(resumed_at(tmp_path)) == {5}
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_refusals(tmp_path):
+    class Fetches(Net):
+        def training_step(self, dataloader_iter):
+            """Never comes."""
+
+    with pytest.raises(MisconfigurationException, match=r"dataloader_iter.*fetches batches by itself"):
+        fit(AutoResume(tmp_path), module=Fetches)
+
+    foreign = type("StatefulDataLoader", (DataLoader,), {"__module__": "torchdata.stateful_dataloader"})
+    with pytest.raises(MisconfigurationException, match=r"torchdata StatefulDataLoader.*Use torch.utils.data"):
+        fit(AutoResume(tmp_path), data=foreign(digits(), batch_size=4))
+
+
+@pytest.mark.parametrize("choice", ["warn", "raise"])
+def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
+    """Files are limited to a size that no checkpoint has: the old one stays."""
+
+    class Fills(Interrupts):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.left -= 1
+            if self.left == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    guard = AutoResume(tmp_path, every_n_train_steps=5, every_n_epochs=None, on_failed_save=choice)
+    try:
+        if choice == "raise":
+            with pytest.raises(OSError, match=r"step 10 could not be saved .*File too large.*The checkpoint before"):
+                fit(guard, Fills(6))
+        else:
+            with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*training goes on"):
+                assert fit(guard, Fills(6)).global_step == 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [manifest.step for manifest in CheckpointFolder(tmp_path).manifests()] == [5]
+    assert not list(tmp_path.glob(".*.partial"))
+    assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
+
+
+def test_slurm_keeps_its_requeue_signal(tmp_path, monkeypatch):
+    for name, value in {
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "1",
+        "SLURM_PROCID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.setenv(name, "0")
+    heeded = {}
+
+    class Asks(Interrupts):
+        def on_train_batch_end(self, trainer, *args):
+            heeded[trainer] = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGUSR1", "SIGTERM")}
+
+    for requeues in (True, False):
+        trainer = fit(
+            AutoResume(tmp_path / str(requeues)), Asks(0), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1
+        )
+        ours = {name: "StopRequest" in repr(handler) for name, handler in heeded[trainer].items()}
+        assert ours == {"SIGUSR1": not requeues, "SIGTERM": True}
+
+
+def test_cadence(tmp_path):
+    fit(AutoResume(tmp_path / "a", every_n_train_steps=4, every_n_epochs=None, keep_last=10))
+    found = [(one.step, one.finished) for one in CheckpointFolder(tmp_path / "a").manifests()]
+    assert found == [(20, True), (20, False), (16, False), (12, False), (8, False), (4, False)]
+    fit(AutoResume(tmp_path / "b", train_time_interval={"microseconds": 1}, every_n_epochs=None))
+    assert [one.step for one in CheckpointFolder(tmp_path / "b").manifests()] == [20, 20]
+    fit(AutoResume(tmp_path / "c", every_n_epochs=2, keep_last=9), epochs=5)
+    assert [one.epoch for one in CheckpointFolder(tmp_path / "c").manifests()] == [5, 4, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
+def test_other_callbacks_that_save_are_left_in_peace(tmp_path):
+    code = stop(AutoResume(tmp_path / "runs"), OnExceptionCheckpoint(tmp_path / "exception"), enable_checkpointing=True)
+    assert code == 75
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_an_ensemble_goes_on_bit_for_bit(tmp_path):
+    def ensemble():
+        return VotingClassifier(nn.Sequential(nn.Linear(64, 12), nn.Dropout(0.2), nn.Linear(12, 10)), 3)
+
+    whole = fit(module=ensemble)
+    stop(AutoResume(tmp_path), module=ensemble)
+    assert same(weights(fit(AutoResume(tmp_path), module=ensemble)), weights(whole))
+
+
+def test_commands(tmp_path, capsys):
+    stop(AutoResume(tmp_path, every_n_train_steps=5))
+    assert cli.main(["resume", "status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"stopped, epoch 1 of 2, step 13, process \d+ on .*ago", said)
+    assert re.search(r"-epoch=1-step=13.ckpt: step 13, batch 3 of epoch 1, .* KiB, \d+ s ago", said)
+    assert cli.main(["resume", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(": whole") == 2
+    os.truncate(next(Path(tmp_path).glob("*13.ckpt")), 10)
+    assert cli.main(["resume", "verify", str(tmp_path)]) == 1
+    assert "has 10 bytes instead of" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["resume", "status", str(tmp_path / "nothing")])
+    assert "holds nothing of AutoResume. Give the dirpath of a run." in capsys.readouterr().err
+
+
+def test_status_of_a_run_that_was_killed(tmp_path, capsys):
+    folder = CheckpointFolder(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        folder.write_status(state="running", epoch=1, step=2, max_epochs=3, max_steps=-1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert cli.main(["resume", "status", str(tmp_path)]) == 0
+    assert "killed, epoch 1 of 3, step 2" in capsys.readouterr().out
+
+
+def test_says_where_it_goes_on(tmp_path, lightning_log):
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    stop(AutoResume(tmp_path))
+    fit(AutoResume(tmp_path))
+    said = [line for _, line in lightning_log if line.startswith("AutoResume")]
+    assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to go on."
+    assert re.fullmatch(r"AutoResume: the run goes on at epoch 1, step 13 \(.*step=13.ckpt\).", said[1])
