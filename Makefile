@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check fix bench constraints clean
+.PHONY: help demo test test-oldest soak check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,9 @@ test: $(VENV)/installed-test ## Run the tests
 
 test-oldest: $(OLDEST)/installed ## Run the tests with the oldest supported Lightning
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests
+
+soak: $(VENV)/installed-test ## Kill 400 runs in all phases, and compare each with the undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .

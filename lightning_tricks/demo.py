@@ -1,7 +1,7 @@
 """`lightning-tricks demo`: a small classifier on real digits, trained with every trick of the collection.
 
-A room joins by bringing a module `demo.py` with two functions: `specs(seed)`, the fields of `Tricks` it fills, and
-`rows(trainer, history)`, what to say of it afterwards.
+A room joins by bringing a module `demo.py` with two functions: `specs(seed, out)`, the fields of `Tricks` it fills,
+where `out` is the report folder, and `rows(trainer, history)`, what to say of it afterwards.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import csv
 import json
 import logging
 import platform
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -126,7 +127,7 @@ def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Traine
     _quieten_lightning()
     fields: dict[str, Any] = {}
     for part in _parts().values():
-        fields |= part.specs(seed)
+        fields |= part.specs(seed, out)
     tricks = Tricks(**fields)
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
@@ -138,20 +139,29 @@ def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Traine
 def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
     """Train, test, print the table of what each trick did, and write the report.
 
-    Writes `report.json`, `report.html`, and the logs and checkpoint of the run under `logs/`.
+    Writes `report.json`, `report.html`, and the logs and checkpoint of the run under `logs/`. A run that was stopped
+    goes on when it is called again.
     """
+    unfinished = out / "resume"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # the loaders need no workers
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        warnings.filterwarnings("ignore", message="The dirpath has changed")  # a run that goes on logs to a new folder
         model, data = DigitsClassifier(tricks), Digits()
+        folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
+        if trainer.is_global_zero:
+            unfinished.mkdir(exist_ok=True)
+            with (unfinished / "logs.txt").open("a") as names:
+                names.write(f"{folder}\n")
         trainer.fit(model, data)
         values = dict(trainer.callback_metrics)
         trainer.test(model, data, verbose=False)
         values |= trainer.callback_metrics
-        folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
         if trainer.is_global_zero:
-            report = _report(trainer, _read_history(folder / "metrics.csv"), {k: v.item() for k, v in values.items()})
+            folders = (unfinished / "logs.txt").read_text().splitlines()
+            report = _report(trainer, _read_history(folders), {k: v.item() for k, v in values.items()})
             _print_and_write(report, out, folder)
+            shutil.rmtree(unfinished)  # the next run begins afresh
 
 
 def _report(
@@ -190,9 +200,20 @@ def _parts() -> dict[str, ModuleType]:
     return {room: import_module(name) for room, name in names.items() if find_spec(name)}
 
 
-def _read_history(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:
+    """Return what was logged, step by step; a run that was stopped has several folders, and the last one counts."""
+    steps: dict[float, dict[str, float]] = {}
+    for folder in folders:
+        path, fresh = Path(folder) / "metrics.csv", set()
+        if not path.exists():
+            continue
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                values = {key: float(value) for key, value in row.items() if value}
+                step = values["step"]
+                steps[step] = {**(steps.get(step, {}) if step in fresh else {}), **values}
+                fresh.add(step)
+    return [steps[step] for step in sorted(steps)]
 
 
 def _quieten_lightning() -> None:

@@ -266,6 +266,8 @@ class GuardedFit(FitWatcher):
     def _write(self, checkpoint: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""
         trainer = self.trainer
+        for logger in trainer.loggers:  # or what was logged before is lost when the process is killed
+            logger.save()
         try:
             self.folder.save(
                 checkpoint,

@@ -15,7 +15,7 @@ from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.saving import save_weights
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     return {"checkpoint_remapping": {"clean_on_save": True}}
 

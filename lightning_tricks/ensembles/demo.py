@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_tricks.ensembles.voting import VotingClassifier
 _MEMBERS = 5
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo: none."""
     return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,7 +12,7 @@ from lightning_tricks._shared.units import si
 from lightning_tricks.flops.callback import FlopsReport
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     return {"flops": {"backward": True, "depth": 2}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import Trainer
 _MAX_NORM = 2.0
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     return {"gradient_clipping": {"max_norm": _MAX_NORM, "log_layers": True}}
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     return {"images": {"n": 16, "every_n_epochs": 5}}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     return {"optimizer": {"lr": 5e-3}, "schedule": {"kind": "warmup_cosine", "warmup": 0.1}}
 

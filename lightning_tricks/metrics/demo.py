@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_tricks.metrics.callback import MetricsMonitor
 
 
-def specs(seed: int) -> dict[str, Any]:
+def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that this room fills in the demo."""
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     preset = {"task": "multiclass", "num_classes": 10}

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_shows_every_trick_and_what_it_did(two_runs):
 def test_runs_with_one_seed_are_the_same(two_runs):
     _, runs = two_runs
     assert _table(runs[0].stdout) == _table(runs[1].stdout)
+
+
+def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
+    _, (undisturbed, _) = two_runs
+    arguments = ("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(tmp_path))
+    process = subprocess.Popen([_COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not list(tmp_path.glob("resume/*.json")):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9
+    tables = [_table(run.stdout.partition("1,797 digits")[2]) for run in (_run(*arguments), undisturbed)]
+    assert len(tables[0]) > 10
+    assert tables[0] == tables[1]
+    assert not (tmp_path / "resume").exists()
 
 
 def test_readme_shows_this_table(two_runs):

@@ -1,5 +1,6 @@
 """A probe for each private Lightning symbol; run with the oldest and the newest supported Lightning."""
 
+import signal
 import types
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
 from lightning_tricks._callback import TrickCallback
-from tests.contract.lab import BATCHES, QUIET, Net, digits, loader
+from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
 class _Hyper(Net):
@@ -222,3 +223,178 @@ def test_replace_train_loaders(by_module):
 @pytest.mark.parametrize("shares_out", [True, False])
 def test_shares_out_samples(shares_out):
     assert compat.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
+
+
+class _Watches(compat.FitWatcher):
+    def __init__(self):
+        self.calls = []
+
+    def signals_registered(self):
+        self.calls.append("signals")
+
+    def train_loaders_ready(self, loaders, all_sized):
+        assert [type(part) for part in loaders] == [DataLoader]
+        self.calls.append(("train", all_sized))
+
+    def validation_loaders_ready(self, loaders):
+        self.calls.append(("validation", len(loaders)))
+
+    def is_resumed(self):
+        self.calls.append("reset")
+        return False
+
+    def epoch_starts(self):
+        self.calls.append("starts")
+
+    def epoch_started(self, finish_batch):
+        assert callable(finish_batch)
+        self.calls.append("started")
+
+    def batch_done(self):
+        self.calls.append("batch")
+
+
+class _Places(lightning.pytorch.Callback):
+    """Asks for the place after each batch's last hook."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step > 0:
+            (iterator,), ahead = compat.train_iterators(trainer)
+            place = compat.place_in_fit(trainer)
+            self.seen.append((iterator._num_yielded, ahead, compat.batches_done(trainer), place))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_watch_fit():
+    for validates in (False, True):
+        trainer, watcher = Trainer(max_epochs=2, **QUIET), _Watches()
+        undo = compat.watch_fit(trainer, watcher)
+        trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
+        epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
+        ready = [("validation", 1)] * validates
+        assert [call for call in watcher.calls if call not in ready] == ["signals", ("train", True), *epoch, *epoch]
+        assert sum(call in ready for call in watcher.calls) == validates
+        undo()
+        trainer.fit_loop.max_epochs = 3
+        before = len(watcher.calls)
+        trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
+        assert len(watcher.calls) == before
+
+
+def test_place_in_fit_and_back():
+    class Logs(Net):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            self.log("loss", outputs["loss"], on_step=True, on_epoch=True)
+            if batch_idx == 0:
+                self.log("first", 1.0 + self.current_epoch, reduce_fx="max")
+            return outputs
+
+    places, trainer = _Places(), None
+    trainer = Trainer(max_epochs=1, callbacks=[places], **QUIET)
+    trainer.fit(Logs(), loader())
+    assert [seen[:3] for seen in places.seen] == [(count, 0, count) for count in range(2, BATCHES + 1)]
+    place = places.seen[-1][-1]
+    assert [item["key"] for item in place["results"]] == ["training_step.loss", "training_step.first"]
+    other = Trainer(max_epochs=1, **QUIET)
+    compat.return_to_place(other, place)
+    again = compat.place_in_fit(other)
+    assert again["logged"].keys() == place["logged"].keys()
+    for left, right in zip(again["results"], place["results"], strict=True):
+        assert left["value"] == right["value"]
+        assert left["meta"] == right["meta"]
+    assert compat.is_between_steps(trainer)
+    assert compat.is_at_end_of_epoch(trainer)
+
+
+def test_choose_what_to_resume(tmp_path):
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(), loader())
+    checkpoint = compat.checkpoint_of(trainer)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert checkpoint.keys() == torch.load(tmp_path / "saved.ckpt", weights_only=False).keys()
+    given = []
+    for choice in (None, ("memory", checkpoint)):
+        other, module = Trainer(max_epochs=1, **QUIET), Net()
+        compat.choose_what_to_resume(other, lambda path, choice=choice: given.append(path) or choice)
+        other.fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
+        assert other.global_step == BATCHES
+        assert torch.equal(module.net[0].weight, checkpoint["state_dict"]["net.0.weight"])
+        assert "resume_start" not in vars(other._checkpoint_connector)
+    assert given == [tmp_path / "saved.ckpt"] * 2
+    undo = compat.choose_what_to_resume(other, lambda path: pytest.fail("it was undone"))
+    undo()
+    other.fit_loop.max_epochs = 2
+    other.fit(Net(), loader())
+
+
+def test_skip_train_batches():
+    class Skips(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                compat.skip_train_batches(trainer, 3)
+            (iterator,), _ = compat.train_iterators(trainer)
+            seen.append(iterator._num_yielded)
+
+    seen = []
+    Trainer(max_epochs=1, limit_train_batches=6, callbacks=[Skips()], **QUIET).fit(Net(), loader())
+    assert seen == [4, 5, 6, 7, 8, 9]
+
+
+def test_end_workers():
+    class Ends(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            (iterator,), _ = compat.train_iterators(trainer)
+            workers.extend(iterator._workers)
+            del iterator
+            compat.end_workers(trainer)
+            assert not any(worker.is_alive() for worker in workers)
+            raise KeyboardInterrupt
+
+    workers = []
+    with pytest.raises(SystemExit):
+        Trainer(max_epochs=1, callbacks=[Ends()], **QUIET).fit(Net(), DataLoader(digits(), 4, num_workers=2))
+    assert len(workers) == 2
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_skip_sanity_check_and_forget_restart():
+    class Counts(lightning.pytorch.Callback):
+        checks = 0
+
+        def on_sanity_check_start(self, trainer, pl_module):
+            self.checks += 1
+
+        def on_train_start(self, trainer, pl_module):
+            compat.forget_restart(trainer)
+            assert not trainer.fit_loop.epoch_loop.val_loop.restarting
+
+    class Skips(compat.FitWatcher):
+        def signals_registered(self):
+            compat.skip_sanity_check(trainer)
+
+    for skips in (False, True):
+        counts = Counts()
+        trainer = Trainer(max_epochs=1, callbacks=[counts], **{**QUIET, "num_sanity_val_steps": 2})
+        if skips:
+            compat.watch_fit(trainer, Skips())
+        trainer.fit(EvaluatedNet(), loader(), loader())
+        assert counts.checks == (not skips)
+
+
+def test_slurm_requeue_signal(monkeypatch):
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    assert compat.slurm_requeue_signal(Trainer(**QUIET)) is None
+    for name in ("NTASKS", "JOB_ID"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    for name in ("JOB_NAME", "PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    asked = [
+        compat.slurm_requeue_signal(Trainer(plugins=[SLURMEnvironment(**options)], **QUIET))
+        for options in ({}, {"auto_requeue": False}, {"requeue_signal": signal.SIGUSR2})
+    ]
+    assert asked == ["SIGUSR1", None, "SIGUSR2"]

@@ -1,0 +1,150 @@
+"""What AutoResume costs: in a step between two saves, and until the first step of a run that is taken up."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from _ratios import arguments, measure, ratios, report
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import AutoResume, seed_everything
+from lightning_tricks.auto_resume.fit import GuardedFit
+
+SAMPLES, BATCH_SIZE, STEPS = 100_000, 32, 300
+LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Classifier(LightningModule):
+    """A multilayer perceptron on vectors of 64."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+        self.head = nn.Linear(hidden, 10)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the cross-entropy."""
+        return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+class Timer(Callback):
+    """Notes when the first batch came, and how long the batches after the first 20 took."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the time."""
+        now = time.perf_counter()
+        self.first = getattr(self, "first", now)
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 21:
+            self.from_21 = now
+        self.last = now
+
+
+def loader() -> DataLoader[Any]:
+    """Return 100,000 random samples, shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(SAMPLES, 64, generator=generator), torch.randint(10, (SAMPLES,), generator=generator)
+    return DataLoader(TensorDataset(x, y), BATCH_SIZE, shuffle=True)
+
+
+def steps(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
+    """Time steps with and without AutoResume, and what of them passes inside it."""
+    inside: list[float] = []
+
+    def fit(guarded: bool) -> float:
+        seed_everything(1, verbose=False)
+        timer = Timer()
+        plain, spent = GuardedFit.batch_done, [0.0]
+
+        def batch_done(self: GuardedFit) -> None:
+            start = time.perf_counter()
+            plain(self)
+            spent[0] += time.perf_counter() - start
+
+        with tempfile.TemporaryDirectory() as folder, patch.object(GuardedFit, "batch_done", batch_done):
+            guards = [AutoResume(folder, every_n_epochs=None)] if guarded else []
+            trainer = Trainer(max_steps=STEPS, callbacks=[*guards, timer], enable_checkpointing=False, **LEAN)
+            trainer.fit(Classifier(hidden), data)
+        elapsed = timer.last - timer.from_21
+        if guarded:
+            inside.append(1 + spent[0] / STEPS * (STEPS - 21) / elapsed)
+        return elapsed
+
+    times = measure({"without": lambda: fit(False), "with AutoResume": lambda: fit(True)}, rounds)
+    found = ratios(times, "without")
+    ordered = sorted(inside[-rounds:])
+    found["1 + inside AutoResume"] = {
+        "median": round(ordered[rounds // 2], 5),
+        "q1": round(ordered[rounds // 4], 5),
+        "q3": round(ordered[3 * rounds // 4], 5),
+    }
+    return found
+
+
+def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
+    """Time a resumed fit until its first step, in the middle of an epoch; Lightning's begins the epoch again."""
+    at = int(SAMPLES / BATCH_SIZE * share)
+    folder = Path(tempfile.mkdtemp())
+
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == at:
+                trainer.save_checkpoint(folder / "lightning.ckpt")
+            if trainer.global_step == at + 1:
+                raise RuntimeError
+
+    seed_everything(1, verbose=False)
+    guard = AutoResume(folder / "runs", every_n_train_steps=at, every_n_epochs=None)
+    with suppress(RuntimeError):
+        Trainer(max_epochs=1, callbacks=[guard, Stops()], enable_checkpointing=False, **LEAN).fit(Classifier(64), data)
+
+    class First(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            self.at = time.perf_counter()
+            raise RuntimeError
+
+    def first_step(guarded: bool) -> float:
+        seed_everything(1, verbose=False)
+        first = First()
+        guards = [AutoResume(folder / "runs", every_n_epochs=None)] if guarded else []
+        trainer = Trainer(max_epochs=1, callbacks=[*guards, first], enable_checkpointing=False, **LEAN)
+        module = Classifier(64)
+        start = time.perf_counter()
+        with suppress(RuntimeError):
+            trainer.fit(module, data, ckpt_path=None if guarded else folder / "lightning.ckpt")
+        return first.at - start
+
+    contestants = {"Lightning": lambda: first_step(False), "AutoResume": lambda: first_step(True)}
+    return ratios(measure(contestants, rounds), "Lightning")
+
+
+def main() -> None:
+    """Measure and report."""
+    given = arguments(15)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    data = loader()
+    results = {f"a step, hidden {hidden}": steps(hidden, data, given.rounds) for hidden in (64, 1024)}
+    for share in (0.1, 0.9):
+        results[f"to the first step, at {share:.0%} of an epoch"] = taking_up(share, data, given.rounds)
+    report("auto_resume", results, given.rounds, given.out)
+
+
+if __name__ == "__main__":
+    main()
