@@ -183,6 +183,10 @@ class FitWatcher:
     def signals_registered(self) -> None:
         """The Trainer has registered its own signal handlers."""
 
+    def epoch_of_loaders(self, epoch: int) -> int:
+        """The epoch whose order the samplers shall give, where the Trainer thinks of `epoch`."""
+        return epoch
+
     def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """The training loaders are there, their iterators not yet."""
 
@@ -233,8 +237,9 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
     def load_combined_loader_states() -> None:
         loader: Any = fit._combined_loader
         parts = list(loader.flattened)
+        number = watcher.epoch_of_loaders(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]
         for part in parts:
-            _set_sampler_epoch(part, fit.epoch_progress.current.processed)  # type: ignore[attr-defined]
+            _set_sampler_epoch(part, number)
         watcher.train_loaders_ready(parts, all(sized_len(part) is not None for part in parts))
         plain["_load_combined_loader_states"]()
 
@@ -274,6 +279,25 @@ def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
     try:
         fetcher: Any = trainer.fit_loop._data_fetcher
         return list(fetcher.combined_loader._iterator.iterators), len(getattr(fetcher, "batches", ()))
+    except AttributeError as error:
+        raise _unknown_lightning("AutoResume", error) from error
+
+
+def load_states_of_loaders(trainer: Trainer) -> None:
+    """Let loaders with a `state_dict` take up their saved states, if they were made before these were there.
+
+    Where `configure_optimizers` asks for `estimated_stepping_batches`, that makes the loaders before the Trainer
+    restores its loops.
+    """
+    try:
+        fit: Any = trainer.fit_loop
+        states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
+        if states:
+            fit._combined_loader._load_state_dicts(states)
+            fetcher = fit._data_fetcher
+            fetched = fetcher.fetched
+            iter(fetcher)
+            fetcher.fetched = fetched
     except AttributeError as error:
         raise _unknown_lightning("AutoResume", error) from error
 

@@ -170,6 +170,10 @@ class GuardedFit(FitWatcher):
             self.rank.restore_results(self._own)
             skip_sanity_check(self.trainer)
 
+    def epoch_of_loaders(self, epoch: int) -> int:
+        """The epoch that is taken up, also where the loaders are made before the Trainer's loops know of it."""
+        return int(self._own["loaders"]["epoch"]) if self._moment else epoch
+
     def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Follow the loaders, or take them to where they were."""
         self.loaders.follow(loaders, all_sized, self._own["loaders"] if self._moment else None)

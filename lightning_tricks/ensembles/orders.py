@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -18,11 +19,13 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
 from lightning_tricks.ensembles.functional import derived_seed
+from lightning_tricks.seeding.functional import seed_streams
 
-_ORDER, _BOOTSTRAP = 1, 2  # purposes of seeds
+_ORDER, _BOOTSTRAP, _WORKERS = 1, 2, 3  # purposes of seeds
 
 
 class MemberOrders:
@@ -101,8 +104,9 @@ class MemberLoader:
     """The batches of a DataLoader, with rows of n members in an order of each one's own.
 
     Data sets of tensors in memory are indexed directly; others are read by a DataLoader with the settings of the given
-    one. A batch holds n times as many rows. As the seed and the epoch decide about the orders, a run that is resumed in
-    the middle of an epoch goes on with the batches that it has not seen.
+    one. A batch holds n times as many rows. As the seed and the epoch decide about the orders, and with the batch about
+    the random numbers in workers, a run that is resumed in the middle of an epoch goes on with the batches that it has
+    not seen, however many workers make them.
 
     Args:
         loader: For which `objection_to_orders` has no objection.
@@ -115,12 +119,12 @@ class MemberLoader:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
         self._inner: DataLoader[Any] | None = None
-        self._given = 0  # batches of this epoch
+        self.given = 0  # batches of this epoch
         self._resumed = {"epoch": -1, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
         """Return how far this epoch has come."""
-        return {"epoch": self.sampler.epoch, "batches": self._given}
+        return {"epoch": self.sampler.epoch, "batches": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there, where the next epoch is that one."""
@@ -132,16 +136,16 @@ class MemberLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, {"epoch": -1, "batches": 0}
-        self._given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
+        self.given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
         tensors = tensors_in_memory(self.loader)
         for batch in self._reading() if tensors is None else self._indexed(*tensors):
-            self._given += 1
+            self.given += 1
             yield batch
 
     def batches(self) -> Iterator[Tensor]:
         """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
         indices = self.sampler.draw()
-        for number in range(self._given, len(self)):
+        for number in range(self.given, len(self)):
             yield indices[:, number * self.batch_size : (number + 1) * self.batch_size]
 
     def _indexed(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
@@ -156,7 +160,7 @@ class MemberLoader:
         if self._inner is None:
             given = self.loader
             self._inner = DataLoader(
-                given.dataset,
+                _SeededBatches(given.dataset),
                 batch_sampler=_Flat(self),
                 num_workers=given.num_workers,
                 collate_fn=given.collate_fn,
@@ -164,7 +168,7 @@ class MemberLoader:
                 timeout=given.timeout,
                 worker_init_fn=self.worker_init_fn,
                 multiprocessing_context=given.multiprocessing_context,
-                generator=given.generator,
+                generator=given.generator or torch.Generator(),  # not the process' stream: it would go on elsewhere
                 prefetch_factor=given.prefetch_factor,
                 persistent_workers=given.persistent_workers,
             )
@@ -181,7 +185,24 @@ class _Flat:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (indices.flatten().tolist() for indices in self.loader.batches())
+        orders = self.loader.sampler
+        for number, indices in enumerate(self.loader.batches(), self.loader.given):
+            seed = derived_seed(orders.seed, _WORKERS, orders.epoch, number, orders.ranks[0])
+            yield [seed, *indices.flatten().tolist()]
+
+
+class _SeededBatches(Dataset[Any]):
+    """A data set asked for whole batches, whose random numbers in workers follow from the batch alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        seed, *rows = indices
+        if get_worker_info() is not None:
+            seed_streams(seed)
+        whole = getattr(self.dataset, "__getitems__", None)
+        return list(whole(rows)) if whole is not None else [self.dataset[row] for row in rows]
 
 
 def objection_to_orders(loader: Any) -> str:

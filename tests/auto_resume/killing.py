@@ -61,6 +61,7 @@ def run(folder: Path, options: dict[str, Any], *, seconds: float | None = None, 
 
 def _be_a_script(folder: Path, options: dict[str, Any]) -> None:
     status = 1
+    os.setpgid(0, 0)  # a signal to its process group is not for us
     torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
     try:
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

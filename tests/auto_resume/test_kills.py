@@ -78,6 +78,10 @@ def test_stopped_at_each_phase(folders, phase):
         {"loader": "batches"},
         {"loader": "stateful"},
         {"reload": 1},
+        {"asks": True},
+        {"asks": True, "workers": 2, "ranks": 2, "strategy": "ddp_fork"},
+        {"asks": True, "loader": "stateful"},
+        {"asks": True, "loader": "batches"},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )

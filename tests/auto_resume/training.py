@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "guarded": True,
     "early": 0,  # patience of EarlyStopping
     "reload": 0,  # reload_dataloaders_every_n_epochs
+    "asks": False,  # for the number of steps, in configure_optimizers: as people do for OneCycleLR
     "kill": None,  # hook, which of its calls, signal, rank or "group"
     "again": False,  # the same signal once more
 }
@@ -131,7 +132,7 @@ class StatefulBatches(Batches):
 
 
 class DigitsNet(LightningModule):
-    def __init__(self, optimization: str) -> None:
+    def __init__(self, optimization: str, asks: bool) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = optimization == "automatic"
@@ -169,7 +170,8 @@ class DigitsNet(LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200)
+        steps = int(self.trainer.estimated_stepping_batches) if self.hparams["asks"] else 200
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -317,7 +319,7 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
     options = {**DEFAULTS, **options}
     warnings.filterwarnings("ignore", module=r"lightning\.")
     seed_everything(7, verbose=False)
-    module = DigitsNet(options["optimization"])
+    module = DigitsNet(options["optimization"], options["asks"])
     fp16 = options["precision"] == "16-mixed"
     validation: dict[str, Any] = {}
     if options["validate"] == "none":

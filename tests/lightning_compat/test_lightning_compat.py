@@ -398,3 +398,34 @@ def test_slurm_requeue_signal(monkeypatch):
         for options in ({}, {"auto_requeue": False}, {"requeue_signal": signal.SIGUSR2})
     ]
     assert asked == ["SIGUSR1", None, "SIGUSR2"]
+
+
+def test_load_states_of_loaders():
+    """What `estimated_stepping_batches` makes too early gets its state after all."""
+
+    class Keeps(list):
+        begun = 0
+
+        def __iter__(self):
+            return iter([*super().__iter__()][self.begun :])
+
+        def state_dict(self):
+            return {"begun": 4}
+
+        def load_state_dict(self, state):
+            self.begun = state["begun"]
+
+    class Loads(lightning.pytorch.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
+            compat.load_states_of_loaders(trainer)
+            compat.load_states_of_loaders(trainer)  # there is nothing more
+
+    class Counts(Net):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch[1].tolist())
+            return super().training_step(batch, batch_idx)
+
+    seen, batches = [], Keeps(loader())
+    Trainer(max_epochs=1, limit_train_batches=6, callbacks=[Loads()], **QUIET).fit(Counts(), batches)
+    assert seen == [batch[1].tolist() for batch in list.__iter__(batches)][4:10]
