@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_choice, check_count
@@ -36,7 +37,7 @@ class AutoResume(TrickCallback):
     Saves happen between two optimizer steps only, never within accumulation or validation: a kill loses what came
     after the last one, and repeats it. It does not change the run that it protects.
 
-    The n-th fit of an instance goes on with the n-th fit of the stopped run.
+    The n-th fit of an instance goes on with the n-th fit of the stopped run. A `fast_dev_run` is left alone.
 
     Not exact, as nobody can know it: Python attributes of modules, datasets and callbacks that are in no
     `state_dict` or `on_save_checkpoint`; generators that a dataset keeps for itself; an `IterableDataset` whose order
@@ -105,13 +106,17 @@ class AutoResume(TrickCallback):
         self.force = force
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self._fits_done = 0
-        self._fit: Any = None  # a GuardedFit, between setup and teardown
+        self._fit: GuardedFit | None = None  # between setup and teardown
         self._undo: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find what there is to resume, and follow the fit from here on."""
         super().setup(trainer, pl_module, stage)
+        self._release()
         if stage != "fit":
+            return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
         self._refuse(trainer, pl_module)
         root = Path(self.dirpath)
@@ -128,26 +133,29 @@ class AutoResume(TrickCallback):
         problem = trainer.strategy.broadcast(problem)
         if problem:
             raise MisconfigurationException(problem)
-        self._release()
         self._undo = install_durable_io(trainer.strategy)
         self._fit = GuardedFit(self, trainer, pl_module, folder)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with."""
-        self._fit.fit_starts()
+        if self._fit is not None:
+            self._fit.fit_starts()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on after the end of a fit that was given more epochs."""
-        self._fit.train_starts()
+        if self._fit is not None:
+            self._fit.train_starts()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the fit."""
-        self._fit.train_ends()
+        if self._fit is not None:
+            self._fit.train_ends()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the fit."""
-        self._fit.fit_ends()
-        self._fits_done += 1
+        if self._fit is not None:
+            self._fit.fit_ends()
+            self._fits_done += 1
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""

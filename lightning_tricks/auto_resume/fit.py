@@ -74,6 +74,7 @@ class GuardedFit(FitWatcher):
         self.loaders = LoadersOfFit(self.request)
         self.rank: RankState
         self.agreement: Agreement
+        self._runs = False  # before that, a tuner may train in a fit of its own
         self._moment = ""  # of the checkpoint that is to be taken up; empty once that is done
         self._own: Mapping[str, Any] = {}  # this rank's part of it
         self._narrowed: Mapping[str, Any] | None = None  # a checkpoint whose weights were loaded in another precision
@@ -164,6 +165,7 @@ class GuardedFit(FitWatcher):
 
     def signals_registered(self) -> None:
         """Heed signals from here on; a fit that had ended gives its results again."""
+        self._runs = True
         if not self.request.listen():
             rank_zero_warn("AutoResume: signals can be heeded in the main thread only; periodic saves go on.")
         if self._moment == _AT_END:
@@ -190,7 +192,7 @@ class GuardedFit(FitWatcher):
 
     def is_resumed(self) -> bool:
         """Whether the epoch that begins goes on where another process was stopped."""
-        return bool(self._moment)
+        return self._runs and bool(self._moment)
 
     def epoch_starts(self) -> None:
         """Note what the epoch's order comes from."""
@@ -199,6 +201,8 @@ class GuardedFit(FitWatcher):
 
     def epoch_started(self, finish_batch: Callable[[], None]) -> None:
         """Go on where another process was stopped; else save between two epochs."""
+        if not self._runs:
+            return
         moment, self._moment = self._moment, ""
         if moment:
             self.loaders.skip_what_was_seen(self.trainer)
@@ -220,6 +224,8 @@ class GuardedFit(FitWatcher):
 
     def batch_done(self) -> None:
         """Save, or stop, where it is time for that."""
+        if not self._runs:
+            return
         trainer = self.trainer
         step = trainer.global_step
         if not is_between_steps(trainer) or (step == self._last_step and not self.module.automatic_optimization):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -378,3 +378,30 @@ def test_says_where_it_goes_on(tmp_path, lightning_log):
     said = [line for _, line in lightning_log if line.startswith("AutoResume")]
     assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to go on."
     assert re.fullmatch(r"AutoResume: the run goes on at epoch 1, step 13 \(.*step=13.ckpt\).", said[1])
+
+
+def test_a_fast_dev_run_is_left_alone(tmp_path, lightning_log):
+    fit(AutoResume(tmp_path / "runs"), fast_dev_run=True)
+    assert not (tmp_path / "runs").exists()
+    assert "AutoResume: a fast_dev_run is neither saved nor resumed." in [line for _, line in lightning_log]
+
+
+def test_a_learning_rate_finder_trains_before_the_fit(tmp_path):
+    class Tuned(Net):
+        def __init__(self):
+            super().__init__(dropout=0.2)
+            self.lr = 0.1
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def tuned(name, *callbacks):
+        finder = LearningRateFinder(num_training_steps=30)
+        return fit(
+            finder, *callbacks, module=Tuned, default_root_dir=tmp_path / name, enable_checkpointing=True, epochs=4
+        )
+
+    bare, guarded = tuned("bare"), tuned("guarded", AutoResume(tmp_path / "runs"))
+    assert guarded.lightning_module.lr == bare.lightning_module.lr != 0.1
+    assert same(weights(guarded), weights(bare))
+    assert [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()] == [40, 30]
