@@ -56,7 +56,7 @@ class AutoResume(TrickCallback):
             signal is left to Lightning where Lightning requeues (`SLURMEnvironment(auto_requeue=True)`, its default).
             In validation the answer waits for its end.
         on_hangup: What SIGHUP does, if it is among the signals: "detach" lets training go on without its terminal and
-            appends its output to `train.log` in `dirpath`; "stop" saves and leaves.
+            appends what would be shown there to `train.log` in `dirpath`; "stop" saves and leaves.
         exit_code: In [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again. Under `ddp_fork` and
             `ddp_spawn` the main process passes it on.
         force: Whether to go on from checkpoints of another model, other hyper-parameters or another seed.

@@ -7,6 +7,7 @@ iterable one is read anew up to there, as only it knows its order.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -202,7 +203,16 @@ class _Place:
             return self.initial[worker]  # which the worker reads anew from
         n_workers = len(self.base)
         made = len(range(self.offset + (worker - self.offset) % n_workers, batches, n_workers))
-        return self.streams.read(worker, self.base[worker] + made) if made else self.initial[worker]
+        if not made:
+            return self.initial[worker]
+        state = self.streams.read(worker, self.base[worker] + made)
+        if state is None:
+            warnings.warn(
+                f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random numbers "
+                "are not saved, and a resumed run draws others.",
+                stacklevel=2,
+            )
+        return state
 
     def _make(self, held: _Held | None = None) -> Any:
         """Let the loader make an iterator whose workers write their streams down; with `held`, they wait for work."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -83,17 +84,28 @@ class StopRequest:
 
 
 def send_output_to(path: Path) -> None:
-    """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere."""
+    """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere.
+
+    Where they go to a file already, they stay: a terminal, or a pipe to what ends with it, is what goes away.
+    """
     try:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # a terminal that is gone must not end the run
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
-        os.dup2(source, target)
+        if not _is_file(target):
+            os.dup2(source, target)
     os.close(log)
     os.close(nothing)
     for stream in (sys.stdout, sys.stderr):
         reopen = getattr(stream, "reconfigure", None)
         if reopen is not None:
             reopen(line_buffering=True)  # so that the file can be followed
+
+
+def _is_file(descriptor: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError:  # closed
+        return False
