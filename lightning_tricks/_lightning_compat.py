@@ -283,6 +283,22 @@ def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
         raise _unknown_lightning("AutoResume", error) from error
 
 
+def begun_again(trainer: Trainer) -> list[bool]:
+    """Return which of the training loaders were at their end in this epoch already, and began again."""
+    try:
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        return list(getattr(fetcher.combined_loader._iterator, "_consumed", ()))
+    except AttributeError as error:
+        raise _unknown_lightning("AutoResume", error) from error
+
+
+def mark_begun_again(trainer: Trainer, which: list[bool]) -> None:
+    """Take loaders for such that were at their end in this epoch already."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if begun_again(trainer):
+        fetcher.combined_loader._iterator._consumed = list(which)
+
+
 def load_states_of_loaders(trainer: Trainer) -> None:
     """Let loaders with a `state_dict` take up their saved states, if they were made before these were there.
 

@@ -10,7 +10,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_tricks._lightning_compat import batches_done, load_states_of_loaders, skip_train_batches, train_iterators
+from lightning_tricks._lightning_compat import (
+    batches_done,
+    begun_again,
+    load_states_of_loaders,
+    mark_begun_again,
+    skip_train_batches,
+    train_iterators,
+)
 from lightning_tricks.auto_resume.loaders import FollowedLoader, is_persistent, objection_to_following, place_of
 from lightning_tricks.auto_resume.signals import StopRequest
 from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
@@ -89,18 +96,21 @@ class LoadersOfFit:
         if self._replays:
             self._streams[moment] = pack_streams()
 
-    def skip_what_was_seen(self, trainer: Trainer) -> None:
+    def skip_what_was_seen(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
         """Take loaders that are not followed to where they were; the followed ones are there."""
         if not self._train:
             load_states_of_loaders(trainer)
         if self._replays:
             unpack_streams(self._streams["batch"])
             skip_train_batches(trainer, batches_done(trainer))
+        if len(saved["begun_again"]) == len(begun_again(trainer)):
+            mark_begun_again(trainer, saved["begun_again"])
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the places of all loaders, as tensors and plain values; `at_end` says that the epoch is over."""
         return {
             "epoch": trainer.current_epoch,
+            "begun_again": begun_again(trainer),
             "train": self._places(trainer, at_end),
             "validation": [_state_of(one, vars(one.loader).get("_iterator")) for one in self._validation],
             "replays": self._replays,

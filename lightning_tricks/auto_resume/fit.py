@@ -205,7 +205,7 @@ class GuardedFit(FitWatcher):
             return
         moment, self._moment = self._moment, ""
         if moment:
-            self.loaders.skip_what_was_seen(self.trainer)
+            self.loaders.skip_what_was_seen(self.trainer, self._own["loaders"])
             self.rank.restore(self._own, in_epoch=True)
             self._own = {}
             self._last_step = self._saved_step = self.trainer.global_step

@@ -75,6 +75,8 @@ def test_stopped_at_each_phase(folders, phase):
         {"optimization": "manual"},
         {"early": 1},
         {"loader": "two"},
+        {"loader": "streams"},
+        {"loader": "streams", "workers": 2},
         {"loader": "batches"},
         {"loader": "stateful"},
         {"reload": 1},

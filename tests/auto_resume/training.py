@@ -270,6 +270,9 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
     elif options["loader"] == "two":  # the shorter one is begun again within an epoch
         shorter = DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)
         train = CombinedLoader([DataLoader(data, batch_size=4, shuffle=True, **workers), shorter], "max_size_cycle")
+    elif options["loader"] == "streams":  # the same, and nobody knows how many batches there are
+        parts = [DataLoader(Stream(part), batch_size=4, **workers) for part in (data, Digits(20, 300))]
+        train = CombinedLoader(parts, "max_size_cycle")
     elif options["loader"] == "stateful":  # restores itself, as the Trainer lets it
         train = StatefulBatches(data)
     elif options["loader"] == "batches":  # no DataLoader

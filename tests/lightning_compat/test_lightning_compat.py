@@ -429,3 +429,21 @@ def test_load_states_of_loaders():
     seen, batches = [], Keeps(loader())
     Trainer(max_epochs=1, limit_train_batches=6, callbacks=[Loads()], **QUIET).fit(Counts(), batches)
     assert seen == [batch[1].tolist() for batch in list.__iter__(batches)][4:10]
+
+
+def test_begun_again():
+    class Asks(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(compat.begun_again(trainer))
+            if batch_idx == 3:
+                compat.mark_begun_again(trainer, [True, True])
+                assert compat.begun_again(trainer) == [True, True]
+
+    class Takes(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+    seen = []
+    loaders = [DataLoader(digits(), 4), DataLoader(digits(8), 4)]
+    Trainer(max_epochs=1, limit_train_batches=4, callbacks=[Asks()], **QUIET).fit(Takes(), loaders)
+    assert seen == [[False, False], [False, False], [False, True], [False, True]]
