@@ -14,8 +14,9 @@ from typing import IO, Any
 
 import torch
 
+from lightning_tricks._shared.files import PARTIAL, replacing
+
 FORMAT = 1  # of the manifests and of what AutoResume adds to a checkpoint
-_PARTIAL = ".partial"
 _CORRUPT = ".corrupt"
 _MANIFEST = ".json"
 
@@ -83,19 +84,9 @@ def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], obj
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    target = Path(path)
-    staged = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        with staged.open("wb") as file:
-            hashing = _Hashing(file)
-            hashing.take(write)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(target)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
-    _flush_directory(target.parent)
+    with replacing(Path(path)) as staged, staged.open("wb") as file:
+        hashing = _Hashing(file)
+        hashing.take(write)
     return hashing.digest.hexdigest(), hashing.size
 
 
@@ -168,7 +159,7 @@ class CheckpointFolder:
             if size != manifest.bytes:
                 return f"has {size} bytes instead of {manifest.bytes}"
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+                digest = _digest(file)
         except OSError as error:
             return f"cannot be read ({error.strerror or error})"
         return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
@@ -212,7 +203,7 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove what killed processes left: staged files, and checkpoints whose manifest was never written."""
         known = {manifest.file for manifest in self.manifests()}
-        for path in self.path.glob(f".*{_PARTIAL}"):
+        for path in self.path.glob(f".*{PARTIAL}"):
             path.unlink(missing_ok=True)
         for path in self.path.glob("*.ckpt"):
             if path.name not in known and not path.with_name(f"{path.name}{_MANIFEST}").exists():
@@ -309,15 +300,3 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     manifest = Manifest(**{name: value for name, value in values.items() if name in known})
     int(manifest.file.partition("-")[0])  # raises for another's file
     return manifest
-
-
-def _flush_directory(path: Path) -> None:
-    if os.name != "posix":  # where a directory cannot be opened
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:  # file systems that flush names by themselves
-        pass
-    finally:
-        os.close(handle)

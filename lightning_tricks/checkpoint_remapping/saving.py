@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_tricks._shared.files import replacing
 from lightning_tricks.checkpoint_remapping.alignment import listed
 from lightning_tricks.checkpoint_remapping.rules import strip_wrappers
 
@@ -48,10 +48,10 @@ def save_weights(
         from safetensors.torch import save_file
 
         stored, header = _for_safetensors(tensors)
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             save_file(stored, temporary, metadata={"format": "pt"} | header | (metadata or {}))
     elif path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             torch.save(tensors, temporary)
     else:
         raise ValueError(f"path must end in .safetensors, .pt, .pth, .ckpt or .bin, got {os.fspath(path)!r}.")
@@ -79,16 +79,3 @@ def _for_safetensors(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor
         stored[name] = tensor.detach().clone() if storage in used and tensor.numel() else tensor.detach().contiguous()
         used.add(storage)
     return stored, header
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` to write, which takes its place when it is whole and on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -119,11 +119,13 @@ def resumed_at(folder: Path) -> list[int]:
     return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run goes on at" in line]
 
 
+def phases_of(options: dict[str, Any]) -> list[str]:
+    """Return the phases that a run with these options has."""
+    return [phase for phase in PHASES if options["validate"] != "none" or not ("valid" in phase or "sanity" in phase)]
+
+
 def random_kill(options: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """Choose a kill that can happen with these options."""
-    can = [
-        phase for phase in PHASES if options["validate"] != "none" or ("valid" not in phase and "sanity" not in phase)
-    ]
-    phase = chance.choice(can)
+    phase = chance.choice(phases_of(options))
     names = ["SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1"]
     return {"phase": phase, "kill": kill_at(phase, chance.choice(names), options)}
