@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.model_report import ModelReport as ModelReport
     from lightning_tricks.model_report import summarize_model as summarize_model
+    from lightning_tricks.run_fingerprint import RunFingerprint as RunFingerprint
+    from lightning_tricks.run_fingerprint import assert_reproducible as assert_reproducible
     from lightning_tricks.seeding import SeedEverything as SeedEverything
     from lightning_tricks.seeding import capture_rng_state as capture_rng_state
     from lightning_tricks.seeding import isolated_rng as isolated_rng
@@ -105,6 +107,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "mixin": ("Tricks", "TricksMixin"),
         "model_report": ("ModelReport", "summarize_model"),
+        "run_fingerprint": ("RunFingerprint", "assert_reproducible"),
         "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
     },
 )

@@ -54,6 +54,7 @@ class Tricks:
 
     seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     auto_resume: str | dict[str, Any] | None = field(default=None, metadata={"callback": "AutoResume"})
+    run_fingerprint: str | dict[str, Any] | None = field(default=None, metadata={"callback": "RunFingerprint"})
     gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
     checkpoint_remapping: str | dict[str, Any] | None = field(
         default=None, metadata={"callback": "CheckpointRemapping"}

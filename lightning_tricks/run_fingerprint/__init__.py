@@ -1,0 +1,38 @@
+"""Find the first step, and the layer, at which two runs that should be equal are not.
+
+When to use it: the same script gives another result the second time, on another machine, after an update, or after a
+resume; or a test shall say that it does not.
+
+What it sees that a sum or a norm does not: the order of elements, and each single bit. A fingerprint reads each
+tensor once, on its device, and nothing is fetched before a block of steps is done.
+
+Caveats: equal means bit for bit. Runs with other numbers of ranks, devices, precisions or versions of libraries part at
+the first step, by no fault of theirs. A GPU needs `torch.use_deterministic_algorithms` for equal runs.
+
+Source: the mixing is that of MurmurHash3's finalizer (Austin Appleby, public domain).
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_tricks._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
+    from lightning_tricks.run_fingerprint.comparing import Comparison as Comparison
+    from lightning_tricks.run_fingerprint.comparing import Parting as Parting
+    from lightning_tricks.run_fingerprint.comparing import compare as compare
+    from lightning_tricks.run_fingerprint.functional import fingerprint as fingerprint
+    from lightning_tricks.run_fingerprint.record import RecordError as RecordError
+    from lightning_tricks.run_fingerprint.record import read_ranks as read_ranks
+    from lightning_tricks.run_fingerprint.reproducible import assert_reproducible as assert_reproducible
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "callback": ("RunFingerprint",),
+        "comparing": ("Comparison", "Parting", "compare"),
+        "functional": ("fingerprint",),
+        "record": ("RecordError", "read_ranks"),
+        "reproducible": ("assert_reproducible",),
+    },
+)

@@ -1,0 +1,189 @@
+"""The Lightning shell of the run_fingerprint room."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks.run_fingerprint.record import Origin, path_of_rank
+from lightning_tricks.run_fingerprint.recorder import Recorder
+from lightning_tricks.run_fingerprint.recording import FitRecording
+
+
+class RunFingerprint(TrickCallback):
+    """Record 64-bit fingerprints of batch, loss, gradients and weights at each step, to find where two runs part.
+
+    `lightning-tricks fingerprint diff A B` names the first step at which two files differ, and whether it is in the
+    data, the forward pass, the gradient or the update; with `detail="layer"` also the layer. The numbers stay on the
+    device and are fetched in blocks of 128 steps, when a checkpoint is saved, and at the end. A resumed fit goes on in
+    its file where the checkpoint was saved: if it is exact, the file is that of the run that was never stopped.
+
+    Gradients are seen before each optimizer step as they are when this callback's turn comes, unscaled and accumulated;
+    weights and buffers are seen after the step, and once before the first batch. Batches without an optimizer step have
+    neither. Under DDP each rank records what it sees: rank 1 of `run.jsonl` in `run.rank1.jsonl`.
+
+    Not seen: optimizer states, until they change weights; gradients that DeepSpeed keeps to itself; layers inside what
+    `torch.compile` has compiled, whose whole is seen; the parts of the model in validation.
+
+    Args:
+        path: File to write, of lines of JSON; its directory is made where it is missing. A file that is there is
+            replaced, unless a resumed fit goes on in it.
+        every_n_train_steps: Record the batches of every n-th optimizer step.
+        detail: "step" for four numbers a step; "layer" for one of each part of the batch, each layer's output, each
+            gradient and each weight.
+
+    The fingerprint itself: `lightning_tricks.run_fingerprint.functional.fingerprint`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If one is out of range or unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[RunFingerprint("runs/a.jsonl", detail="layer")], accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every_n_train_steps: int = 1,
+        detail: Literal["step", "layer"] = "step",
+    ) -> None:
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise TypeError(f"path must be the path of a file, got {path!r}.")
+        self.path = path
+        self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
+        self.detail = check_choice("detail", detail, ("step", "layer"))
+        self._rows = 0
+        self._rows_to_keep: int | None = None  # of the file in which a resumed fit goes on
+        self._fit: FitRecording | None = None  # between the start of training and its end
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a path that cannot be written."""
+        super().setup(trainer, pl_module, stage)
+        self._release()
+        if stage != "fit":
+            return
+        self._rows_to_keep = None
+        path, problem = Path(self.path), ""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                problem = "it is a directory"
+            elif not os.access(path.parent, os.W_OK):
+                problem = f"{path.parent} may not be written to"
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            raise MisconfigurationException(f"RunFingerprint cannot write {path}: {problem}. Choose another path.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the file with the weights as they are, or go on in it."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_info("RunFingerprint: a fast_dev_run is not recorded.")
+            return
+        origin = Origin(
+            detail=self.detail,
+            every_n_train_steps=self.every_n_train_steps,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        recorder = Recorder(path_of_rank(self.path, trainer.global_rank), origin)
+        fit = self._fit = FitRecording(recorder, pl_module)
+        with self._recording(fit):
+            if self._rows_to_keep is None or not recorder.go_on(self._rows_to_keep):
+                if recorder.path.exists():
+                    rank_zero_info(f"RunFingerprint replaces what is in {recorder.path}.")
+                fit.begin(trainer.global_step, trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find layers and weights anew."""
+        if self._fit is not None:
+            self._fit.look_up()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look at the batch, and from here on at the layers."""
+        if self._fit is not None and trainer.global_step % self.every_n_train_steps == 0:
+            self._fit.batch_starts(trainer.global_step, trainer.current_epoch, batch_idx, batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Look at the loss."""
+        if self._fit is not None:
+            self._fit.backward_starts(loss)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Look at the gradients."""
+        if self._fit is not None:
+            self._fit.optimizer_steps(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the weights."""
+        fit = self._fit
+        if fit is not None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            with self._recording(fit):
+                fit.batch_ends(loss, may_have_stepped=not pl_module.automatic_optimization)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what is left."""
+        self._write()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is, of the step that broke off as well."""
+        fit = self._fit
+        if fit is not None:
+            with suppress(RuntimeError), self._recording(fit):  # of a device that is lost
+                fit.breaks_off()
+        self._release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self._release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what there is, and return how many rows the file has."""
+        self._write()
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Note where to go on in the file."""
+        self._rows_to_keep = self._rows = state_dict["rows"]
+
+    def _write(self) -> None:
+        fit = self._fit
+        if fit is not None:
+            with self._recording(fit):
+                fit.recorder.write()
+
+    @contextmanager
+    def _recording(self, fit: FitRecording) -> Iterator[None]:
+        """Count rows that are recorded here; where the file cannot be written, training goes on without it."""
+        try:
+            yield
+            self._rows = fit.recorder.rows
+        except OSError as error:
+            warnings.warn(f"RunFingerprint stops recording, {self.path} cannot be written: {error}.", stacklevel=2)
+            self._release()
+
+    def _release(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.stop_watching()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fit": None}

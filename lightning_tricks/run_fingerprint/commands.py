@@ -1,0 +1,32 @@
+"""`lightning-tricks fingerprint`: where two recorded runs part."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the command line's."""
+    parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs part")
+    tools = parser.add_subparsers(required=True, metavar="TOOL")
+    words = "name the first step at which two runs differ, and in what; the exit status is 1 where they do"
+    diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
+    for name in "AB":
+        diff.add_argument(name, help="a file that RunFingerprint wrote")
+    diff.set_defaults(run=partial(_diff, diff))
+
+
+def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_tricks.run_fingerprint.comparing import compare
+    from lightning_tricks.run_fingerprint.record import RecordError, read_ranks
+
+    try:
+        comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
+    except (OSError, RecordError) as error:
+        parser.error(str(error))
+    Console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
+    return int(comparison.parting is not None)

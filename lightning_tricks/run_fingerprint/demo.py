@@ -1,0 +1,26 @@
+"""What the demo shows of fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_tricks._shared.units import byte_size
+from lightning_tricks.run_fingerprint.callback import RunFingerprint
+from lightning_tricks.run_fingerprint.record import read_record
+
+
+def specs(seed: int, out: Path) -> dict[str, Any]:
+    """Return the fields of `Tricks` that this room fills in the demo."""
+    return {"run_fingerprint": str(out / "fingerprint.jsonl")}
+
+
+def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Say what was recorded."""
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, RunFingerprint))  # type: ignore[attr-defined]
+    path = Path(callback.path)
+    size = byte_size(path.stat().st_size)
+    return {"recorded": f"{len(read_record(path)) - 1} steps in {size}: run again elsewhere, it can be compared"}

@@ -1,0 +1,56 @@
+"""The parts of a value that a fingerprint is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def parts_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors in containers, dataclasses and other objects; what is plain comes as a tensor of bytes.
+
+    Of objects their attributes count, of modules, functions and the like their type alone.
+    """
+    return _parts(value, name, ())
+
+
+def branches_of(value: Any) -> dict[str, Any]:
+    """Return what a value directly consists of, by name; itself where it is one thing."""
+    inner = None if isinstance(value, Tensor) else _inside(value)
+    return {"batch": value} if inner is None else {str(name): part for name, part in inner.items()}
+
+
+def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        yield name, torch.from_numpy(np.array(value))
+    elif value is None or isinstance(value, str | bytes | int | float | complex | os.PathLike):
+        yield name, _bytes(value)
+    elif id(value) not in around:
+        inner = _inside(value)
+        if inner is None:
+            yield name, _bytes(type(value).__qualname__)
+        for key, part in (inner or {}).items():
+            yield from _parts(part, f"{name}.{key}" if name else str(key), (*around, id(value)))
+
+
+def _inside(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, Set):
+        return dict(enumerate(sorted(value, key=repr)))
+    if isinstance(value, list | tuple | np.ndarray):
+        return dict(enumerate(value))
+    if isinstance(value, type | nn.Module) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return dict(vars(value))
+
+
+def _bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,50 @@
+"""What RunFingerprint promises."""
+
+import torch
+from lightning.pytorch import Callback
+
+from lightning_tricks import RunFingerprint
+from lightning_tricks.run_fingerprint import compare, read_ranks
+from tests.contract.case import Case
+from tests.contract.lab import Lab, Setting
+
+
+class FlipsBit(Callback):
+    """Flips one bit of one bias of the last layer, before a batch, on the last rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, 3) and trainer.global_rank == trainer.world_size - 1:
+            bias = list(pl_module.parameters())[-1].detach()
+            local = bias.to_local() if hasattr(bias, "to_local") else bias
+            local.view(torch.uint8)[-1] ^= 1
+
+
+def verify(lab: Lab, setting: Setting, callback: type = RunFingerprint) -> None:
+    """Two runs of a seed are found equal; one flipped bit of one weight is found in its step and layer."""
+    records, net = {}, {"dropout": 0.2}
+    for name, fault in (("first", []), ("second", []), ("flipped", [FlipsBit()])):
+        path = lab.folder / f"{setting.name} {name}.jsonl"
+        lab.fit([callback(path, detail="layer"), *fault], setting, net=net)
+        records[name] = read_ranks(path)
+    equal = compare(records["first"], records["second"])
+    assert (equal.parting, equal.batches) == (None, 20)
+    parting = compare(records["first"], records["flipped"]).parting
+    assert (parting.epoch, parting.batch, parting.kind) == (1, 3, "forward")
+    assert parting.rank == (0 if setting.sharded else setting.ranks - 1)  # shards are gathered on all
+    assert parting.layer == ("net" if setting.net.get("compiled") else "net.4")
+
+
+CASES = (
+    Case(
+        callback=RunFingerprint,
+        arguments={"path": "recorded", "every_n_train_steps": 2, "detail": "layer"},
+        kind="observer",
+        neutral=None,
+        why_no_neutral="it changes nothing in any setting",
+        of_one_fit=("path", "_rows", "_rows_to_keep"),
+        instances=1,
+        writes_to="path",
+        verify=verify,
+        untested={"CUDA": "no GPU run yet"},
+    ),
+)

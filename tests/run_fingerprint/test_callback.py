@@ -1,0 +1,426 @@
+"""RunFingerprint in real fits: faults are named, resumed runs leave one file, and training goes on whatever."""
+
+import os
+import resource
+import signal
+from itertools import groupby
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
+from lightning_tricks.run_fingerprint import compare, read_ranks
+from lightning_tricks.run_fingerprint.record import read_record
+from tests.contract.lab import QUIET, HostReads, Net, digits
+
+
+class ConvNet(Net):
+    """Convolutions, batch norm and dropout on 8 x 8 pixels."""
+
+    def build(self):
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(288, 10),
+        )
+
+
+def record(
+    path, callbacks=(), net=ConvNet, seed=1, data=None, detail="layer", ckpt_path=None, shuffle=False, **trainer
+):
+    """Train two epochs of ten batches and return what was recorded."""
+    seed_everything(seed, verbose=False)
+    module, dataset = net(), data or digits()
+    arguments = {"max_epochs": 2, **QUIET, **trainer}
+    fitter = Trainer(callbacks=[RunFingerprint(path, detail=detail), *callbacks], **arguments)
+    fitter.fit(module, DataLoader(dataset, batch_size=4, shuffle=shuffle), ckpt_path=ckpt_path)
+    return read_ranks(path)
+
+
+class AtStep(Callback):
+    """Does something to the module before the batch of a step."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            self.act(pl_module)
+
+
+class BeforeUpdate(AtStep):
+    """Does something to the module right before an optimizer step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pass
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.step:
+            self.act(pl_module)
+
+
+def flip_bit(module):
+    module.net[1].weight.detach().view(torch.int32)[0, 0, 1, 1] ^= 1 << 8
+
+
+def permute_weight(module):
+    weight = module.net[1].weight.detach()
+    weight.copy_(weight.flatten()[torch.arange(weight.numel()).roll(1)].view_as(weight))
+
+
+def draw(module):
+    torch.rand(1)
+
+
+def change_gradient(module):
+    module.net[2].weight.grad[1] *= -1
+
+
+def change_rate(module):
+    module.trainer.optimizers[0].param_groups[0]["lr"] *= 1.0001
+
+
+def lose_state(module):
+    module.trainer.optimizers[0].state.clear()
+
+
+def changed_sample(images, labels):
+    images[37, 3] = torch.nextafter(images[37, 3], torch.tensor(9.0))
+
+
+def changed_label(images, labels):
+    labels[37] = 9 - labels[37]
+
+
+def swapped_samples(images, labels):
+    images[[37, 38]], labels[[37, 38]] = images[[38, 37]], labels[[38, 37]]
+
+
+def faulty_data(fault):
+    images, labels = (each.clone() for each in digits().tensors)
+    fault(images, labels)
+    return TensorDataset(images, labels)
+
+
+FAULTS = {
+    "another seed": ({"seed": 2}, 0, "start", "net.1.weight"),
+    "another seed for the order alone": ({"callbacks": [AtStep(0, lambda m: None)], "shuffle": True}, 0, "data", "0"),
+    "one changed sample": ({"data": faulty_data(changed_sample)}, 9, "data", "0"),
+    "one changed label": ({"data": faulty_data(changed_label)}, 9, "data", "1"),
+    "two swapped samples": ({"data": faulty_data(swapped_samples)}, 9, "data", "0"),
+    "one flipped bit of one weight": ({"callbacks": [AtStep(7, flip_bit)]}, 7, "forward", "net.1"),
+    "a permuted weight": ({"callbacks": [AtStep(13, permute_weight)]}, 13, "forward", "net.1"),
+    "a random number drawn in between": ({"callbacks": [AtStep(5, draw)]}, 5, "forward", "net.5"),
+    "one changed gradient": ({"callbacks": [BeforeUpdate(6, change_gradient)]}, 6, "update", "net.2.weight"),
+    "another learning rate": ({"callbacks": [BeforeUpdate(6, change_rate)]}, 6, "update", "net.1.weight"),
+    "a lost optimizer state": ({"callbacks": [BeforeUpdate(11, lose_state)]}, 11, "update", "net.1.weight"),
+}
+
+
+@pytest.mark.parametrize("detail", ["step", "layer"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_injected_faults_are_named(tmp_path, fault, detail):
+    changes, step, kind, layer = FAULTS[fault]
+    whole = record(tmp_path / "whole.jsonl", detail=detail)
+    comparison = compare(whole, record(tmp_path / "again.jsonl", detail=detail))
+    assert (comparison.parting, comparison.batches) == (None, 20)
+    parting = compare(whole, record(tmp_path / "faulty.jsonl", detail=detail, **changes)).parting
+    assert parting.step == step
+    if detail == "layer":
+        assert (parting.kind, parting.layer) == (kind, layer)
+    else:  # one bit may not reach the rounded loss, but it reaches the weights
+        assert parting.kind in (kind, "gradient", "update")
+        assert parting.layer is None
+
+
+class Backward(torch.autograd.Function):
+    """The identity, with a gradient that is off by one rounding where it is told to."""
+
+    wrong = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + 2**-22) if Backward.wrong else gradient
+
+
+def test_a_backward_that_differs_is_named_at_the_layer_nearest_to_the_loss(tmp_path, monkeypatch):
+    class Inexact(ConvNet):
+        def training_step(self, batch, batch_idx):
+            features = Backward.apply(self.net[:4](batch[0]))
+            return nn.functional.cross_entropy(self.net[4:](features), batch[1])
+
+    whole = record(tmp_path / "a.jsonl", net=Inexact)
+    monkeypatch.setattr(Backward, "wrong", False)
+    faulty = AtStep(4, lambda module: monkeypatch.setattr(Backward, "wrong", True))
+    parting = compare(whole, record(tmp_path / "b.jsonl", [faulty], net=Inexact)).parting
+    assert (parting.step, parting.kind, parting.layer) == (4, "gradient", "net.2.bias")
+    assert (parting.differing, parting.compared) == (4, 6)
+
+
+class Adversaries(Net):
+    """A generator and a discriminator, one after the other in a step."""
+
+    raw = False
+
+    def build(self):
+        self.generator, self.discriminator = nn.Linear(8, 64), nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 1))
+        self.net = self.generator
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.discriminator, self.generator)]
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.ones(4, 8)
+        for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            fakes = self.discriminator(self.generator(noise)).mean()
+            loss = sign * (fakes - self.discriminator(batch[0]).mean())
+            loss.backward() if self.raw else self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss} if self.raw else None
+
+
+def test_several_optimizers_in_a_step_are_seen_in_their_order(tmp_path):
+    """The second forward pass differs because the first gradient did: that comes first."""
+
+    class Wrong(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            if trainer.global_step == 6:
+                pl_module.discriminator[0].weight.grad[0, 0] += 1.0
+
+    def make():
+        return Adversaries(optimization="manual")
+
+    whole = record(tmp_path / "a.jsonl", net=make)
+    parting = compare(whole, record(tmp_path / "b.jsonl", [Wrong()], net=make)).parting
+    assert (parting.step, parting.kind, parting.layer) == (6, "gradient", "discriminator.0.weight")
+    kinds = [kind for kind, _ in groupby(column.kind for column in whole[0].blocks[-1][0])]
+    assert kinds == ["data", *["forward", "loss", "gradient"] * 2, "weights"]
+
+
+def test_a_backward_past_lightning(tmp_path):
+    class Raw(Adversaries):
+        raw = True
+
+    (run,) = record(tmp_path / "a.jsonl", net=lambda: Raw(optimization="manual"), detail="step")
+    assert [column.kind for column in run.blocks[-1][0]] == ["data", "gradient", "gradient", "loss", "weights"]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.trap("resume: plain + any of shuffle, augmentation, dropout: differs")
+def test_a_resume_that_is_not_exact_is_found(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 13:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    whole = record(tmp_path / "a.jsonl", [Saves()])
+    (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    resumed = record(tmp_path / "b.jsonl", seed=5, ckpt_path=tmp_path / "mid.ckpt")
+    assert len(resumed[0]) == 21, "the rows up to the checkpoint, and those of the resumed run"
+    assert compare(whole, resumed).parting.step == 13
+    elsewhere = record(tmp_path / "c.jsonl", seed=5, ckpt_path=tmp_path / "mid.ckpt")
+    comparison = compare(whole, elsewhere)
+    assert comparison.parting.kind in ("data", "forward"), "the weights with which it began are those of the checkpoint"
+    assert comparison.parting.step == 13
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_exact_resume_leaves_the_file_of_one_run(tmp_path, every):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 13:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(path, *callbacks):
+        seed_everything(1, verbose=False)
+        seen = RunFingerprint(path, detail="layer", every_n_train_steps=every)
+        trainer = Trainer(callbacks=[seen, *callbacks], **{"max_epochs": 2, **QUIET})
+        trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4, shuffle=True))
+        return [(row.key, row.as_dict()) for row in read_record(path)]
+
+    whole = run(tmp_path / "whole.jsonl")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"), Stops())
+    assert run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved")) == whole
+    assert run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved")) == whole, "nothing was left to do"
+
+
+def test_checkpoints_and_ends_write_what_is_there(tmp_path):
+    sizes = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            sizes.append(len(read_record(tmp_path / "a.jsonl")))
+
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    record(tmp_path / "a.jsonl", [Looks(), saves], enable_checkpointing=True)
+    assert sizes[:12] == [0, 1, 1, 1, 1, 6, 6, 6, 6, 6, 11, 11]
+
+
+def test_only_every_nth_step_and_whole_accumulations(tmp_path):
+    seen = RunFingerprint(tmp_path / "a.jsonl", every_n_train_steps=2)
+    trainer = Trainer(callbacks=[seen], accumulate_grad_batches=3, **{"max_epochs": 2, **QUIET})
+    trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4))
+    rows = [(row.step, row.epoch, row.batch, len(row.as_dict())) for row in read_record(tmp_path / "a.jsonl")]
+    first = [(0, 0, -1, 1), (0, 0, 0, 2), (0, 0, 1, 2), (0, 0, 2, 4), (2, 0, 6, 2), (2, 0, 7, 2), (2, 0, 8, 4)]
+    assert rows == [*first, (4, 1, 0, 2), (4, 1, 1, 2), (4, 1, 2, 4), (6, 1, 6, 2), (6, 1, 7, 2), (6, 1, 8, 4)]
+
+
+def test_the_batches_of_each_rank_are_compared(tmp_path):
+    class OnLastRank(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_rank == 1 and trainer.global_step == 3:
+                pl_module.net[1].bias.detach()[0] += 1
+
+    ddp = {"strategy": "ddp_fork", "devices": 2}
+    whole = record(tmp_path / "a.jsonl", **ddp)
+    assert (len(whole), [len(each) for each in whole]) == (2, [11, 11])
+    assert compare(whole, record(tmp_path / "b.jsonl", **ddp)).parting is None
+    parting = compare(whole, record(tmp_path / "c.jsonl", [OnLastRank()], **ddp)).parting
+    assert (parting.rank, parting.step, parting.kind, parting.layer) == (1, 3, "forward", "net.1")
+
+
+def test_the_step_that_broke_off_is_recorded(tmp_path):
+    class Fails(ConvNet):
+        def on_before_optimizer_step(self, optimizer):
+            if self.global_step == 4:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        record(tmp_path / "a.jsonl", net=Fails)
+    rows = list(read_record(tmp_path / "a.jsonl"))
+    assert [row.step for row in rows] == [0, 0, 1, 2, 3, 4]
+    assert {column.kind for column in rows[-1].as_dict()} == {"data", "forward", "loss", "gradient"}
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_that_is_left_out_has_data_alone(tmp_path):
+    class Skips(ConvNet):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 7 else None
+
+    record(tmp_path / "a.jsonl", net=Skips, detail="step")
+    rows = list(read_record(tmp_path / "a.jsonl"))
+    assert [row.batch for row in rows] == [-1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+    assert "loss" not in {column.kind for column in rows[3].as_dict()}
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_training(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(module):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+
+    try:
+        with pytest.warns(UserWarning, match=r"stops recording, .*a.jsonl cannot be written: .*too large"):
+            record(tmp_path / "a.jsonl", [AtStep(3, fill)], max_epochs=14)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert len(read_record(tmp_path / "a.jsonl")) in (1, 2)
+
+
+def test_paths_that_cannot_be_written_are_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    for path, words in ((tmp_path, "it is a directory"), (tmp_path / "file" / "a.jsonl", "Not a directory|exists")):
+        with pytest.raises(MisconfigurationException, match=rf"cannot write .*({words}).*Choose another path"):
+            record(path)
+    for wrong in ("", None, 3):
+        with pytest.raises(TypeError, match=r"path must be the path of a file"):
+            RunFingerprint(wrong)
+    with pytest.raises(ValueError, match=r"detail must be one of step, layer, got 'layers'. Did you mean 'layer'"):
+        RunFingerprint("a", detail="layers")
+    with pytest.raises(ValueError, match="every_n_train_steps"):
+        RunFingerprint("a", every_n_train_steps=0)
+
+
+def test_a_record_that_is_replaced_is_mentioned(tmp_path, lightning_log):
+    record(tmp_path / "a.jsonl", seed=1)
+    assert not any("replaces" in line for _, line in lightning_log)
+    record(tmp_path / "a.jsonl", seed=2)
+    assert sum(f"RunFingerprint replaces what is in {tmp_path / 'a.jsonl'}." in line for _, line in lightning_log) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*logger.*:UserWarning")
+def test_a_fast_dev_run_leaves_the_record_of_a_real_one(tmp_path):
+    record(tmp_path / "a.jsonl")
+    before = (tmp_path / "a.jsonl").read_bytes()
+    record(tmp_path / "a.jsonl", fast_dev_run=2)
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_blocks_are_fetched_once(tmp_path):
+    """A fit of 260 steps fetches the first weights, two full blocks and the rest."""
+
+    def reads(callbacks):
+        with HostReads() as reads:
+            trainer = Trainer(callbacks=callbacks, **{"max_epochs": 26, **QUIET})
+            trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4))
+        return reads.count
+
+    fetches = reads([RunFingerprint(tmp_path / "a.jsonl", detail="layer")]) - reads([])
+    assert fetches == 2 * 4, "one `.cpu()` and one `.numpy()` each"
+
+
+def test_a_model_that_is_counted_on_a_copy_is_not_seen_twice(tmp_path):
+    """FlopsReport runs a copy of the model, hooks and all, in the first batch."""
+    whole = record(tmp_path / "a.jsonl")
+    assert compare(whole, record(tmp_path / "b.jsonl", [FlopsReport(backward=True)])).parting is None
+
+
+def test_activation_checkpointing_shows_layers_twice(tmp_path):
+    class Checkpointed(ConvNet):
+        def training_step(self, batch, batch_idx):
+            features = checkpoint(self.net[:5], batch[0], use_reentrant=False)
+            return nn.functional.cross_entropy(self.net[5:](features), batch[1])
+
+    whole = record(tmp_path / "a.jsonl", net=Checkpointed)
+    assert compare(whole, record(tmp_path / "b.jsonl", net=Checkpointed)).parting is None
+    calls = [c.call for c in whole[0].blocks[-1][0] if (c.kind, c.name) == ("forward", "net.1")]
+    assert calls == [1, 2]
+
+
+def test_frozen_transformers_keep_their_fast_path(tmp_path):
+    """In evaluation torch takes another path where a hook is on one of their modules."""
+
+    class Distilled(Net):
+        def build(self):
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+            self.teacher = nn.TransformerEncoder(layer, 1).requires_grad_(False)
+            self.net = nn.Sequential(nn.Linear(64, 10))
+
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                target = self.teacher.eval()(batch[0].view(4, 8, 8))
+            return (self.net(batch[0]).sum() - target.sum()).square()
+
+    (run,) = record(tmp_path / "a.jsonl", net=Distilled)
+    assert [column.name for column in run.blocks[-1][0] if column.kind == "forward"] == ["net.0"]
+
+
+def test_through_the_mixin(tmp_path):
+    class Tricky(TricksMixin, ConvNet):
+        def __init__(self):
+            super().__init__(tricks=Tricks(run_fingerprint=str(tmp_path / "a.jsonl")))
+
+    Trainer(**{"max_epochs": 1, **QUIET}).fit(Tricky(), DataLoader(digits(), batch_size=4))
+    assert len(read_record(tmp_path / "a.jsonl")) == 11
