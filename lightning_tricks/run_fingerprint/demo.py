@@ -23,4 +23,4 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     (callback,) = (c for c in trainer.callbacks if isinstance(c, RunFingerprint))  # type: ignore[attr-defined]
     path = Path(callback.path)
     size = byte_size(path.stat().st_size)
-    return {"recorded": f"{len(read_record(path)) - 1} steps in {size}: run again elsewhere, it can be compared"}
+    return {"recorded": f"{len(read_record(path)) - 1} steps in {size}, to compare with another run"}

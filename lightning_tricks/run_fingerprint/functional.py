@@ -90,8 +90,10 @@ def _words(flat: Tensor) -> Tensor:
 
 def _joined(flats: Sequence[Tensor]) -> Tensor:
     size = sum(flat.nbytes for flat in flats)
-    padding = flats[0].new_zeros(-size % 8, dtype=torch.uint8)
-    return torch.cat([*(flat.view(torch.uint8) for flat in flats), padding]).view(torch.int64)
+    bytes_ = [flat.view(torch.uint8) for flat in flats]
+    if size % 8:
+        bytes_.append(flats[0].new_zeros(-size % 8, dtype=torch.uint8))
+    return torch.cat(bytes_).view(torch.int64)
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
