@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_tricks._lightning_compat import (
+from lightning_tricks._lightning_compat.fit import (
     batches_done,
     begun_again,
     load_states_of_loaders,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_tricks._lightning_compat import (
+from lightning_tricks._lightning_compat.fit import (
     FitWatcher,
     batches_done,
     checkpoint_of,
@@ -271,7 +272,7 @@ class GuardedFit(FitWatcher):
         if failure:
             rank_zero_warn(f"{failure} The checkpoint before it is whole, and training goes on.")
         else:
-            self._tell("running")
+            self._told_at = -math.inf  # the status is due
 
     def _write(self, checkpoint: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat import fit, results
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
@@ -225,7 +226,7 @@ def test_shares_out_samples(shares_out):
     assert compat.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
 
 
-class _Watches(compat.FitWatcher):
+class _Watches(fit.FitWatcher):
     def __init__(self):
         self.calls = []
 
@@ -262,16 +263,16 @@ class _Places(lightning.pytorch.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step > 0:
-            (iterator,), ahead = compat.train_iterators(trainer)
-            place = compat.place_in_fit(trainer)
-            self.seen.append((iterator._num_yielded, ahead, compat.batches_done(trainer), place))
+            (iterator,), ahead = fit.train_iterators(trainer)
+            place = results.place_in_fit(trainer)
+            self.seen.append((iterator._num_yielded, ahead, fit.batches_done(trainer), place))
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_watch_fit():
     for validates in (False, True):
         trainer, watcher = Trainer(max_epochs=2, **QUIET), _Watches()
-        undo = compat.watch_fit(trainer, watcher)
+        undo = fit.watch_fit(trainer, watcher)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
         epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
         ready = [("validation", 1)] * validates
@@ -300,32 +301,32 @@ def test_place_in_fit_and_back():
     place = places.seen[-1][-1]
     assert [item["key"] for item in place["results"]] == ["training_step.loss", "training_step.first"]
     other = Trainer(max_epochs=1, **QUIET)
-    compat.return_to_place(other, place)
-    again = compat.place_in_fit(other)
+    results.return_to_place(other, place)
+    again = results.place_in_fit(other)
     assert again["logged"].keys() == place["logged"].keys()
     for left, right in zip(again["results"], place["results"], strict=True):
         assert left["value"] == right["value"]
         assert left["meta"] == right["meta"]
-    assert compat.is_between_steps(trainer)
-    assert compat.is_at_end_of_epoch(trainer)
+    assert fit.is_between_steps(trainer)
+    assert fit.is_at_end_of_epoch(trainer)
 
 
 def test_choose_what_to_resume(tmp_path):
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Net(), loader())
-    checkpoint = compat.checkpoint_of(trainer)
+    checkpoint = fit.checkpoint_of(trainer)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert checkpoint.keys() == torch.load(tmp_path / "saved.ckpt", weights_only=False).keys()
     given = []
     for choice in (None, ("memory", checkpoint)):
         other, module = Trainer(max_epochs=1, **QUIET), Net()
-        compat.choose_what_to_resume(other, lambda path, choice=choice: given.append(path) or choice)
+        fit.choose_what_to_resume(other, lambda path, choice=choice: given.append(path) or choice)
         other.fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
         assert other.global_step == BATCHES
         assert torch.equal(module.net[0].weight, checkpoint["state_dict"]["net.0.weight"])
         assert "resume_start" not in vars(other._checkpoint_connector)
     assert given == [tmp_path / "saved.ckpt"] * 2
-    undo = compat.choose_what_to_resume(other, lambda path: pytest.fail("it was undone"))
+    undo = fit.choose_what_to_resume(other, lambda path: pytest.fail("it was undone"))
     undo()
     other.fit_loop.max_epochs = 2
     other.fit(Net(), loader())
@@ -335,8 +336,8 @@ def test_skip_train_batches():
     class Skips(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 0:
-                compat.skip_train_batches(trainer, 3)
-            (iterator,), _ = compat.train_iterators(trainer)
+                fit.skip_train_batches(trainer, 3)
+            (iterator,), _ = fit.train_iterators(trainer)
             seen.append(iterator._num_yielded)
 
     seen = []
@@ -347,10 +348,10 @@ def test_skip_train_batches():
 def test_end_workers():
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            (iterator,), _ = compat.train_iterators(trainer)
+            (iterator,), _ = fit.train_iterators(trainer)
             workers.extend(iterator._workers)
             del iterator
-            compat.end_workers(trainer)
+            fit.end_workers(trainer)
             assert not any(worker.is_alive() for worker in workers)
             raise KeyboardInterrupt
 
@@ -369,18 +370,18 @@ def test_skip_sanity_check_and_forget_restart():
             self.checks += 1
 
         def on_train_start(self, trainer, pl_module):
-            compat.forget_restart(trainer)
+            fit.forget_restart(trainer)
             assert not trainer.fit_loop.epoch_loop.val_loop.restarting
 
-    class Skips(compat.FitWatcher):
+    class Skips(fit.FitWatcher):
         def signals_registered(self):
-            compat.skip_sanity_check(trainer)
+            fit.skip_sanity_check(trainer)
 
     for skips in (False, True):
         counts = Counts()
         trainer = Trainer(max_epochs=1, callbacks=[counts], **{**QUIET, "num_sanity_val_steps": 2})
         if skips:
-            compat.watch_fit(trainer, Skips())
+            fit.watch_fit(trainer, Skips())
         trainer.fit(EvaluatedNet(), loader(), loader())
         assert counts.checks == (not skips)
 
@@ -388,13 +389,13 @@ def test_skip_sanity_check_and_forget_restart():
 def test_slurm_requeue_signal(monkeypatch):
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    assert compat.slurm_requeue_signal(Trainer(**QUIET)) is None
+    assert fit.slurm_requeue_signal(Trainer(**QUIET)) is None
     for name in ("NTASKS", "JOB_ID"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
     for name in ("JOB_NAME", "PROCID", "LOCALID", "NODEID"):
         monkeypatch.setenv(f"SLURM_{name}", "0")
     asked = [
-        compat.slurm_requeue_signal(Trainer(plugins=[SLURMEnvironment(**options)], **QUIET))
+        fit.slurm_requeue_signal(Trainer(plugins=[SLURMEnvironment(**options)], **QUIET))
         for options in ({}, {"auto_requeue": False}, {"requeue_signal": signal.SIGUSR2})
     ]
     assert asked == ["SIGUSR1", None, "SIGUSR2"]
@@ -418,8 +419,8 @@ def test_load_states_of_loaders():
     class Loads(lightning.pytorch.Callback):
         def on_train_start(self, trainer, pl_module):
             trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-            compat.load_states_of_loaders(trainer)
-            compat.load_states_of_loaders(trainer)  # there is nothing more
+            fit.load_states_of_loaders(trainer)
+            fit.load_states_of_loaders(trainer)  # there is nothing more
 
     class Counts(Net):
         def training_step(self, batch, batch_idx):
@@ -434,10 +435,10 @@ def test_load_states_of_loaders():
 def test_begun_again():
     class Asks(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(compat.begun_again(trainer))
+            seen.append(fit.begun_again(trainer))
             if batch_idx == 3:
-                compat.mark_begun_again(trainer, [True, True])
-                assert compat.begun_again(trainer) == [True, True]
+                fit.mark_begun_again(trainer, [True, True])
+                assert fit.begun_again(trainer) == [True, True]
 
     class Takes(Net):
         def training_step(self, batch, batch_idx):

@@ -1,0 +1,269 @@
+"""The loops of a fit: what they resume, moments that no hook marks, their loaders and places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat._unknown import unknown_lightning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning.pytorch import Trainer
+
+
+def choose_what_to_resume(
+    trainer: Trainer, choose: Callable[[Any], tuple[Any, dict[str, Any]] | None]
+) -> Callable[[], None]:
+    """Let a function choose the checkpoint that the next run restores, when the model is there to compare it with.
+
+    It gets the path that was given to the Trainer, or None, and returns another one with what it read from there, or
+    None to leave it at that. Returns what ends this before the next run asked.
+    """
+    try:
+        from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+
+        connector: Any = trainer._checkpoint_connector
+        resume_start = connector.resume_start
+    except (AttributeError, ImportError) as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+    def chosen(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        undo()
+        choice = choose(checkpoint_path)
+        if choice is None:
+            resume_start(checkpoint_path, *args, **kwargs)
+        else:
+            connector._ckpt_path = choice[0]
+            connector._loaded_checkpoint = _pl_migrate_checkpoint(choice[1], choice[0])
+
+    def undo() -> None:
+        vars(connector).pop("resume_start", None)
+
+    connector.resume_start = chosen
+    return undo
+
+
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what `Trainer.save_checkpoint` would write; every rank has to call it."""
+    try:
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return checkpoint
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+class FitWatcher:
+    """What `watch_fit` calls, in this order; it does nothing by itself."""
+
+    def signals_registered(self) -> None:
+        """The Trainer has registered its own signal handlers."""
+
+    def epoch_of_loaders(self, epoch: int) -> int:
+        """The epoch whose order the samplers shall give, where the Trainer thinks of `epoch`."""
+        return epoch
+
+    def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
+        """The training loaders are there, their iterators not yet."""
+
+    def validation_loaders_ready(self, loaders: list[Any]) -> None:
+        """The validation loaders are there, their iterators not yet."""
+
+    def is_resumed(self) -> bool:
+        """Whether the epoch that begins goes on where another process was stopped."""
+        return False
+
+    def epoch_starts(self) -> None:
+        """The iterators of this epoch come next, unless they are there since `train_loaders_ready`."""
+
+    def epoch_started(self, finish_batch: Callable[[], None]) -> None:
+        """The first batch comes next; `finish_batch` does what follows a batch, validation included."""
+
+    def batch_done(self) -> None:
+        """A batch is done and logged; the validation that may be due is not."""
+
+
+def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
+    """Call a watcher at the moments of a fit that no hook marks; return what ends that."""
+    try:
+        from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+
+        signals, fit, epoch = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
+        validation = epoch.val_loop
+        replaced: dict[tuple[Any, str], Any] = {
+            (owner, name): getattr(owner, name)
+            for owner, name in (
+                (signals, "register_signal_handlers"),
+                (fit, "_load_combined_loader_states"),
+                (validation, "setup_data"),
+                (epoch, "reset"),
+                (epoch, "on_run_start"),
+                (epoch, "on_advance_end"),
+            )
+        }
+    except (AttributeError, ImportError) as error:
+        raise unknown_lightning("AutoResume", error) from error
+    plain = {name: function for (_, name), function in replaced.items()}
+    seen: list[Any] = []  # the validation loaders that were followed
+
+    def register_signal_handlers() -> None:
+        plain["register_signal_handlers"]()
+        watcher.signals_registered()
+
+    def load_combined_loader_states() -> None:
+        loader: Any = fit._combined_loader
+        parts = list(loader.flattened)
+        number = watcher.epoch_of_loaders(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        for part in parts:
+            _set_sampler_epoch(part, number)
+        watcher.train_loaders_ready(parts, all(sized_len(part) is not None for part in parts))
+        plain["_load_combined_loader_states"]()
+
+    def setup_data() -> None:
+        plain["setup_data"]()
+        loader: Any = validation._combined_loader
+        if loader is not None and seen != [loader]:
+            seen[:] = [loader]
+            watcher.validation_loaders_ready(list(loader.flattened))
+
+    def reset() -> None:
+        if not watcher.is_resumed():
+            plain["reset"]()  # which else would take the place for the middle of a step
+
+    def on_run_start(fetcher: Any) -> None:
+        watcher.epoch_starts()
+        plain["on_run_start"](fetcher)
+        watcher.epoch_started(lambda: plain["on_advance_end"](fetcher))
+
+    def on_advance_end(fetcher: Any) -> None:
+        watcher.batch_done()
+        plain["on_advance_end"](fetcher)
+
+    watching = (register_signal_handlers, load_combined_loader_states, setup_data, reset, on_run_start, on_advance_end)
+    for (owner, name), function in zip(replaced, watching, strict=True):
+        setattr(owner, name, function)
+
+    def undo() -> None:
+        for owner, name in replaced:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
+    """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
+    try:
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        return list(fetcher.combined_loader._iterator.iterators), len(getattr(fetcher, "batches", ()))
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def begun_again(trainer: Trainer) -> list[bool]:
+    """Return which of the training loaders were at their end in this epoch already, and began again."""
+    try:
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        return list(getattr(fetcher.combined_loader._iterator, "_consumed", ()))
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def mark_begun_again(trainer: Trainer, which: list[bool]) -> None:
+    """Take loaders for such that were at their end in this epoch already."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if begun_again(trainer):
+        fetcher.combined_loader._iterator._consumed = list(which)
+
+
+def load_states_of_loaders(trainer: Trainer) -> None:
+    """Let loaders with a `state_dict` take up their saved states, if they were made before these were there.
+
+    Where `configure_optimizers` asks for `estimated_stepping_batches`, that makes the loaders before the Trainer
+    restores its loops.
+    """
+    try:
+        fit: Any = trainer.fit_loop
+        states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
+        if states:
+            fit._combined_loader._load_state_dicts(states)
+            fetcher = fit._data_fetcher
+            fetched = fetcher.fetched
+            iter(fetcher)
+            fetcher.fetched = fetched
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def skip_train_batches(trainer: Trainer, count: int) -> None:
+    """Fetch batches for nothing."""
+    try:
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        fetched, fetcher.fetched = fetcher.fetched, 0
+        for _ in range(count):
+            next(fetcher)
+        fetcher.fetched = fetched
+        if fetcher.length is not None:
+            fetcher.done = fetched >= fetcher.length
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def batches_done(trainer: Trainer) -> int:
+    """Return how many batches of the epoch that runs are done."""
+    try:
+        return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def end_workers(trainer: Trainer) -> None:
+    """End the workers of a fit's loaders, which the fit will not ask again."""
+    try:
+        trainer.fit_loop.teardown()
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def is_at_end_of_epoch(trainer: Trainer) -> bool:
+    """Whether the batch that was just done is the last of its epoch."""
+    try:
+        return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def slurm_requeue_signal(trainer: Trainer) -> str | None:
+    """Return the name of the signal on which Lightning has SLURM requeue the job, or None where it does not."""
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    try:
+        environment = trainer._accelerator_connector.cluster_environment
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return environment.requeue_signal.name if environment.requeue_signal is not None else "SIGUSR1"
+
+
+def is_between_steps(trainer: Trainer) -> bool:
+    """Whether the batch that was just done ended with an optimizer step, and another batch or epoch follows."""
+    try:
+        loop = trainer.fit_loop.epoch_loop
+        return not (loop._should_accumulate() or 0 <= loop.max_steps <= loop.global_step)
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def skip_sanity_check(trainer: Trainer) -> None:
+    """Let the fit that is about to run begin without one, as a restored fit does."""
+    trainer.fit_loop.epoch_loop.val_loop._restarting = True
+
+
+def forget_restart(trainer: Trainer) -> None:
+    """Let the loops go on as if they had never been restored."""
+    fit = trainer.fit_loop
+    parts = (fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization)
+    for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, *parts):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for loop in (fit.epoch_loop, fit.epoch_loop.val_loop):
+        loop.reset_restart_stage()

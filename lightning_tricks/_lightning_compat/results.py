@@ -1,0 +1,85 @@
+"""What the Trainer remembers of values that were logged in the epoch that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat._unknown import unknown_lightning
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def place_in_fit(trainer: Trainer) -> dict[str, Any]:
+    """Return what the Trainer remembers beside its checkpoints: what was logged in this epoch, and when it reloads."""
+    try:
+        connector, fit = trainer._logger_connector, trainer.fit_loop
+        return {
+            "logged": {
+                name: dict(getattr(connector, name))
+                for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+            },
+            "current_fx": connector._current_fx,
+            "first_loop_iter": connector._first_loop_iter,
+            "should_stop": bool(trainer.should_stop),
+            "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
+            "results": [
+                _plain_result(trainer, key, item)
+                for key, item in fit.epoch_loop._results.items()
+                if item.meta.sync.group is None
+            ],
+        }
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
+    """Put back what `place_in_fit` returned."""
+    try:
+        connector, fit = trainer._logger_connector, trainer.fit_loop
+        for name, values in place["logged"].items():
+            setattr(connector, name, dict(values))
+        connector._current_fx, connector._first_loop_iter = place["current_fx"], place["first_loop_iter"]
+        trainer.should_stop = place["should_stop"]
+        fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
+        fit.epoch_loop._results.clear()
+        for item in place["results"]:
+            _add_result(trainer, item)
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
+
+
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def _plain_result(trainer: Trainer, key: str, item: Any) -> dict[str, Any]:
+    meta, sync = item.meta, item.meta.sync
+    plain = {name: getattr(meta, name) for name in _META}
+    plain |= {"reduce_fx": meta.reduce_fx.__name__, "dataloader_idx": meta.dataloader_idx}
+    plain |= {"metric_attribute": meta.metric_attribute}
+    return {
+        "key": key,
+        "meta": plain,
+        "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
+        "reduces": sync.fn == trainer.strategy.reduce,
+        "is_tensor": item.is_tensor,
+        "value": item.value if item.is_tensor else None,
+        "cumulated_batch_size": getattr(item, "cumulated_batch_size", None),
+        "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
+    }
+
+
+def _add_result(trainer: Trainer, item: dict[str, Any]) -> None:
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+    meta = _Metadata(**item["meta"])
+    meta.sync = _Sync(fn=trainer.strategy.reduce if item["reduces"] else _Sync.no_op, **item["sync"])
+    result: Any = _ResultMetric(meta, item["is_tensor"])
+    if item["is_tensor"]:
+        result.value = item["value"]
+    elif not item["state"]["has_reset"] and meta.metric_attribute:
+        result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+    if item["cumulated_batch_size"] is not None:
+        result.cumulated_batch_size = item["cumulated_batch_size"]
+    vars(result).update(item["state"])
+    trainer.fit_loop.epoch_loop._results[item["key"]] = result.to(trainer.strategy.root_device)
