@@ -114,7 +114,7 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _hash_of_description(description: Hashable) -> int:
     digest = hashlib.blake2b(repr(description).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -29,7 +29,7 @@ class Recorder:
     """Collects the fingerprints of one rank and writes them to its file.
 
     Args:
-        path: Of the file; what another run left there is replaced at the first block.
+        path: Of the file; `begin` replaces what is there.
         origin: Of the run.
 
     Attributes:

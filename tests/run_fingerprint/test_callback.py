@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from itertools import groupby
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -258,6 +259,21 @@ def test_an_exact_resume_leaves_the_file_of_one_run(tmp_path, every):
         run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"), Stops())
     assert run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved")) == whole
     assert run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved")) == whole, "nothing was left to do"
+
+
+def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 7 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ddp = {"strategy": "ddp_fork", "devices": 2}
+    whole = record(tmp_path / "whole.jsonl", **ddp)
+    with pytest.raises(SystemExit), patch("lightning_tricks.auto_resume.agreement._SECONDS", 0.0):
+        record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved"), Stops()], **ddp)
+    resumed = record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved")], **ddp)
+    for ours, theirs in zip(whole, resumed, strict=True):
+        assert [(row.key, row.as_dict()) for row in ours] == [(row.key, row.as_dict()) for row in theirs]
 
 
 def test_checkpoints_and_ends_write_what_is_there(tmp_path):
