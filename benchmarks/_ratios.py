@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,13 @@ def arguments(default_rounds: int) -> argparse.Namespace:
     if parsed.rounds < 15:
         parser.error(f"--rounds must be at least 15, got {parsed.rounds}")
     return parsed
+
+
+def be_quiet() -> None:
+    """Leave the screen to the table: no warnings, and of Lightning errors alone."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def report(claim: str, results: Mapping[str, Mapping[str, Mapping[str, float]]], rounds: int, out: Path) -> None:

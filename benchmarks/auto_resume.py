@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from _ratios import arguments, measure, ratios, report
+from _ratios import arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,9 +134,7 @@ def main() -> None:
     """Measure and report."""
     given = arguments(15)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    be_quiet()
     data = loader()
     results = {f"a step, hidden {hidden}": steps(hidden, data, given.rounds) for hidden in (64, 1024)}
     for share in (0.1, 0.9):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torchensemble
-from _ratios import arguments, measure, ratios, report
+from _ratios import arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -181,9 +179,7 @@ def accuracies(seeds: int = 20) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and write."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    be_quiet()
     given = arguments(default_rounds=15)
     torch.set_num_threads(1)
     report("ensembles", {**training(given.rounds), **inference(given.rounds)}, given.rounds, given.out)

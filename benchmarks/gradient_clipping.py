@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
 import torchvision
-from _ratios import arguments, measure, ratios, report
+from _ratios import arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from timm.utils.agc import adaptive_clip_grad as timm_adaptive_clip_grad
 from torch import Tensor, nn
@@ -109,8 +107,7 @@ def trainers(shapes: list[torch.Size]) -> dict[str, Callable[[], float]]:
 
 def main() -> None:
     """Measure, print and write."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    be_quiet()
     given = arguments(default_rounds=21)
     torch.manual_seed(0)
     results = {}

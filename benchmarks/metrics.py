@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from typing import Any
 
 import torch
 import torchvision
-from _ratios import arguments, ratios, report
+from _ratios import arguments, be_quiet, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -158,8 +156,7 @@ def random_images(count: int, *shape: int) -> TensorDataset:
 
 def main() -> None:
     """Measure, print and write."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    be_quiet()
     given = arguments(default_rounds=31)
     torch.set_num_threads(1)
     times = epochs(perceptron(), random_images(10_000, 1, 28, 28), 32, given.rounds, idioms=True)

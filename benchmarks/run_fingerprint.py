@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torchvision
-from _ratios import arguments, measure, ratios, report
+from _ratios import arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -145,9 +143,7 @@ def main() -> None:
     """Measure and report."""
     given = arguments(15)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    be_quiet()
     results = {
         "ResNet-18's weights, over reading them": hashes(given.rounds),
         "a step: ResNet-50, 32 images of 224 x 224": inside(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 def unknown_lightning(trick: str, error: Exception) -> RuntimeError:
+    """Return an error that names the trick, the version and the remedy."""
     import lightning
 
     return RuntimeError(
