@@ -56,13 +56,16 @@ def fingerprint(value: Any) -> Tensor:
 
 def _hash(tensors: Iterable[Tensor]) -> Tensor:
     long: list[Tensor] = []
-    short: list[Tensor] = []
+    short: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        (long if flat.nbytes > 8 * _ROW else short).append(flat)
-    words = [_words(flat) for flat in long]
+        flat = tensor.reshape(-1)
+        if flat.nbytes > 8 * _ROW:
+            long.append(flat)
+        else:
+            short.setdefault(flat.dtype, []).append(flat)
+    words = [_words([flat]) for flat in long]
     if short:
-        words.append(_joined(short))
+        words.append(_words([torch.cat(flats) for flats in short.values()]))
     rows = words[0] if len(words) == 1 and len(words[0]) <= _ROW else _sum_of_rows(words)
     numbered = torch.add(rows, torch.arange(len(rows), device=rows.device), alpha=_GOLDEN)
     numbered.bitwise_xor_(numbered >> 32).mul_(_MIXER)
@@ -83,17 +86,15 @@ def _sum_of_rows(words: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _words(flat: Tensor) -> Tensor:
-    fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
-    return flat.view(torch.int64) if fits else _joined([flat])
-
-
-def _joined(flats: Sequence[Tensor]) -> Tensor:
-    size = sum(flat.nbytes for flat in flats)
-    bytes_ = [flat.view(torch.uint8) for flat in flats]
+def _words(flats: Sequence[Tensor]) -> Tensor:
+    """Return the 64-bit words of what is laid one after another; no copy is made of one tensor that has whole words."""
+    first, size = flats[0], sum(flat.nbytes for flat in flats)
+    if len(flats) == 1 and size % 8 == 0 and first.storage_offset() * first.itemsize % 8 == 0:
+        return first.view(torch.int64)
+    parts = [flat.view(torch.uint8) for flat in flats]
     if size % 8:
-        bytes_.append(flats[0].new_zeros(-size % 8, dtype=torch.uint8))
-    return torch.cat(bytes_).view(torch.int64)
+        parts.append(first.new_zeros(-size % 8, dtype=torch.uint8))
+    return torch.cat(parts).view(torch.int64)
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:

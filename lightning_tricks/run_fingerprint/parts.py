@@ -36,8 +36,13 @@ def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str
         inner = _inside(value)
         if inner is None:
             yield name, _bytes(type(value).__qualname__)
+        around = (*around, id(value))
         for key, part in (inner or {}).items():
-            yield from _parts(part, f"{name}.{key}" if name else str(key), (*around, id(value)))
+            label = f"{name}.{key}" if name else str(key)
+            if isinstance(part, Tensor):  # most are, and there may be many
+                yield label, part
+            else:
+                yield from _parts(part, label, around)
 
 
 def _inside(value: Any) -> Mapping[Any, Any] | None:
