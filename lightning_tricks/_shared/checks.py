@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
@@ -58,6 +59,13 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> str:
     if isinstance(value, str) and value in known:
         return value
     raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
+
+
+def check_path(name: str, value: object, what: str) -> str | os.PathLike[str]:
+    """Return `value` if it can be the path of `what`, such as "a file", or raise a TypeError."""
+    if isinstance(value, str | os.PathLike) and str(value):
+        return value
+    raise TypeError(f"{name} must be the path of {what}, got {value!r}.")
 
 
 def nearest(value: object, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks.auto_resume.checkpoint_io import install_durable_io
 from lightning_tricks.auto_resume.fit import GuardedFit
 from lightning_tricks.auto_resume.functional import CheckpointFolder
@@ -86,8 +86,6 @@ class AutoResume(TrickCallback):
         force: bool = False,
         on_failed_save: Literal["warn", "raise"] = "warn",
     ) -> None:
-        if not isinstance(dirpath, str | os.PathLike) or not str(dirpath):
-            raise TypeError(f"dirpath must be the path of a directory, got {dirpath!r}.")
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
                 check_count(name, value)
@@ -95,7 +93,7 @@ class AutoResume(TrickCallback):
         if check_count("exit_code", exit_code, 0) > 255:
             raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
         check_signals(signals)
-        self.dirpath = dirpath
+        self.dirpath = check_path("dirpath", dirpath, "a directory")
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval

@@ -9,13 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from lightning_tricks._lightning_compat.fit import (
-    forget_restart,
-)
-from lightning_tricks._lightning_compat.results import (
-    place_in_fit,
-    return_to_place,
-)
+from lightning_tricks._lightning_compat.fit import forget_restart
+from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
 from lightning_tricks.auto_resume.progress import (
     buffer_digests,
     buffers_beyond,

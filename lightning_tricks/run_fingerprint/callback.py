@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks.run_fingerprint.record import Origin, path_of_rank
 from lightning_tricks.run_fingerprint.recorder import Recorder
 from lightning_tricks.run_fingerprint.recording import FitRecording
@@ -62,9 +62,7 @@ class RunFingerprint(TrickCallback):
         every_n_train_steps: int = 1,
         detail: Literal["step", "layer"] = "step",
     ) -> None:
-        if not isinstance(path, str | os.PathLike) or not str(path):
-            raise TypeError(f"path must be the path of a file, got {path!r}.")
-        self.path = path
+        self.path = check_path("path", path, "a file")
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
         self._rows = 0

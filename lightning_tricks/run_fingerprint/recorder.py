@@ -39,7 +39,7 @@ class Recorder:
     def __init__(self, path: Path, origin: Origin) -> None:
         self.path, self.origin = path, origin
         self.rows = 0
-        self._columns: list[Column] = []  # in the order in which steps make them
+        self._columns: dict[Column, None] = {}  # in the order in which steps make them
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
         self._block: list[Tensor] = []
@@ -63,7 +63,7 @@ class Recorder:
         write_record(self.path, record)
         self.rows = rows
         self._written_columns = record.blocks[-1][0] if record.blocks else ()
-        self._columns = list(self._written_columns)
+        self._columns = dict.fromkeys(self._written_columns)
         return True
 
     @property
@@ -81,16 +81,16 @@ class Recorder:
         self._values[Column(kind, name, call)] = fingerprint(value)
 
     def has(self, kind: str) -> bool:
-        """Whether the row has something of a kind."""
-        return any(column.kind == kind for column in self._values)
+        """Whether the row has something of a kind as a whole."""
+        return Column(kind) in self._values
 
     def end_row(self) -> None:
         """Keep the row; write the block where it is full or the columns become more."""
         if self._key is None:
             return
-        if not self._values.keys() <= set(self._columns):
+        if not self._values.keys() <= self._columns.keys():
             self.write()
-            self._columns = _merged(self._columns, self._values)
+            self._columns = dict.fromkeys(_merged(self._columns, self._values))
         self._keys.append(self._key)
         self._block.append(self._stacked())
         self.rows += 1
@@ -120,7 +120,7 @@ class Recorder:
         return torch.stack([value.to(device, non_blocking=True) for value in values])
 
 
-def _merged(known: list[Column], row: Iterable[Column]) -> list[Column]:
+def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
     """Put the columns of a row that are new where they come in it."""
     new: dict[Column | None, list[Column]] = {column: [] for column in (None, *known)}
     before = None
