@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak check fix bench constraints clean
+.PHONY: help demo test test-oldest soak fuzz check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ test-oldest: $(OLDEST)/installed ## Run the tests with the oldest supported Ligh
 
 soak: $(VENV)/installed-test ## Kill 400 runs in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400
+
+fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, and see that none takes long or much
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.fuzz --minutes 5
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .

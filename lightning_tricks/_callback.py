@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._shared.pictures import take_pictures
 
 _HOOKS_OF_STEPS = (
@@ -23,19 +28,46 @@ _HOOKS_OF_STEPS = (
 )
 
 
+def _normalized(path: str | os.PathLike[str]) -> str:
+    return os.path.normpath(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
+
+
 class TrickCallback(Callback):
     """A callback that pickles without the model and is, unless `allows_several`, the only one of its type in a Trainer.
 
     Attributes:
         allows_several: Whether several of its type make sense in one Trainer.
         brought_by_module: Whether a module's `TricksMixin` made it, not the user of the Trainer.
+        file_arguments: Names of the arguments that may name a file or a folder, which no checkpoint may do.
     """
 
     allows_several = False
     brought_by_module = False
+    file_arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def files_among(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
+        """Return the names of the arguments that name one of `texts`, or what lies in it, as a file or a folder."""
+        named = {_normalized(text) for text in texts} - {os.curdir}
+        return [
+            name
+            for name in cls.file_arguments
+            if isinstance(given := arguments.get(name), str | os.PathLike)
+            and given != inspect.signature(cls).parameters[name].default
+            and named.intersection(map(str, (path := Path(_normalized(given)), *path.parents)))
+        ]
+
+    @classmethod
+    def needs(cls, argument: str) -> bool:
+        """Whether an argument has no default."""
+        return inspect.signature(cls).parameters[argument].default is inspect.Parameter.empty
 
     def before_model(self) -> None:
         """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
+
+    def logs(self, stage: str, loaders: int = 1) -> Collection[str]:
+        """Return the keys of values that this callback is sure to log of an epoch of "train", "val" or "test"."""
+        return ()
 
     def state_in_epoch(self) -> dict[str, Any]:
         """Return what this rank remembers in the middle of an epoch, beside the state dict; `AutoResume` saves it."""
@@ -45,7 +77,9 @@ class TrickCallback(Callback):
         """Take up what `state_in_epoch` returned; the random streams are about to be restored, too."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback of the same type, and leave out the hooks that would do nothing at each step."""
+        """Refuse another Lightning and a second callback of the type; leave out the hooks that would do nothing."""
+        if remedy := other_import_style(type(trainer)):
+            raise MisconfigurationException(f"{type(self).__name__}: {remedy}")
         count = sum(isinstance(callback, type(self)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if count > 1 and not self.allows_several:
             raise MisconfigurationException(
@@ -77,7 +111,10 @@ class StepsCallback(TrickCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Look at what a step returned; `place` is the stage, "train", "val" or "test", and the loader's number."""
+        """Look at what a step returned; `place` is the stage, "train", "val" or "test", and the loader's number.
+
+        Of a training step that returned None comes an empty dict.
+        """
         raise NotImplementedError
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,8 +143,7 @@ class StepsCallback(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Look at a batch."""
-        if outputs:  # a step may return None; what comes here is a dict
-            self.on_step_end(trainer, pl_module, ("train", 0), outputs, batch, batch_idx)
+        self.on_step_end(trainer, pl_module, ("train", 0), outputs, batch, batch_idx)
 
     def on_validation_batch_end(
         self,

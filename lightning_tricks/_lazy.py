@@ -20,7 +20,7 @@ def lazy_names(
         What to bind to `__getattr__`, `__dir__` and `__all__` in the package's namespace.
     """
     home = {name: submodule for submodule, names in table.items() for name in names}
-    public = sorted(home)
+    public = sorted(name for name in home if not name.startswith("_"))
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in home:

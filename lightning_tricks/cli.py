@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {lightning_tricks.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small classifier on real digits with every trick"))
     for room in iter_modules(lightning_tricks.__path__):

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import inspect
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from contextvars import ContextVar
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from datetime import timedelta
 from functools import wraps
-from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.saving import load_hparams_from_tags_csv, load_hparams_from_yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.module import _IncompatibleKeys
+from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import module_from_checkpoint, replace_hyperparameter, restricted_classmethod
-from lightning_tricks.checkpoint_remapping import Checkpoint, CheckpointRemapping, load_weights, read_checkpoint
-from lightning_tricks.checkpoint_remapping.resuming import ReadCheckpoint, ReadWeights, arguments_of, where_it_was
+from lightning_tricks._lightning_compat import replace_hyperparameter, restricted_classmethod
+from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._shared.checks import check_choice, check_names, proposes_names
+from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
+from lightning_tricks.checkpoint_remapping.hyperparameters import values_in
+from lightning_tricks.checkpoint_remapping.loading import TEXTS_OF_FILE, make_module, read_for_module, texts_in
+from lightning_tricks.checkpoint_remapping.resuming import ReadWeights
+from lightning_tricks.gradient_clipping.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.seeding import isolated_seeding
 
@@ -34,14 +38,19 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+# The texts in the tricks that the caller of `load_from_checkpoint` gives
+_TEXTS_OF_CALLER: ContextVar[frozenset[str]] = ContextVar("texts of the caller's tricks", default=frozenset())
 
+
+@proposes_names()
 @dataclass(frozen=True, kw_only=True)
 class Tricks:
     """What `TricksMixin` switches on: one field for each room, None when it is off.
 
     The field of a callback takes its arguments as a dict, or its first argument alone; `optimizer` and `schedule` take
-    an `OptimizerSpec` and a `ScheduleSpec`, or their arguments as a dict. Where YAML needs an object of the collection,
-    such as `AGC`, it is `{class_path: lightning_tricks.AGC, init_args: {...}}`.
+    an `OptimizerSpec` and a `ScheduleSpec`, or their arguments as a dict. True stands for all defaults, where no
+    argument is required, and False for None. Where YAML needs an object of the collection, such as `AGC`, it is
+    `{class_path: lightning_tricks.AGC, init_args: {...}}`.
 
     Raises:
         TypeError: If a field is none of these, or names an argument that there is not.
@@ -52,21 +61,27 @@ class Tricks:
         {'max_norm': 1.0, 'log_layers': True}
     """
 
-    seeding: int | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
-    auto_resume: str | dict[str, Any] | None = field(default=None, metadata={"callback": "AutoResume"})
-    run_fingerprint: str | dict[str, Any] | None = field(default=None, metadata={"callback": "RunFingerprint"})
-    gradient_clipping: float | dict[str, Any] | None = field(default=None, metadata={"callback": "GradientClipping"})
-    checkpoint_remapping: str | dict[str, Any] | None = field(
+    seeding: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
+    auto_resume: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "AutoResume"})
+    run_fingerprint: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RunFingerprint"})
+    gradient_clipping: float | bool | dict[str, Any] | None = field(
+        default=None, metadata={"callback": "GradientClipping"}
+    )
+    checkpoint_remapping: str | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "CheckpointRemapping"}
     )
-    flops: dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
-    model_report: str | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
-    metrics: dict[str, Any] | None = field(default=None, metadata={"callback": "MetricsMonitor"})
-    images: int | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
-    optimizer: OptimizerSpec | None = None
-    schedule: ScheduleSpec | None = None
+    flops: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
+    model_report: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
+    metrics: dict[str, Any] | bool | Metric | MetricCollection | None = field(
+        default=None, metadata={"callback": "MetricsMonitor"}
+    )
+    images: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
+    optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
+    schedule: ScheduleSpec | bool | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for trick in fields(self):
+            object.__setattr__(self, trick.name, _arguments_or_none(trick, getattr(self, trick.name)))
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
             value = getattr(self, name)
@@ -97,6 +112,27 @@ class Tricks:
         }
 
 
+def _arguments_or_none(trick: Field[Any], value: Any) -> Any:
+    """Return what a field is given, with True and False as what they stand for; misspelled names are found."""
+    if value is None or value is False:
+        return None
+    specs = {"optimizer": OptimizerSpec, "schedule": ScheduleSpec}
+    takes = specs.get(trick.name) or getattr(lightning_tricks, trick.metadata["callback"])
+    parameters = inspect.signature(takes).parameters
+    if value is True:
+        required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+        if required:
+            example = "{" + ", ".join(f"{name!r}: ..." for name in required) + "}"
+            raise TypeError(
+                f"Tricks({trick.name}=True): {takes.__name__} has no default for {' and '.join(required)}: give a dict "
+                f"such as {example}, or the value of {next(iter(parameters))} alone."
+            )
+        return {}
+    if isinstance(value, Mapping) and trick.name not in specs:  # a spec checks its own
+        check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)
+    return value
+
+
 def _build(name: str, callback: type[TrickCallback], value: Any) -> TrickCallback:
     parameters = inspect.signature(callback).parameters
     arguments = _arguments(callback, value)
@@ -115,6 +151,11 @@ def _arguments(callback: type[TrickCallback], value: Any) -> Mapping[str, Any]:
 def _plain(value: Any) -> Any:
     """Turn objects of the collection into dicts of plain values, at any depth."""
     if is_dataclass(value) and not isinstance(value, type):
+        if METHODS.get(type(value).__name__) is not type(value):
+            raise TypeError(
+                f"Tricks(...) holds a {type(value).__name__}, which a checkpoint cannot describe: it knows "
+                f"{', '.join(METHODS)}. Give the callback that takes it to the Trainer."
+            )
         arguments = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
         return {"class_path": f"lightning_tricks.{type(value).__name__}", "init_args": arguments}
     if isinstance(value, Mapping):
@@ -126,19 +167,25 @@ def _plain(value: Any) -> Any:
                 "a preset, such as {'task': 'binary'}, or give MetricsMonitor to the Trainer."
             )
         return _plain(value.spec)
+    if isinstance(value, timedelta):
+        return {"seconds": value.total_seconds()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _object(value: Any) -> Any:
-    """Turn such dicts into objects again; only those of the collection, so that a checkpoint imports nothing."""
+    """Turn such dicts into objects again; only the listed descriptions, so that a checkpoint builds nothing else."""
     if not isinstance(value, Mapping):
         return value
     if "class_path" not in value:
         return {name: _object(part) for name, part in value.items()}
-    package, _, name = value["class_path"].rpartition(".")
-    if package != "lightning_tricks" or name not in lightning_tricks.__all__:
-        raise ValueError(f"class_path must name what `lightning_tricks` exports, got {value['class_path']!r}.")
-    return getattr(lightning_tricks, name)(**value.get("init_args", {}))
+    check_names("an object of class_path", value, ("class_path", "init_args"))
+    known = {f"lightning_tricks.{name}": method for name, method in METHODS.items()}
+    method = known[check_choice("class_path", value["class_path"], known)]
+    arguments = value.get("init_args") or {}
+    check_names(method.__name__, arguments, inspect.signature(method).parameters)
+    return method(**arguments)
 
 
 class TricksMixin(_Base):
@@ -170,7 +217,7 @@ class TricksMixin(_Base):
     """
 
     def __init__(self, *args: Any, tricks: Tricks | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.tricks = _as_tricks(tricks)
+        self.tricks = _without_files_of_checkpoint(_as_tricks(tricks))
         self._trick_callbacks = self.tricks.callbacks()
         for callback in self._trick_callbacks:
             callback.brought_by_module = True
@@ -183,6 +230,8 @@ class TricksMixin(_Base):
         order = cls.__mro__
         if torch.nn.Module in order and order.index(torch.nn.Module) < order.index(TricksMixin):
             raise TypeError(f"TricksMixin must come first: class {cls.__name__}(TricksMixin, ...).")
+        if remedy := other_import_style(cls):
+            raise TypeError(f"class {cls.__name__}(TricksMixin, ...): {remedy}")
         if "configure_callbacks" in vars(cls):
             cls.configure_callbacks = _with_tricks(cls.configure_callbacks)  # type: ignore[method-assign, assignment]
 
@@ -202,19 +251,20 @@ class TricksMixin(_Base):
         `Tricks(checkpoint_remapping=...)` says, or as `load_weights` does by itself; `load_report` says what was done.
         The seeding of the loaded module leaves no trace in the process.
 
+        Hyper-parameters are plain values: objects that LightningCLI would build from the class paths in them have to be
+        given as arguments. Of the tricks among them, what names a file or a folder is left out with a warning, and
+        `auto_resume` with it, unless the caller gives it (`tricks=...`).
+
         Raises:
             CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe, is none, or does not fit.
         """
-        if hparams_file is not None:
-            kwargs = {**_hyperparameters_of(hparams_file), **kwargs}
         with isolated_seeding():
-            checkpoint = _read(checkpoint_path, map_location)
-            rest = arguments_of(cls, checkpoint, kwargs)
-            version = {"pytorch-lightning_version": lightning.__version__}
-            raw = ReadCheckpoint(checkpoint, {**version, **rest, "state_dict": checkpoint.state_dict})
-            module = module_from_checkpoint(cls, raw, strict, kwargs)
-            first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
-            return module.to(first.device)
+            checkpoint, beside = read_for_module(checkpoint_path, map_location, hparams_file)
+            token = _TEXTS_OF_CALLER.set(_texts_of_tricks(kwargs))
+            try:
+                return make_module(cls, checkpoint, beside, strict, kwargs)
+            finally:
+                _TEXTS_OF_CALLER.reset(token)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load as torch does; inside `load_from_checkpoint`, what `checkpoint_remapping` makes of the file."""
@@ -237,15 +287,17 @@ class TricksMixin(_Base):
         own = super().configure_optimizers
         if getattr(own, "__func__", None) is not LightningModule.configure_optimizers:
             return own()
-        if self.tricks.optimizer is None:
+        spec = cast(OptimizerSpec | None, self.tricks.optimizer)
+        if spec is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} has no configure_optimizers, and its tricks no optimizer: write one, or set "
                 "Tricks(optimizer=OptimizerSpec(...))."
             )
-        optimizer = build_optimizer(self, self.tricks.optimizer)
-        if self.tricks.schedule is None:
+        optimizer = build_optimizer(self, spec)
+        schedule = cast(ScheduleSpec | None, self.tricks.schedule)
+        if schedule is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, self.tricks.schedule, self.trainer)}
+        return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, schedule, self.trainer)}
 
     def save_hyperparameters(
         self,
@@ -285,19 +337,45 @@ class TricksMixin(_Base):
         return [c for c in callbacks if not getattr(c, "brought_by_module", False) or c in self._trick_callbacks]
 
 
-def _read(path: str | os.PathLike[str] | IO[bytes], map_location: Any) -> Checkpoint:
-    location = where_it_was if map_location is None else map_location
-    if isinstance(path, str | os.PathLike):
-        return read_checkpoint(path, map_location=location)
-    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
-        shutil.copyfileobj(path, file)
-        file.flush()
-        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream")
+def _texts_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
+    """Return the texts of the tricks among the arguments of a caller, wherever they lie."""
+    names = {trick.name for trick in fields(Tricks)}
+    found = [part for part in values_in(given) if isinstance(part, Tricks)]
+    tables = [part for part in values_in(given) if isinstance(part, Mapping)]
+    return texts_in([*found, *(table[name] for table in tables for name in table.keys() & names)])
 
 
-def _hyperparameters_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    read = load_hparams_from_tags_csv if Path(path).suffix == ".csv" else load_hparams_from_yaml
-    return dict(read(os.fspath(path)))
+def _without_files_of_checkpoint(tricks: Tricks) -> Tricks:
+    """Return tricks that name no file or folder which the checkpoint that is being loaded names.
+
+    Raises:
+        ValueError: If it holds a regular expression that could take very long.
+    """
+    texts = TEXTS_OF_FILE.get() - _TEXTS_OF_CALLER.get()
+    for text in texts_in(tricks) & texts:
+        if text.startswith("re:"):
+            check_repeats(text[3:])
+    changed: dict[str, Any] = {}
+    dropped = []
+    for trick in fields(tricks):
+        value = getattr(tricks, trick.name)
+        if value is None or "callback" not in trick.metadata:
+            continue
+        callback: type[TrickCallback] = getattr(lightning_tricks, trick.metadata["callback"])
+        arguments = _arguments(callback, value)
+        named = callback.files_among(arguments, texts)
+        if named:
+            dropped += [f"{trick.name}.{name}={arguments[name]!r}" for name in named]
+            needed = any(callback.needs(name) for name in named)
+            changed[trick.name] = None if needed else {n: given for n, given in arguments.items() if n not in named}
+    if not dropped:
+        return tricks
+    rank_zero_warn(
+        f"The checkpoint's tricks name files or folders: {', '.join(dropped)}. A checkpoint does not decide what is "
+        "read, written or resumed here, and they are left out. If you want them, give the tricks yourself: "
+        "load_from_checkpoint(path, tricks=Tricks(...))."
+    )
+    return replace(tricks, **changed)
 
 
 def _finds_own_optimizers(module: type[TricksMixin]) -> bool:

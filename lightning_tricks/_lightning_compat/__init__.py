@@ -9,7 +9,7 @@ from packaging.version import Version
 from lightning_tricks._lightning_compat._unknown import unknown_lightning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ThroughputMonitor
@@ -95,11 +95,41 @@ def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> 
         raise unknown_lightning(f"logging by {source}", error) from error
 
 
-def names_logged_by_module(trainer: Trainer, source: str) -> set[str]:
-    """Return what was logged in this stage, but not by `log_epoch_value` of `source`."""
+def keys_logged_by_others(trainer: Trainer, source: str, *, reset_ones: bool = False) -> dict[str, str]:
+    """Return what is logged in this stage, but not by `log_epoch_value` of `source`: key -> hook, or source.
+
+    Keys are those that loggers or callbacks see: also with `_step`, `_epoch` and `/dataloader_idx_<n>` behind.
+
+    Args:
+        trainer: That runs the stage.
+        source: Of `log_epoch_value`.
+        reset_ones: Whether to include what was logged in an epoch that is over, at any time since it was first logged.
+    """
     try:
-        logged = [item.meta for item in trainer._results.values() if not item.has_reset]  # type: ignore[union-attr]
-        return {meta.name for meta in logged if meta.fx != source}
+        keys: dict[str, str] = {}
+        for item in trainer._results.values():  # type: ignore[union-attr]
+            meta = item.meta
+            if meta.fx == source or (item.has_reset and not reset_ones):
+                continue
+            index = meta.dataloader_idx if meta.add_dataloader_idx else None
+            suffix = "" if index is None else f"/dataloader_idx_{index}"
+            hook = meta.fx.removesuffix(f".{index}")
+            for name in (meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)):
+                keys[name + suffix] = hook
+        return keys
+    except AttributeError as error:
+        raise unknown_lightning(f"logging by {source}", error) from error
+
+
+def forget_logged_before(trainer: Trainer, source: str, keys: Collection[str]) -> None:
+    """Drop the memory of others' values that were logged under some keys in epochs that are over."""
+    try:
+        results: Any = trainer._results
+        over = [
+            key for key, item in results.items() if item.has_reset and item.meta.name in keys and item.meta.fx != source
+        ]
+        for key in over:
+            del results[key]
     except AttributeError as error:
         raise unknown_lightning(f"logging by {source}", error) from error
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from numbers import Real
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def check_number(
@@ -66,6 +71,32 @@ def check_path(name: str, value: object, what: str) -> str | os.PathLike[str]:
     if isinstance(value, str | os.PathLike) and str(value):
         return value
     raise TypeError(f"{name} must be the path of {what}, got {value!r}.")
+
+
+def check_names(what: str, given: Iterable[object], known: Iterable[str], remark: str = "") -> None:
+    """Raise a TypeError where one of the `given` names is none that `what` takes, and name what is nearest to it."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} takes no {name!r}. It takes {', '.join(known)}.{nearest(name, known)}{remark}")
+
+
+def proposes_names(remark: str = "") -> Callable[[type[T]], type[T]]:
+    """Let a class name the argument that is nearest to one which its `__init__` does not take, and add a remark."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Any = cls.__init__
+        known = list(signature(cls).parameters)
+
+        @wraps(init)
+        def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
+            check_names(cls.__name__, given, known, remark)
+            init(self, *args, **given)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 def nearest(value: object, known: Iterable[str]) -> str:

@@ -1,26 +1,81 @@
-"""Files that are there whole or not at all."""
+"""Files: those that are read are files, and those that are written are there whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-PARTIAL = ".partial"  # ends the names of files that are being written
+PARTIAL = ".partial"  # ends the names of files that are being written: .{name}.{16 hexadecimal digits}.partial
+_LONGEST_NAME = 200  # bytes of the name that a partial file takes over; file systems allow 255 in all
+
+
+class NotAFileError(OSError):
+    """A path of a directory, a pipe, a device or a socket, where a file is expected."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read its bytes; nothing but a file, so that this never waits for a writer.
+
+    Raises:
+        NotAFileError: If it is a directory, a pipe, a device or a socket.
+        OSError: If it is not there or may not be read.
+    """
+    _check_kind(path, Path(path).stat().st_mode)  # before it is opened: that alone makes some devices act
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    handle = os.open(path, flags)
+    try:
+        _check_kind(path, os.fstat(handle).st_mode)
+    except BaseException:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "rb")
+
+
+def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    if stat.S_ISREG(mode):
+        return
+    kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    raise NotAFileError(f"{os.fspath(path)} is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a file beside `path` to write, which takes its place when it is whole and on the disk.
 
-    An error leaves what was there before, and no other file.
+    It is made anew under a name that nobody can foresee. The file has the mode of the one that it replaces, or what the
+    umask leaves of a new one. Where `path` is a symbolic link, what it points to is written, as `open` does. An error
+    leaves what was there before, and no other file.
+
+    Raises:
+        NotAFileError: If there is a directory, a pipe, a device or a socket.
+        OSError: If it cannot be written.
     """
-    staged = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    mode = None
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode  # a circle of links raises here
+        _check_kind(path, mode)
+    name = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
+    staged = path.with_name(f".{name}.{secrets.token_hex(8)}{PARTIAL}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(staged, flags, 0o666)
     try:
+        if mode is None:
+            mode = os.fstat(handle).st_mode
+        os.close(handle)
         yield staged
         with staged.open("rb+") as file:
             os.fsync(file.fileno())
+        staged.chmod(stat.S_IMODE(mode) & 0o777)
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)

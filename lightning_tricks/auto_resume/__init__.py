@@ -16,8 +16,6 @@ EX_TEMPFAIL of sysexits.h.
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume as AutoResume
     from lightning_tricks.auto_resume.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
@@ -25,11 +23,15 @@ if TYPE_CHECKING:
     from lightning_tricks.auto_resume.functional import save_durably as save_durably
     from lightning_tricks.auto_resume.functional import write_durably as write_durably
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("AutoResume",),
-        "checkpoint_io": ("DurableCheckpointIO",),
-        "functional": ("CheckpointFolder", "save_durably", "write_durably"),
-    },
-)
+    __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("AutoResume",),
+            "checkpoint_io": ("DurableCheckpointIO",),
+            "functional": ("CheckpointFolder", "save_durably", "write_durably"),
+        },
+    )

@@ -7,21 +7,23 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from inspect import signature
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_choice, check_count, check_path
+from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks.auto_resume.checkpoint_io import install_durable_io
 from lightning_tricks.auto_resume.fit import GuardedFit
 from lightning_tricks.auto_resume.functional import CheckpointFolder
-from lightning_tricks.auto_resume.signals import check_signals
+from lightning_tricks.auto_resume.signals import DEFAULT_SIGNALS, check_signals
+from lightning_tricks.auto_resume.surroundings import Surroundings, refuse
 
+_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
@@ -37,6 +39,16 @@ class AutoResume(TrickCallback):
     Saves happen between two optimizer steps only, never within accumulation or validation: a kill loses what came
     after the last one, and repeats it. It does not change the run that it protects.
 
+    Loggers and ModelCheckpoint go on with the run as well. CSVLogger and TensorBoardLogger keep their version, and what
+    they wrote after the save is withdrawn, so that each row is there once. WandbLogger and MLFlowLogger go on with the
+    same run of their server, in which rows from between the save and the kill stay; a run that was open before the fit
+    stays what it is. Other loggers begin anew. ModelCheckpoint finds its scores, paths and files as they were at the
+    save: until the next one, AutoResume keeps what ModelCheckpoint replaces or removes beside it, as hidden links.
+
+    Of the files in `dirpath` it removes and renames those that it wrote, which it tells by their records and bytes;
+    others may be there, those of ModelCheckpoint for one. One process has the directory at a time; a second one is
+    refused.
+
     The n-th fit of an instance goes on with the n-th fit of the stopped run. A `fast_dev_run` is left alone.
 
     Not exact, as nobody can know it: Python attributes of modules, datasets and callbacks that are in no
@@ -45,23 +57,29 @@ class AutoResume(TrickCallback):
     manual optimization keeps from batch to batch.
 
     Args:
-        dirpath: Directory for this run's checkpoints, on a file system that all ranks see.
+        dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.
         every_n_train_steps: Save each time that many optimizer steps are done; None does not.
         every_n_epochs: Save when that many epochs are done, validation included; None does not.
         train_time_interval: Save at the first step after so much time since the last save: a timedelta, or a dict of
             its arguments such as `{"minutes": 10}`; None does not.
         keep_last: How many checkpoints are kept.
-        signals: Names of the signals at which the run finishes its step, saves and leaves with `exit_code`. SIGKILL
-            cannot be heeded, and the run goes on from its last save. A second SIGINT stops at once. SLURM's requeue
-            signal is left to Lightning where Lightning requeues (`SLURMEnvironment(auto_requeue=True)`, its default).
-            In validation the answer waits for its end.
+        signals: Names of the signals at which the run finishes its step, saves and leaves with `exit_code`; of the
+            default ones, those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be heeded,
+            and the run goes on from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
+            Lightning where Lightning requeues (`SLURMEnvironment(auto_requeue=True)`, its default). In validation the
+            answer waits for its end.
         on_hangup: What SIGHUP does, if it is among the signals: "detach" lets training go on without its terminal and
-            appends what would be shown there to `train.log` in `dirpath`; "stop" saves and leaves.
+            appends what would be shown there to `train.log` in `dirpath`, or to `train-2.log` where that is somebody
+            else's; "stop" saves and leaves.
         exit_code: In [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again. Under `ddp_fork` and
             `ddp_spawn` the main process passes it on.
         force: Whether to go on from checkpoints of another model, other hyper-parameters or another seed.
         on_failed_save: "warn" lets training go on when a save fails, on a full disk for one; "raise" ends it. The
-            checkpoint before is whole in any case.
+            checkpoint before is whole in any case. A save that could not be resumed, as hooks put objects into it,
+            counts as failed.
+        allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
+            runs code of the file: let nobody else write to `dirpath` then. Those among hyper-parameters are never
+            needed.
 
     Raises:
         TypeError: If a number or the signals are of another type.
@@ -72,6 +90,8 @@ class AutoResume(TrickCallback):
         >>> trainer = Trainer(callbacks=[AutoResume("runs/digits", every_n_train_steps=500)], accelerator="cpu")
     """
 
+    file_arguments = ("dirpath",)
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str],
@@ -80,11 +100,12 @@ class AutoResume(TrickCallback):
         every_n_epochs: int | None = 1,
         train_time_interval: timedelta | dict[str, float] | None = None,
         keep_last: int = 2,
-        signals: Sequence[str] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"),
+        signals: Sequence[str] = DEFAULT_SIGNALS,
         on_hangup: Literal["detach", "stop"] = "detach",
         exit_code: int = 75,
         force: bool = False,
         on_failed_save: Literal["warn", "raise"] = "warn",
+        allow_pickle: bool = False,
     ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None:
@@ -103,36 +124,48 @@ class AutoResume(TrickCallback):
         self.exit_code = exit_code
         self.force = force
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
+        self.allow_pickle = allow_pickle
         self._fits_done = 0
         self._fit: GuardedFit | None = None  # between setup and teardown
         self._undo: Any = None
+        self._surroundings: Surroundings | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning gives a callback its module's `log` before the loggers begin; no hook is as early."""
+        super().__setattr__(name, value)
+        if name == "log":
+            self._before_loggers(value.__self__)
+
+    def _before_loggers(self, module: LightningModule) -> None:
+        trainer = module.trainer
+        self._release()
+        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        root = CheckpointFolder(self.dirpath).path
+        folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
+        self._surroundings = Surroundings(trainer, module, root, folder)
+        self._surroundings.enter()
+        if trainer.world_size == 1:
+            refuse(self._surroundings.problem)  # before loggers touch what another process writes
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find what there is to resume, and follow the fit from here on."""
         super().setup(trainer, pl_module, stage)
-        self._release()
         if stage != "fit":
+            self._release()
             return
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
         self._refuse(trainer, pl_module)
-        root = Path(self.dirpath)
-        folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
-        problem = ""
+        if self._surroundings is None:  # `setup` was called by hand
+            self._before_loggers(pl_module)
+        around: Any = self._surroundings
+        refuse(trainer.strategy.broadcast(around.problem))
         if trainer.is_global_zero:
-            try:
-                folder.prepare()
-                folder.clean()
-            except OSError as error:
-                problem = (
-                    f"AutoResume: the directory {folder.path} cannot be written ({error}). Choose another dirpath."
-                )
-        problem = trainer.strategy.broadcast(problem)
-        if problem:
-            raise MisconfigurationException(problem)
-        self._undo = install_durable_io(trainer.strategy)
-        self._fit = GuardedFit(self, trainer, pl_module, folder)
+            around.set_up()
+        self._undo = install_durable_io(trainer.strategy, around.note_file)
+        self._fit = GuardedFit(self, trainer, pl_module, around)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with."""
@@ -187,12 +220,15 @@ class AutoResume(TrickCallback):
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.release()
+        around, self._surroundings = self._surroundings, None
+        if around is not None:
+            around.release()
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_undo": None}
+        return {**super().__getstate__(), "_fit": None, "_undo": None, "_surroundings": None}
 
 
 def _seconds(interval: object) -> float:
@@ -200,6 +236,7 @@ def _seconds(interval: object) -> float:
         return math.inf
     must = "train_time_interval must be a timedelta or a dict of its arguments such as {'minutes': 10}"
     if isinstance(interval, Mapping):
+        check_names("train_time_interval", interval, _UNITS)
         try:
             interval = timedelta(**interval)
         except TypeError as error:

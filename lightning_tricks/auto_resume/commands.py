@@ -63,8 +63,10 @@ def _verify(folders: list[CheckpointFolder]) -> int:
 
 
 def _state(status: dict[str, Any]) -> str:
-    state, gone = status.get("state", "unknown"), _is_gone(status)
-    if state == "running" and gone:
+    from lightning_tricks.auto_resume.lock import is_gone
+
+    state = status.get("state", "unknown")
+    if state == "running" and is_gone(status):
         state = "killed"
     total = status.get("max_steps", -1)
     steps = f"{status.get('step', '?')}" + (f" of {total}" if isinstance(total, int) and total > 0 else "")
@@ -72,22 +74,6 @@ def _state(status: dict[str, Any]) -> str:
     epochs = f"{status.get('epoch', '?')}" + (f" of {all_epochs}" if all_epochs > 0 else "")
     pid = f"process {status.get('pid', '?')} on {status.get('host', '?')}"
     return f"{state}, epoch {epochs}, step {steps}, {pid}, {_age(float(status.get('time', 0)))}"
-
-
-def _is_gone(status: dict[str, Any]) -> bool:
-    """Whether the process that wrote the status has ended; unknown of another host's, which counts as not."""
-    import os
-    import platform
-
-    if status.get("host") != platform.node():
-        return False
-    try:
-        os.kill(int(status.get("pid", 0)) or -1, 0)
-    except PermissionError:
-        return False
-    except (OSError, ValueError):
-        return True
-    return False
 
 
 def _age(moment: float) -> str:

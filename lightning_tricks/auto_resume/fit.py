@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -32,18 +32,21 @@ from lightning_tricks.auto_resume.agreement import Agreement
 from lightning_tricks.auto_resume.data import LoadersOfFit
 from lightning_tricks.auto_resume.functional import (
     FORMAT,
-    CheckpointFolder,
     Manifest,
     NewerFormatError,
     differences,
 )
 from lightning_tricks.auto_resume.progress import identity, shape_differences
 from lightning_tricks.auto_resume.rank import RankState
+from lightning_tricks.auto_resume.reading import objects_in, read_as_data
+from lightning_tricks.auto_resume.saved_objects import describe_object
 from lightning_tricks.auto_resume.signals import StopRequest, send_output_to
+from lightning_tricks.checkpoint_remapping.errors import CheckpointError
 from lightning_tricks.seeding.functional import restore_rng_state
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
+    from lightning_tricks.auto_resume.surroundings import Surroundings
 
 KEY = "auto_resume"  # in a checkpoint
 _SECONDS_BETWEEN_STATUS = 10.0
@@ -62,13 +65,14 @@ class GuardedFit(FitWatcher):
         callback: With the settings.
         trainer: That fits.
         module: That is fitted.
-        folder: For this fit's checkpoints.
+        around: Of this fit, with the folder for its checkpoints.
     """
 
-    def __init__(
-        self, callback: AutoResume, trainer: Trainer, module: LightningModule, folder: CheckpointFolder
-    ) -> None:
-        self.settings, self.trainer, self.module, self.folder = callback, trainer, module, folder
+    def __init__(self, callback: AutoResume, trainer: Trainer, module: LightningModule, around: Surroundings) -> None:
+        self.settings, self.trainer, self.module, self.around = callback, trainer, module, around
+        self.folder = around.folder
+        self.resumed: Manifest | None = None
+        self._ended: Manifest | None = None  # written at the end of this fit
         requeue = slurm_requeue_signal(trainer)
         detach = self._detach if callback.on_hangup == "detach" else None
         self.request = StopRequest([name for name in callback.signals if name != requeue], detach)
@@ -78,8 +82,9 @@ class GuardedFit(FitWatcher):
         self._runs = False  # before that, a tuner may train in a fit of its own
         self._moment = ""  # of the checkpoint that is to be taken up; empty once that is done
         self._own: Mapping[str, Any] = {}  # this rank's part of it
-        self._narrowed: Mapping[str, Any] | None = None  # a checkpoint whose weights were loaded in another precision
+        self._narrowed: Mapping[str, Any] | None = None  # weights that were loaded in another precision
         self._last_step = self._saved_step = -1
+        self._told_objects: set[str] = set()
         self._saved_at = self._told_at = time.monotonic()
         choosing = choose_what_to_resume(trainer, self._choose)
         watching = watch_fit(trainer, self)
@@ -106,9 +111,10 @@ class GuardedFit(FitWatcher):
         if manifest is None or self._is_newer(given, manifest):
             return None
         path = self.folder.path / manifest.file
-        checkpoint = _read(path)
-        self._compare(manifest, checkpoint)
+        self._compare(manifest, path)
+        checkpoint = self._read(path)
         self._take(checkpoint)
+        self.resumed = manifest
         where = "was at its end" if manifest.finished else f"goes on at epoch {manifest.epoch}, step {manifest.step}"
         rank_zero_info(f"AutoResume: the run {where} ({path}).")
         return path, checkpoint
@@ -122,12 +128,12 @@ class GuardedFit(FitWatcher):
         rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
         return newer
 
-    def _compare(self, manifest: Manifest, checkpoint: Mapping[str, Any]) -> None:
+    def _compare(self, manifest: Manifest, path: Path) -> None:
         found = differences(manifest.run, identity(self.module, os.environ.get("PL_GLOBAL_SEED")))
         shapes = [phrase for phrase in found if phrase.startswith("parameters was")]
         if shapes:
             found.remove(shapes[0])
-            found += shape_differences(self.module, checkpoint["state_dict"])
+            found += shape_differences(self.module, _as_data(path)["state_dict"])
         if not found:
             return
         what = f"{self.folder.path} holds checkpoints of another run: {'; '.join(found)}."
@@ -137,15 +143,27 @@ class GuardedFit(FitWatcher):
             )
         rank_zero_warn(f"AutoResume(force=True): {what} The run goes on from it.")
 
+    def _read(self, path: Path) -> dict[str, Any]:
+        if self.settings.allow_pickle:
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+            return checkpoint
+        checkpoint = _as_data(path)
+        for place, kind in objects_in(checkpoint).items():
+            raise MisconfigurationException(
+                f"AutoResume: {describe_object(self.trainer, self.module, place, kind)} in {path}. Objects are not "
+                "restored, as that runs code of the file. If nobody else writes to that directory, "
+                "AutoResume(..., allow_pickle=True) restores them."
+            )
+        return checkpoint
+
     def _take(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep what is restored later than the Trainer's own part."""
         ranks: Sequence[Mapping[str, Any]] = checkpoint[KEY]["ranks"]
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         self._moment, self._own = checkpoint[KEY]["moment"], ranks[rank % len(ranks)]
-        present = self.module.state_dict()
-        saved = checkpoint["state_dict"].items()
-        if any(name in present and present[name].dtype != value.dtype for name, value in saved):
-            self._narrowed = checkpoint
+        own, saved = _tensors(self.module.state_dict()), _tensors(checkpoint["state_dict"])
+        if any(name in own and own[name].dtype != value.dtype for name, value in saved.items()):
+            self._narrowed = saved
         if len(ranks) != world_size:
             self._own = {**self._own, "modules": {}, "trainer": {**self._own["trainer"], "results": []}}
             rank_zero_warn(
@@ -156,13 +174,16 @@ class GuardedFit(FitWatcher):
 
     def fit_starts(self) -> None:
         """Note what a later save is compared with; restore what was loaded before the Trainer chose the precision."""
+        if self.trainer.is_global_zero:
+            self.around.fit_starts(self.resumed)
         self.agreement = Agreement()
         self.rank = RankState(self.trainer, self.module)
         narrowed, self._narrowed = self._narrowed, None
         if narrowed is not None:
             with torch.no_grad():
-                for name, value in self.module.state_dict().items():
-                    value.copy_(narrowed["state_dict"][name])
+                for name, value in _tensors(self.module.state_dict()).items():
+                    if name in narrowed:
+                        value.copy_(narrowed[name])
 
     def signals_registered(self) -> None:
         """Heed signals from here on; a fit that had ended gives its results again."""
@@ -171,6 +192,7 @@ class GuardedFit(FitWatcher):
             rank_zero_warn("AutoResume: signals can be heeded in the main thread only; periodic saves go on.")
         if self._moment == _AT_END:
             self.rank.restore_results(self._own)
+            self._withdraw()
             skip_sanity_check(self.trainer)
 
     def epoch_of_loaders(self, epoch: int) -> int:
@@ -208,6 +230,7 @@ class GuardedFit(FitWatcher):
         if moment:
             self.loaders.skip_what_was_seen(self.trainer, self._own["loaders"])
             self.rank.restore(self._own, in_epoch=True)
+            self._withdraw()
             self._own = {}
             self._last_step = self._saved_step = self.trainer.global_step
             if moment == _AFTER_BATCH:
@@ -247,9 +270,16 @@ class GuardedFit(FitWatcher):
         self._tell("finished")
 
     def fit_ends(self) -> None:
-        """Leave the random streams where the run left them, if it had ended before."""
+        """Note what was logged after the end; leave the random streams where the run left them, if it had ended."""
+        if self._ended is not None and self.trainer.is_global_zero:
+            self.around.ended(self._ended)
         if self._moment:
             restore_rng_state(self._own["rng"])
+
+    def _withdraw(self) -> None:
+        """Take back what was logged after the save that is resumed, by this process as well."""
+        if self.trainer.is_global_zero and self.resumed is not None:
+            self.around.withdraw(self.resumed)
 
     def _is_time(self) -> bool:
         if not self.trainer.is_global_zero:
@@ -268,9 +298,9 @@ class GuardedFit(FitWatcher):
             failure = self._write(checkpoint, finished=moment == _AT_END)
         failure = trainer.strategy.broadcast(failure)
         if failure and self.settings.on_failed_save == "raise":
-            raise OSError(f"{failure} The checkpoint before it is whole.")
+            raise OSError(failure)
         if failure:
-            rank_zero_warn(f"{failure} The checkpoint before it is whole, and training goes on.")
+            rank_zero_warn(f"{failure} Training goes on.")
         else:
             self._told_at = -math.inf  # the status is due
 
@@ -280,18 +310,41 @@ class GuardedFit(FitWatcher):
         for logger in trainer.loggers:  # or what was logged before is lost when the process is killed
             logger.save()
         try:
-            self.folder.save(
+            manifest = self.folder.save(
                 checkpoint,
                 epoch=trainer.current_epoch,
                 step=trainer.global_step,
                 batches=batches_done(trainer),
                 finished=finished,
+                loggers=self.around.loggers.records(),
                 run=identity(self.module, os.environ.get("PL_GLOBAL_SEED")),
             )
+            self.around.saved(manifest)
+            self._ended = manifest if finished else None
             self.folder.prune(self.settings.keep_last)
-        except OSError as error:
-            return f"AutoResume: step {trainer.global_step} could not be saved in {self.folder.path}: {error}."
-        return ""
+            return "" if self.settings.allow_pickle else self._objects_saved(self.folder.path / manifest.file)
+        except (AttributeError, OSError, PicklingError, TypeError) as error:  # pickle raises three of them
+            return (
+                f"AutoResume: step {trainer.global_step} could not be saved in {self.folder.path}: {error}. The "
+                "checkpoint before it is whole."
+            )
+
+    def _objects_saved(self, path: Path) -> str:
+        """Return why a checkpoint that was just written could not be resumed, once for each reason; or nothing."""
+        try:
+            found = objects_in(read_as_data(path, mmap=True)).items()
+            saved = [describe_object(self.trainer, self.module, place, kind) for place, kind in found]
+        except CheckpointError as error:
+            saved = [str(error)]
+        new = [phrase for phrase in saved if phrase not in self._told_objects]
+        self._told_objects.update(new)
+        if not new:
+            return ""
+        return (
+            f"AutoResume: {'; '.join(new)}. A run is not resumed from a checkpoint with objects, as that runs code of "
+            "the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
+            "AutoResume(..., allow_pickle=True)."
+        )
 
     def _tell(self, state: str) -> None:
         """Write the status file."""
@@ -321,13 +374,16 @@ class GuardedFit(FitWatcher):
         raise SystemExit(self.settings.exit_code)
 
     def _detach(self) -> None:
-        send_output_to(self.folder.path / "train.log")
+        send_output_to(self.folder.log_path)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without running code of it, unless what hooks of the user's saved needs that."""
+def _tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict, which may hold what `get_extra_state` returns, too."""
+    return {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+
+
+def _as_data(path: Path) -> dict[str, Any]:
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=False)  # of this run's own directory
-    return checkpoint
+        return read_as_data(path)
+    except CheckpointError as error:
+        raise MisconfigurationException(f"AutoResume: {error}") from error

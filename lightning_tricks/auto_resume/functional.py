@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import platform
+import re
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,8 +21,15 @@ import torch
 from lightning_tricks._shared.files import PARTIAL, replacing
 
 FORMAT = 1  # of the manifests and of what AutoResume adds to a checkpoint
+PRIVATE = ".auto_resume"  # the folder, in a directory of checkpoints, of what nobody else reads or writes
 _CORRUPT = ".corrupt"
 _MANIFEST = ".json"
+_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
+_STAGED = re.compile(rf"\.{_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL)}")
+_LOG = b"AutoResume: the terminal of this run is gone.\n"  # begins a log
+_MOST_OF_A_MANIFEST = 1 << 24  # bytes
+# In the private folder: the manifest of the checkpoint that is about to be there, and of one about to be removed
+_WRITING, _REMOVING = "writing.json", "removing.json"
 
 
 class NewerFormatError(ValueError):
@@ -38,6 +49,8 @@ class Manifest:
         batches: Batches done in the epoch that runs.
         finished: Whether the fit was at its end.
         written: Seconds since the Unix epoch.
+        modified: The file's time of modification, in nanoseconds; 0 where it is not known.
+        loggers: Where the loggers of the run stand, one record each.
         run: What tells this run from another: names -> plain values.
         versions: Of Python and the libraries.
         format: Of this record.
@@ -51,6 +64,8 @@ class Manifest:
     batches: int
     finished: bool
     written: float
+    modified: int = 0
+    loggers: Sequence[Mapping[str, Any]] = field(default_factory=list)
     run: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
@@ -61,7 +76,11 @@ class Manifest:
         return int(self.file.partition("-")[0])
 
 
-def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> tuple[str, int]:
+def write_durably(
+    path: str | os.PathLike[str],
+    write: Callable[[IO[bytes]], object],
+    ready: Callable[[Path, str, int], object] | None = None,
+) -> tuple[str, int]:
     """Write a file so that, whenever the process or the machine stops, the path holds the old or the new one, whole.
 
     The bytes are staged beside the target, on the same file system whatever TMPDIR says, flushed to the disk and
@@ -70,6 +89,7 @@ def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], obj
     Args:
         path: Of the file; its directory must exist.
         write: Called with a stream that takes bytes.
+        ready: Called with the staged file, its SHA-256 and its size right before it takes the place of the old one.
 
     Returns:
         The SHA-256 of the bytes, as hexadecimal digits, and their number.
@@ -84,29 +104,35 @@ def write_durably(path: str | os.PathLike[str], write: Callable[[IO[bytes]], obj
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    with replacing(Path(path)) as staged, staged.open("wb") as file:
-        hashing = _Hashing(file)
-        hashing.take(write)
+    with replacing(Path(path)) as staged:
+        with staged.open("wb") as file:
+            hashing = _Hashing(file)
+            hashing.take(write)
+        if ready is not None:
+            ready(staged, hashing.digest.hexdigest(), hashing.size)
     return hashing.digest.hexdigest(), hashing.size
 
 
-def save_durably(value: Any, path: str | os.PathLike[str]) -> tuple[str, int]:
+def save_durably(
+    value: Any, path: str | os.PathLike[str], ready: Callable[[Path, str, int], object] | None = None
+) -> tuple[str, int]:
     """`torch.save` through `write_durably`: return the file's SHA-256 and its size in bytes."""
-    return write_durably(path, lambda stream: torch.save(value, stream))
+    return write_durably(path, lambda stream: torch.save(value, stream), ready)
 
 
 class CheckpointFolder:
-    """A directory of numbered checkpoints, each with a manifest.
+    """A directory of numbered checkpoints, each with a manifest, among files of whoever else writes there.
 
-    A checkpoint counts once its manifest is there, which is written after it. What a killed process left beside them
-    is removed by `clean`.
+    A checkpoint counts once its manifest is there, which is written after it. Removed and renamed is only what a
+    manifest lists with the bytes that the file has; the name alone is nobody's.
 
     Args:
-        path: Of the directory; `prepare` makes it.
+        path: Of the directory; `~` is the home directory. `prepare` makes it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
+        self.private = self.path / PRIVATE
 
     def prepare(self) -> None:
         """Make the directory, and see that it can be written.
@@ -114,17 +140,17 @@ class CheckpointFolder:
         Raises:
             OSError: If it cannot.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_durably(self.path / ".writable", lambda stream: stream.write(b""))
-        (self.path / ".writable").unlink()
+        self.private.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path):
+            pass
 
     def manifests(self) -> list[Manifest]:
-        """Return the records of all checkpoints, newest first; unreadable records are passed over."""
+        """Return the records of all checkpoints, newest first; others' files are passed over."""
         found = []
         for path in self.path.glob(f"*.ckpt{_MANIFEST}"):
             try:
-                found.append(_manifest_of(json.loads(path.read_text(encoding="utf-8"))))
-            except (AttributeError, KeyError, OSError, TypeError, ValueError):  # cut short by a disk, not by us
+                found.append(_manifest_of(path, path.name.removesuffix(_MANIFEST)))
+            except (OSError, RecursionError, TypeError, ValueError):  # cut short by a disk, or another's
                 continue
         return sorted(found, key=lambda manifest: manifest.number, reverse=True)
 
@@ -138,18 +164,48 @@ class CheckpointFolder:
         Raises:
             OSError: If there is no room; what was there before is still there.
         """
-        last = max((int(path.name.partition("-")[0]) for path in self.path.glob("*-*.ckpt*")), default=0)
-        name = f"{last + 1:06d}-epoch={known['epoch']}-step={known['step']}.ckpt"
-        digest, size = save_durably(dict(checkpoint), self.path / name)
-        manifest = Manifest(
-            file=name, sha256=digest, bytes=size, written=time.time(), versions=installed_versions(), **known
-        )
+        name = self._next_name(known["epoch"], known["step"])
+        self.private.mkdir(exist_ok=True)
+        made: list[Manifest] = []
+
+        def note(staged: Path, digest: str, size: int) -> None:
+            modified = staged.stat().st_mtime_ns
+            made.append(
+                Manifest(
+                    file=name,
+                    sha256=digest,
+                    bytes=size,
+                    modified=modified,
+                    written=time.time(),
+                    versions=installed_versions(),
+                    **known,
+                )
+            )
+            self._write_json(f"{PRIVATE}/{_WRITING}", asdict(made[0]))  # whose file it is, if that is all that is left
+
+        save_durably(dict(checkpoint), self.path / name, note)
+        self.amend(made[0])
+        return made[0]
+
+    def amend(self, manifest: Manifest, **known: Any) -> None:
+        """Write a manifest, with other values in some fields."""
+        manifest = replace(manifest, **known)
         try:
-            self._write_json(f"{name}{_MANIFEST}", asdict(manifest))
-        except OSError:
-            (self.path / name).unlink(missing_ok=True)
+            self._write_json(f"{manifest.file}{_MANIFEST}", asdict(manifest))
+        except BaseException:
+            if not known:  # a checkpoint without a manifest is nobody's
+                (self.path / manifest.file).unlink(missing_ok=True)
             raise
-        return manifest
+
+    def _next_name(self, epoch: int, step: int) -> str:
+        names = {path.name for path in self.path.iterdir()}
+        matches = [_NAME.match(name) for name in names]
+        number = max((int(match[1]) for match in matches if match), default=0)
+        while True:
+            number += 1
+            name = f"{number:06d}-epoch={epoch}-step={step}.ckpt"
+            if not {name, f"{name}{_MANIFEST}"} & names:
+                return name
 
     def problem_of(self, manifest: Manifest) -> str:
         """Return what is wrong with a checkpoint's file, or nothing where its bytes are those that were written."""
@@ -159,7 +215,7 @@ class CheckpointFolder:
             if size != manifest.bytes:
                 return f"has {size} bytes instead of {manifest.bytes}"
             with path.open("rb") as file:
-                digest = _digest(file)
+                digest = digest_of(file)
         except OSError as error:
             return f"cannot be read ({error.strerror or error})"
         return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
@@ -188,38 +244,92 @@ class CheckpointFolder:
         return None
 
     def set_aside(self, manifest: Manifest) -> None:
-        """Rename a checkpoint and its manifest, so that nothing takes it for one."""
-        for name in (manifest.file, f"{manifest.file}{_MANIFEST}"):
-            path = self.path / name
-            if path.exists():
-                path.replace(path.with_name(f"{name}{_CORRUPT}"))
+        """Rename a manifest, and its checkpoint unless somebody else put a whole one in its place."""
+        path = self.path / manifest.file
+        names = [f"{manifest.file}{_MANIFEST}"]
+        if path.is_file() and (self.is_own(manifest) or not _is_whole_archive(path)):
+            names.append(manifest.file)
+        for name in names:
+            target = self.path / f"{name}{_CORRUPT}"
+            if os.path.lexists(self.path / name) and not os.path.lexists(target):
+                (self.path / name).replace(target)
+
+    def is_own(self, manifest: Manifest) -> bool:
+        """Whether the file of a manifest is the one that was written with it."""
+        try:
+            state = (self.path / manifest.file).stat()
+        except OSError:
+            return False
+        if state.st_size == manifest.bytes and state.st_mtime_ns == manifest.modified:
+            return True
+        return not self.problem_of(manifest)
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
         for manifest in self.manifests()[keep:]:
-            (self.path / f"{manifest.file}{_MANIFEST}").unlink(missing_ok=True)  # first: no record without a file
-            (self.path / manifest.file).unlink(missing_ok=True)
+            self.private.mkdir(exist_ok=True)
+            (self.path / f"{manifest.file}{_MANIFEST}").replace(self.private / _REMOVING)
+            self._remove()
+
+    def _remove(self) -> None:
+        """Remove the checkpoint whose manifest says that in the private folder, and then the manifest."""
+        record = self.private / _REMOVING
+        with suppress(OSError, RecursionError, TypeError, ValueError):
+            manifest = _manifest_of(record)
+            if self.is_own(manifest):
+                (self.path / manifest.file).unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove what killed processes left: staged files, and checkpoints whose manifest was never written."""
-        known = {manifest.file for manifest in self.manifests()}
-        for path in self.path.glob(f".*{PARTIAL}"):
+        """Remove what killed processes staged, and finish a checkpoint that lacks only its manifest.
+
+        Nobody else may write checkpoints here meanwhile.
+        """
+        staged = [path for path in self.path.glob(f".*{PARTIAL}") if _STAGED.fullmatch(path.name)]
+        for path in (*staged, *self.private.glob(f".*{PARTIAL}")):
             path.unlink(missing_ok=True)
-        for path in self.path.glob("*.ckpt"):
-            if path.name not in known and not path.with_name(f"{path.name}{_MANIFEST}").exists():
-                path.unlink(missing_ok=True)
+        self._remove()
+        writing = self.private / _WRITING
+        with suppress(OSError, RecursionError, TypeError, ValueError):
+            manifest = _manifest_of(writing)
+            if not os.path.lexists(self.path / f"{manifest.file}{_MANIFEST}") and not self.problem_of(manifest):
+                self.amend(manifest)
+        writing.unlink(missing_ok=True)
+
+    def log_path(self) -> Path:
+        """Return the path of a log that begins as ours do, and make it where there is none."""
+        number = 0
+        while True:
+            number += 1
+            path = self.path / f"train{f'-{number}' if number > 1 else ''}.log"
+            try:
+                with path.open("xb") as file:
+                    file.write(_LOG)
+            except FileExistsError:
+                with path.open("rb") as file:
+                    if file.read(len(_LOG)) != _LOG:
+                        continue
+            return path
 
     def write_status(self, **status: Any) -> None:
         """Write down how far a run has come, for `read_status`."""
-        self._write_json("status.json", {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status})
+        self.private.mkdir(parents=True, exist_ok=True)
+        self.write_private("status.json", {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status})
 
     def read_status(self) -> dict[str, Any]:
         """Return what `write_status` wrote last, or nothing."""
+        return self.read_private("status.json")
+
+    def read_private(self, name: str) -> dict[str, Any]:
+        """Return what a file of the private folder holds, or nothing."""
         try:
-            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return _mapping_in(self.private / name)
+        except (OSError, RecursionError, ValueError):
             return {}
-        return status if isinstance(status, dict) else {}
+
+    def write_private(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a file of the private folder for `read_private`."""
+        self._write_json(f"{PRIVATE}/{name}", values)
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
         text = json.dumps(values, indent=1, default=dict) + "\n"
@@ -228,8 +338,9 @@ class CheckpointFolder:
 
 def folders_in(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
     """Yield the folders of the fits that wrote to a directory: the directory itself, `fit2`, `fit3` and so on."""
-    yield CheckpointFolder(path)
-    later = [folder for folder in Path(path).glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
+    first = CheckpointFolder(path)
+    yield first
+    later = [folder for folder in first.path.glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
     for folder in sorted(later, key=lambda folder: int(folder.name[3:])):
         yield CheckpointFolder(folder)
 
@@ -288,15 +399,50 @@ class _Hashing:
         self.file.flush()
 
 
-def _digest(file: IO[bytes]) -> Any:
+def digest_of(file: IO[bytes]) -> Any:
+    """Return the SHA-256 of what is left to read of a file, as an object of hashlib."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
     return digest
 
 
-def _manifest_of(values: Mapping[str, Any]) -> Manifest:
-    known = {one.name for one in fields(Manifest)}
-    manifest = Manifest(**{name: value for name, value in values.items() if name in known})
-    int(manifest.file.partition("-")[0])  # raises for another's file
+def _mapping_in(path: Path) -> dict[str, Any]:
+    if not path.is_file() or path.stat().st_size > _MOST_OF_A_MANIFEST:
+        raise ValueError(f"{path} is no record.")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise TypeError(f"{path} holds no mapping.")
+    return values
+
+
+def _manifest_of(path: Path, file: str | None = None) -> Manifest:
+    """Read a manifest of a checkpoint beside it; one that names another file, or what is no checkpoint, is refused."""
+    values = _mapping_in(path)
+    manifest = Manifest(**{one.name: values[one.name] for one in fields(Manifest) if one.name in values})
+    counts = (manifest.bytes, manifest.epoch, manifest.step, manifest.batches, manifest.modified, manifest.format)
+    as_written = (
+        isinstance(manifest.file, str)
+        and _NAME.fullmatch(manifest.file) is not None
+        and manifest.file == (file or manifest.file)
+        and re.fullmatch("[0-9a-f]{64}", manifest.sha256) is not None
+        and all(type(count) is int and count >= 0 for count in counts)
+        and isinstance(manifest.finished, bool)
+        and isinstance(manifest.written, int | float)
+        and isinstance(manifest.run, dict)
+        and isinstance(manifest.versions, dict)
+        and isinstance(manifest.loggers, list)
+    )
+    if not as_written:
+        raise ValueError(f"{path} is no manifest of a checkpoint beside it.")
     return manifest
+
+
+def _is_whole_archive(path: Path) -> bool:
+    """Whether a file is what `torch.save` leaves: stored records whose checksums are right."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            return not stored or archive.testzip() is None
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
+        return False

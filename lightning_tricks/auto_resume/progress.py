@@ -77,7 +77,7 @@ def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
         "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
-        "arguments": {name: value for name, value in dict(module.hparams).items() if _is_plain(value)},
+        "arguments": _as_json(dict(module.hparams)),
         "seed": seed,
     }
 
@@ -111,9 +111,12 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes(), usedforsecurity=False).hexdigest()
 
 
-def _is_plain(value: Any) -> bool:
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON gives it back; of what JSON does not know, the type alone."""
     if isinstance(value, Mapping):
-        return all(isinstance(name, str) and _is_plain(part) for name, part in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or (isinstance(value, bool | int | float | str) and value == value)  # NaN equals nothing
+        return {str(name): _as_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if value is None or (isinstance(value, bool | int | float | str) and value == value):  # NaN equals nothing
+        return value
+    return f"a {type(value).__qualname__}"

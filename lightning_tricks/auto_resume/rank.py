@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
+from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
 from lightning_tricks._lightning_compat.fit import forget_restart
 from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
 from lightning_tricks.auto_resume.progress import (
@@ -62,6 +63,10 @@ class RankState:
             if name in state["modules"]:
                 restore_metric_states(module, state["modules"][name]["metrics"])
                 restore_buffers(module, state["modules"][name]["buffers"])
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ModelCheckpoint):
+                memory = state["callbacks"].get(callback.state_key, {}).get("in_epoch", {})
+                restore_memory_of_checkpointing(callback, on_device(memory, self.module.device))
 
     def restore(self, state: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Put all back and let the loops go on; `in_epoch` says that the epoch which runs began before the save."""
@@ -75,7 +80,7 @@ class RankState:
             states = on_device(state["callbacks"].get(callback.state_key, {}), self.module.device)
             if states.get("state_dict"):
                 callback.load_state_dict(states["state_dict"])
-            if states.get("in_epoch"):
+            if states.get("in_epoch") and not isinstance(callback, ModelCheckpoint):
                 callback.go_on_in_epoch(states["in_epoch"])
         restore_rng_state(state["rng"])
 
@@ -90,14 +95,21 @@ class RankState:
     def _states_of_callbacks(self, of_each_rank: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            tells = getattr(callback, "state_in_epoch", None)
             state = {
-                "in_epoch": tells() if tells is not None else {},
+                "in_epoch": _state_beside(callback),
                 "state_dict": callback.state_dict() if of_each_rank else {},
             }
             if any(state.values()):
                 found[callback.state_key] = state
         return found
+
+
+def _state_beside(callback: Callback) -> dict[str, Any]:
+    """Return what a callback remembers beside its state dict."""
+    if isinstance(callback, ModelCheckpoint):
+        return memory_of_checkpointing(callback)
+    tells = getattr(callback, "state_in_epoch", None)
+    return tells() if tells is not None else {}
 
 
 def _start_averaging(trainer: Trainer, module: LightningModule, averaging: StochasticWeightAveraging) -> None:

@@ -20,6 +20,14 @@ Detach = Callable[[], None]
 GOING_ON, STOPPING, LEAVING = range(3)
 
 
+def offered_signals(*names: str) -> tuple[str, ...]:
+    """Return those of some names of signals that this system has; Windows has no SIGHUP and no SIGUSR1."""
+    return tuple(name for name in names if hasattr(signal.Signals, name))
+
+
+DEFAULT_SIGNALS = offered_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
 def check_signals(names: object) -> tuple[str, ...]:
     """Return the names of signals, or say what is wrong with them.
 
@@ -32,7 +40,9 @@ def check_signals(names: object) -> tuple[str, ...]:
     found = tuple(names)
     for name in found:
         if not isinstance(name, str) or not name.startswith("SIG") or not hasattr(signal.Signals, name):
-            raise ValueError(f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}.")
+            raise ValueError(
+                f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which it lacks."
+            )
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"{name} cannot be handled by any process: the run resumes after it from its last save.")
     return found
@@ -83,13 +93,13 @@ class StopRequest:
         self.stopping.value = STOPPING
 
 
-def send_output_to(path: Path) -> None:
+def send_output_to(log_path: Callable[[], Path]) -> None:
     """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere.
 
     Where they go to a file already, they stay: a terminal, or a pipe to what ends with it, is what goes away.
     """
     try:
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # a terminal that is gone must not end the run
     nothing = os.open(os.devnull, os.O_RDONLY)

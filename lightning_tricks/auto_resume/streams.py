@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,20 @@ class WorkerStreams:
         return self.memory[worker].numpy().reshape(-1).view(_layout())
 
 
+def _end_with_parent() -> None:
+    """End a worker whose training process was killed while it started: it would wait for batches to make for ever.
+
+    The watchdog of torch's workers takes whoever is their parent when it starts for the training process.
+    """
+    parent = parent_process()
+    if parent is None or parent.pid == os.getppid():
+        return
+    try:
+        os.kill(parent.pid or 0, 0)
+    except ProcessLookupError:
+        os._exit(1)
+
+
 class WorkerStart:
     """A `worker_init_fn`: the given one first, then the streams that the worker goes on with.
 
@@ -98,6 +113,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Start a worker, in its process."""
+        _end_with_parent()
         if self.given is not None:
             self.given(worker)
         for number in self.signals:

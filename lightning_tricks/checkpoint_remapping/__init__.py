@@ -18,8 +18,6 @@ Sources: the formats of torch.save and safetensors; PEP 307 and Python's `pickle
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.alignment import Alignment as Alignment
     from lightning_tricks.checkpoint_remapping.alignment import align as align
@@ -34,32 +32,57 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.functional import load_weights as load_weights
     from lightning_tricks.checkpoint_remapping.functional import verify as verify
     from lightning_tricks.checkpoint_remapping.heads import replace_head as replace_head
-    from lightning_tricks.checkpoint_remapping.pickles import Placeholder as Placeholder
     from lightning_tricks.checkpoint_remapping.reading import Checkpoint as Checkpoint
     from lightning_tricks.checkpoint_remapping.reading import read_checkpoint as read_checkpoint
     from lightning_tricks.checkpoint_remapping.rules import Rule as Rule
     from lightning_tricks.checkpoint_remapping.rules import read_rules as read_rules
     from lightning_tricks.checkpoint_remapping.rules import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping.saving import save_weights as save_weights
+    from lightning_tricks.checkpoint_remapping.values import Placeholder as Placeholder
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "alignment": ("Alignment", "align"),
-        "callback": ("CheckpointRemapping",),
-        "errors": (
-            "AmbiguousAlignmentError",
-            "CheckpointError",
-            "MissingCheckpointError",
-            "NotACheckpointError",
-            "NothingLoadedError",
-            "UnsafeCheckpointError",
-        ),
-        "functional": ("LoadReport", "load_weights", "verify"),
-        "heads": ("replace_head",),
-        "pickles": ("Placeholder",),
-        "reading": ("Checkpoint", "read_checkpoint"),
-        "rules": ("Rule", "read_rules", "remap_keys"),
-        "saving": ("save_weights",),
-    },
-)
+    __all__ = [
+        "Alignment",
+        "AmbiguousAlignmentError",
+        "Checkpoint",
+        "CheckpointError",
+        "CheckpointRemapping",
+        "LoadReport",
+        "MissingCheckpointError",
+        "NotACheckpointError",
+        "NothingLoadedError",
+        "Placeholder",
+        "Rule",
+        "UnsafeCheckpointError",
+        "align",
+        "load_weights",
+        "read_checkpoint",
+        "read_rules",
+        "remap_keys",
+        "replace_head",
+        "save_weights",
+        "verify",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "alignment": ("Alignment", "align"),
+            "callback": ("CheckpointRemapping",),
+            "errors": (
+                "AmbiguousAlignmentError",
+                "CheckpointError",
+                "MissingCheckpointError",
+                "NotACheckpointError",
+                "NothingLoadedError",
+                "UnsafeCheckpointError",
+            ),
+            "functional": ("LoadReport", "load_weights", "verify"),
+            "heads": ("replace_head",),
+            "reading": ("Checkpoint", "read_checkpoint"),
+            "rules": ("Rule", "read_rules", "remap_keys"),
+            "saving": ("save_weights",),
+            "values": ("Placeholder",),
+        },
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_tricks._shared.files import replacing
 from lightning_tricks._shared.text import shape_text
 from lightning_tricks._shared.units import si
 from lightning_tricks.checkpoint_remapping.errors import AmbiguousAlignmentError
@@ -129,7 +130,8 @@ class Alignment:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rules as YAML, for a look, a change and `load_weights(model, path, rules=...)`."""
         lines = [f"# {self.diagnosis}", *(_yaml(step) for step in self.rules)] + ["[]"] * (not self.rules)
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with replacing(Path(path)) as staged:
+            staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def report(self, limit: int | None = None) -> Table:
         """Return a rich table of what goes where, and why; of the matches at most `limit`, and everything else."""

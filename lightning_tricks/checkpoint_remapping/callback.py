@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.checkpoint_io import replace_checkpoint_io
 from lightning_tricks.checkpoint_remapping.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.functional import LoadReport, plan_loading
 from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
@@ -63,6 +64,8 @@ class CheckpointRemapping(TrickCallback):
         >>> trainer = Trainer(callbacks=[pretrained], accelerator="cpu", logger=False)
     """
 
+    file_arguments = ("path", "rules")
+
     def __init__(
         self,
         path: str | None = None,
@@ -103,9 +106,9 @@ class CheckpointRemapping(TrickCallback):
             strategy.load_checkpoint = _refusing_foreign_files(load, type(strategy).__name__)  # type: ignore[method-assign]
             self._undo = lambda: vars(strategy).pop("load_checkpoint", None)
         else:
-            inner = strategy.checkpoint_io
-            strategy.checkpoint_io = _RemappingIO(inner, self, trainer)
-            self._undo = lambda: setattr(strategy, "checkpoint_io", inner)
+            remapping = strategy.checkpoint_io = _RemappingIO(strategy.checkpoint_io, self, trainer)
+            # what it wraps may have been replaced meanwhile
+            self._undo = lambda: replace_checkpoint_io(strategy, remapping, remapping.inner)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights of `path`, unless the fit resumes or goes on."""

@@ -55,6 +55,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+    from lightning_tricks.checkpoint_remapping.values import brief, outlined
 
     console = Console()
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
@@ -62,8 +63,8 @@ def _show(arguments: argparse.Namespace) -> int:
     if checkpoint.metadata:
         console.print("beside the weights:", markup=False)
         for name, value in checkpoint.metadata.items():
-            text = repr(value)
-            console.print(f"  {name}: {text if len(text) <= 100 else text[:97] + '...'}", markup=False, highlight=False)
+            shown = name if isinstance(name, str) and name.isprintable() else brief(name)
+            console.print(f"  {shown}: {outlined(value)}", markup=False, highlight=False)
     if checkpoint.placeholders:
         console.print("not constructed:", markup=False)
         for part in checkpoint.placeholders:

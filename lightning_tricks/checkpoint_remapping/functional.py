@@ -24,11 +24,11 @@ from lightning_tricks.checkpoint_remapping.alignment import (
     listed,
     shapes_of,
 )
-from lightning_tricks.checkpoint_remapping.containers import MapLocation
 from lightning_tricks.checkpoint_remapping.errors import AmbiguousAlignmentError, CheckpointError, NothingLoadedError
 from lightning_tricks.checkpoint_remapping.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.rules import Rules, read_rules, remap_keys, strip_wrappers
 from lightning_tricks.checkpoint_remapping.saving import is_on_meta
+from lightning_tricks.checkpoint_remapping.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.vocabulary import is_computed
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_tricks.checkpoint_remapping.errors import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.functional import LoadReport, plan_loading
-from lightning_tricks.checkpoint_remapping.pickles import Placeholder
 from lightning_tricks.checkpoint_remapping.reading import Checkpoint
 
 # What holds values that the Trainer does not restore; placeholders may stand there
-_ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
+ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
 
 
 def checkpoint_for(
@@ -39,11 +39,12 @@ def checkpoint_for(
     """
     plan = plan_loading(module, checkpoint, **options)
     own = module.state_dict()
-    weights = {name: plan.tensors.get(name, tensor) for name, tensor in own.items()}
+    weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
+    weights._metadata = getattr(own, "_metadata", {})  # or modules take them for those of an old version
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
-        rest = {name: _in_memory(value) for name, value in checkpoint.metadata.items()}
+        rest = {name: in_memory(value) for name, value in checkpoint.metadata.items()}
         if fit:
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": weights}, plan.report
@@ -82,46 +83,6 @@ class ReadCheckpoint(dict[str, Any]):
         return value
 
 
-def arguments_of(module: type[LightningModule], checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rest of a checkpoint, whose hyper-parameters can make a module without an import.
-
-    Raises:
-        UnsafeCheckpointError: If it asks for a class that is not an imported subclass of `module`.
-        CheckpointError: If a hyper-parameter was not restored and is not given.
-    """
-    rest = {name: _in_memory(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
-    for key in _ARGUMENTS:
-        values = rest.get(key)
-        if isinstance(values, Placeholder):
-            if not (values.items or given):
-                raise CheckpointError(
-                    f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
-                    "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
-                )
-            values = rest[key] = {**values.items}
-        if not isinstance(values, dict):
-            continue
-        wanted = values.get("_class_path")
-        if wanted is not None and wanted not in {f"{c.__module__}.{c.__qualname__}" for c in _subclasses(module)}:
-            raise UnsafeCheckpointError(
-                f"{checkpoint.source} asks for {wanted!r}, which is not an imported subclass of {module.__name__}. "
-                "Nothing of it was imported; import its module first if you trust it."
-            )
-        for name in given:
-            values.pop(name, None)
-    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] in _ARGUMENTS]
-    lost = [p for p in inert if p.location.split(".")[1:2] and p.location.split(".")[1] not in given]
-    if lost:
-        names = [part.location.split(".")[1] for part in lost]
-        what = ", ".join(f"{name} (a {part.name})" for name, part in zip(names, lost, strict=True))
-        arguments = ", ".join(f"{name}=..." for name in dict.fromkeys(names))
-        raise CheckpointError(
-            f"{checkpoint.source} has hyper-parameters that are not restored, as that would run code of the file: "
-            f"{what}. Give them: load_from_checkpoint(path, {arguments})."
-        )
-    return rest
-
-
 def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     """Put a storage on the device that it was saved from, or leave it on the CPU where there is no such device."""
     try:
@@ -131,13 +92,8 @@ def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
         return storage
 
 
-def _subclasses(module: type) -> list[type]:
-    children: list[type] = module.__subclasses__()
-    return [module, *(inner for child in children for inner in _subclasses(child))]
-
-
 def _refuse_placeholders(checkpoint: Checkpoint) -> None:
-    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in _ARGUMENTS]
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in ARGUMENTS]
     if inert:
         raise CheckpointError(
             f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
@@ -145,12 +101,12 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
         )
 
 
-def _in_memory(value: Any) -> Any:
+def in_memory(value: Any) -> Any:
     """Copy mapped tensors, so that the file may be written anew while they are in use."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)({name: _in_memory(part) for name, part in value.items()})
+        return type(value)({name: in_memory(part) for name, part in value.items()})
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_in_memory(part) for part in value)
+        return type(value)(in_memory(part) for part in value)
     return value

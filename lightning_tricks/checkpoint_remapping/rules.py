@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_tricks._shared.patterns import MOST_REPEATS, check_repeats
+from lightning_tricks._shared.plain_yaml import read_yaml
 from lightning_tricks._shared.text import shape_text
-from lightning_tricks.checkpoint_remapping.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.errors import CheckpointError, MissingCheckpointError
+from lightning_tricks.checkpoint_remapping.values import LONGEST_NAME
 
 # What wrappers put into names, and who does; `module` alone may also be a module's own name
 WRAPPERS = {
@@ -26,6 +29,9 @@ WRAPPERS = {
     "_fpw_module": "saved from FullyShardedDataParallel",
 }
 _COUNTERS = ("total_ops", "total_params", "n_averaged")
+_DEEPEST = 8  # lists and dicts in each other, in a file of rules
+_LONGEST_MADE = 10_000  # characters of a name that rules make
+_PATIENCE = 60.0  # seconds of the processor that finding the rule of each name may take
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,12 @@ class Rule:
         for text in (*_texts(self.source), *_texts(self.target)):
             if not isinstance(text, str):
                 raise TypeError(f"{self}: a source and a target must be strings, got {text!r}.")
+        for name in ("shape", "sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None and not (isinstance(sizes, tuple) and all(type(size) is int for size in sizes)):
+                raise TypeError(f"{self}: {name} must be whole numbers, got {sizes!r}.")
+        if type(self.dim) is not int:
+            raise TypeError(f"{self}: dim must be a whole number, got {self.dim!r}.")
         if not self.source or "" in _texts(self.source):
             raise ValueError(f"{self}: a source must not be empty; '*' with target 'prefix.*' puts a prefix in front.")
         if isinstance(self.source, tuple) and not isinstance(self.target, str):
@@ -79,6 +91,11 @@ class Rule:
             starred = any(part.count("*") > expression.groups for part in _texts(self.target))
             if starred and not text.startswith("re:"):
                 raise ValueError(f"{self}: the target has more '*' than the source.")
+            for part in _texts(self.target) if text.startswith("re:") else ():
+                try:
+                    expression.sub(part, "")
+                except (re.error, IndexError) as error:
+                    raise ValueError(f"{self}: the target does not go with the source: {error}.") from error
 
     def __str__(self) -> str:
         return f"{' + '.join(map(str, _texts(self.source)))} -> {', '.join(map(str, _texts(self.target))) or 'nothing'}"
@@ -127,12 +144,13 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
     """
     result = Remapped(state_dict)
     origins = {name: name for name in state_dict}
+    end = time.thread_time() + _PATIENCE
     for step in _steps(rules):
         if step == "wrappers":
             step = [Rule(old, new) for old, new in strip_wrappers(result).items() if new != old]
             if not step:
                 result.unmatched.append("wrappers")
-        result, origins = _apply(result, origins, step)
+        result, origins = _apply(result, origins, step, end)
     result.renamed = renamed_from((origin, name) for name, origin in origins.items())
     return result
 
@@ -161,20 +179,35 @@ def strip_wrappers(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def read_rules(path: str | os.PathLike[str]) -> Rules:
-    """Read the rules of a YAML file, such as `Alignment.save` writes.
+    """Read the rules of a YAML file, such as `Alignment.save` writes, of at most 1 MiB.
+
+    What a file holds is trusted less than what you write in code: its globs have at most three `*`, its regular
+    expressions at most three repeats, none of them of a group, so that no name makes them take very long.
 
     Raises:
-        CheckpointError: If it is no list of rules.
+        CheckpointError: If it is no list of such rules, or is not there.
     """
     import yaml
 
     try:
-        rules: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        _steps(rules)
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{os.fspath(path)} is no file of rules: {error}") from error
+        rules: Any = read_yaml(path, deepest=_DEEPEST, longest_word=LONGEST_NAME)
+        for step in _steps(rules):
+            for rule in step if isinstance(step, list) else ():
+                _check_patterns(rule)
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"{os.fspath(path)} does not exist.") from error
+    except (OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{os.fspath(path)} is no file of rules: {str(error)[:1000]}") from error
     checked: Rules = rules
     return checked
+
+
+def _check_patterns(rule: Rule) -> None:
+    for source in _texts(rule.source):
+        if source.startswith("re:"):
+            check_repeats(source[3:])
+        elif source.count("*") > MOST_REPEATS:
+            raise ValueError(f"{rule}: a glob in a file has at most {MOST_REPEATS} '*', as more can take very long.")
 
 
 def _texts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -228,7 +261,8 @@ def _expression(source: str) -> re.Pattern[str]:
 class _Step:
     """The rules of one step; the first that matches a name takes it."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[Rule], end: float) -> None:
+        self.end = end
         self.patterns: list[tuple[int, Rule, re.Pattern[str]]] = []
         self.names: dict[str, tuple[int, Rule]] = {}  # names and their beginnings need no search
         for position, rule in enumerate(rules):
@@ -240,6 +274,11 @@ class _Step:
 
     def taker(self, name: str) -> Rule | None:
         """Return the rule that takes a name."""
+        if self.patterns and time.thread_time() > self.end:
+            slow = self.patterns[0][1]
+            raise CheckpointError(
+                f"the rules take longer than {_PATIENCE:g} s: write {slow} and others with fewer repeats."
+            )
         ends = [found.start() for found in re.finditer(r"\.", name)]
         beginnings = [name, *(name[:end] for end in ends), *(name[: end + 1] for end in ends)]
         found = [self.names[part] for part in beginnings if part in self.names]
@@ -264,10 +303,12 @@ def _without(name: str, wrappers: Iterable[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def _apply(tensors: Remapped, origins: dict[str, str], step: Sequence[Rule]) -> tuple[Remapped, dict[str, str]]:
+def _apply(
+    tensors: Remapped, origins: dict[str, str], step: Sequence[Rule], end: float
+) -> tuple[Remapped, dict[str, str]]:
     """Apply the rules of one step: the first that matches a name takes it."""
     result, sources = Remapped({}), dict[str, str]()
-    order = _Step(step)
+    order = _Step(step, end)
     takers = {name: order.taker(name) for name in tensors}
     result.dropped = tensors.dropped
     used = set(map(id, takers.values()))
@@ -288,6 +329,8 @@ def _apply(tensors: Remapped, origins: dict[str, str], step: Sequence[Rule]) -> 
         for new, value, origin in made:
             if not new:
                 raise CheckpointError(f"a rule leaves nothing of the name {name!r}.")
+            if len(new) > _LONGEST_MADE:
+                raise CheckpointError(f"a rule makes a name of {len(new):,} characters of {name[:80]!r}.")
             if new in result:
                 raise CheckpointError(
                     f"{origin!r} and {sources[new]!r} would both become {new!r}: drop one of them, or rename it."
@@ -305,9 +348,9 @@ def _renamed(rule: Rule | None, name: str, tensor: Any, origin: str) -> list[tup
     value = _reshaped(rule, name, tensor)
     if isinstance(rule.target, str) or rule.target is None:
         return [(name if rule.target is None else _new_name(source, rule.target, name), value, origin)]
-    length = value.shape[rule.dim] if value.dim() > rule.dim else 0
+    length = value.shape[rule.dim] if -value.dim() <= rule.dim < value.dim() else 0
     sizes = list(rule.sizes or [length // len(rule.target)] * len(rule.target))
-    if sum(sizes) != length:
+    if sum(sizes) != length or min(sizes) < 0:
         raise CheckpointError(
             f"{name} ({shape_text(value.shape)}) does not split into {len(rule.target)} parts: {rule}."
         )
@@ -337,7 +380,7 @@ def _groups(rule: Rule, takers: Mapping[str, Rule | None]) -> list[tuple[str, tu
 def _fuse(rule: Rule, parts: list[tuple[str, Any]]) -> Any:
     try:
         return torch.cat([_reshaped(rule, name, tensor) for name, tensor in parts], rule.dim)
-    except RuntimeError as error:
+    except (IndexError, RuntimeError) as error:
         shapes = ", ".join(f"{name} ({shape_text(tensor.shape)})" for name, tensor in parts)
         raise CheckpointError(f"{shapes} do not fuse: {rule}.") from error
 
@@ -351,5 +394,5 @@ def _reshaped(rule: Rule, name: str, tensor: Any) -> Any:
         return tensor
     try:
         return tensor.reshape(rule.shape)
-    except RuntimeError as error:
+    except (OverflowError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{name} ({shape_text(tensor.shape)}) is no {shape_text(rule.shape)}: {rule}.") from error

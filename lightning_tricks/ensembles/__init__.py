@@ -20,8 +20,6 @@ arXiv 1704.00109 (snapshots); torchensemble 0.2, whose classes these are named a
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.ensembles.bagging import BaggingClassifier as BaggingClassifier
     from lightning_tricks.ensembles.bagging import BaggingRegressor as BaggingRegressor
@@ -36,14 +34,31 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "bagging": ("BaggingClassifier", "BaggingRegressor"),
-        "functional": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
-        "fusion": ("FusionClassifier", "FusionRegressor"),
-        "modules": ("Ensemble",),
-        "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
-        "voting": ("VotingClassifier", "VotingRegressor"),
-    },
-)
+    __all__ = [
+        "BaggingClassifier",
+        "BaggingRegressor",
+        "Ensemble",
+        "FusionClassifier",
+        "FusionRegressor",
+        "SnapshotEnsembleClassifier",
+        "SnapshotEnsembleRegressor",
+        "Uncertainty",
+        "VotingClassifier",
+        "VotingRegressor",
+        "classification_uncertainty",
+        "regression_uncertainty",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "bagging": ("BaggingClassifier", "BaggingRegressor"),
+            "functional": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
+            "fusion": ("FusionClassifier", "FusionRegressor"),
+            "modules": ("Ensemble",),
+            "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
+            "voting": ("VotingClassifier", "VotingRegressor"),
+        },
+    )

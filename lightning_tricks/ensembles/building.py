@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import site
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,6 +23,7 @@ Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str
 
 _WEIGHTS = 0  # purpose of a seed
+_NAMED_BY_FILE: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
 
 
 def build_members(
@@ -50,22 +56,50 @@ def build_members(
     return [_made(estimator, arguments or {}, seed, index) for index in range(n_estimators)], []
 
 
+@contextmanager
+def named_by_file() -> Iterator[None]:
+    """Take classes that are named for named by a file, with the arguments that they are called with.
+
+    Classes of installed packages may read files, or what they find at addresses, when they are made: these the caller
+    has to give.
+    """
+    token = _NAMED_BY_FILE.set(True)
+    try:
+        yield
+    finally:
+        _NAMED_BY_FILE.reset(token)
+
+
 def imported_class(name: str) -> type[nn.Module]:
     """Return the class `MODULE:CLASS` if its module is imported; nothing is imported here.
 
     Raises:
-        ValueError: If it is not, or is no class of modules.
+        ValueError: If it is not, is no class of modules, or is of an installed package inside of `named_by_file`.
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None  # getattr could import
+    known = isinstance(found, type) and issubclass(found, nn.Module)
+    if known and not (_NAMED_BY_FILE.get() and _is_installed(module)):
+        return found  # type: ignore[no-any-return]
+    reason = "is of an installed package" if known else "names no class of modules that is imported"
     raise ValueError(
-        f"estimator={name!r} names no class of modules that is imported: import {module!r} first, or give the class "
-        "itself (load_from_checkpoint(path, estimator=...))."
+        f"estimator={name!r} {reason}: give the class itself (load_from_checkpoint(path, estimator=...)), or import "
+        f"{module!r} first if it is a part of your program."
     )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to Python, this or an installed package but `torch.nn`, and not to the program."""
+    file = getattr(sys.modules[module], "__file__", None)
+    if module in ("__main__", "torch.nn") or module.startswith("torch.nn.modules."):
+        return False
+    if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
+        return True
+    folders = {os.path.realpath(folder) for folder in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    folders -= {os.path.realpath(sysconfig.get_path("data")), os.path.realpath(sysconfig.get_path("scripts"))}
+    return any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in folders)
 
 
 def class_name(estimator: Estimator | None) -> str | None:

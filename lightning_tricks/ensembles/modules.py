@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import currentframe
-from typing import Any, Literal, cast
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,10 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._lightning_compat import replace_train_loaders, shares_out_samples
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat import replace_train_loaders, restricted_classmethod, shares_out_samples
+from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.modes import evaluating
-from lightning_tricks.ensembles.building import Estimator, build_members, class_name
+from lightning_tricks._shared.steps import step_arguments
+from lightning_tricks.checkpoint_remapping.loading import make_module, read_for_module
+from lightning_tricks.ensembles.building import Estimator, build_members, class_name, named_by_file
 from lightning_tricks.ensembles.functional import (
     Criterion,
     Uncertainty,
@@ -105,6 +110,26 @@ class Ensemble(Interchange, LightningModule):
         self._losses = MeanLoss()
         self._rows_by_member = False  # whether a training batch holds rows of each member's own
         self._keep_hyperparameters(estimator)
+
+    @restricted_classmethod
+    def load_from_checkpoint(
+        cls: Any,  # noqa: N805  # a classmethod
+        checkpoint_path: str | os.PathLike[str] | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load as Lightning does, but run no code of the file, whatever `weights_only` says.
+
+        Raises:
+            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or is none.
+            ValueError: If the class of the members is not given (`estimator=Net`), and none of the program.
+        """
+        read = read_for_module(checkpoint_path, map_location, hparams_file)
+        with named_by_file():
+            return make_module(cls, *read, strict, kwargs)
 
     # --- what a family says
 
@@ -215,9 +240,23 @@ class Ensemble(Interchange, LightningModule):
             self._first_batch(outputs, target.unsqueeze(0), stage)
         preds = self._as_target(self.combine(self._as_matrices(outputs)), target)
         loss = self.loss_of_prediction(outputs, target)
-        values = {"loss": loss, **self.metrics(preds, target)}
-        self.log_dict({f"{stage}/{name}": v for name, v in values.items()}, batch_size=len(target), sync_dist=True)
+        values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
+        taken = self._logged_by_callbacks(stage)
+        own = {key: value for key, value in values.items() if key not in taken}
+        self.log_dict(own, batch_size=len(target), sync_dist=True)
         return {"loss": loss, "preds": preds, "target": target}
+
+    def _logged_by_callbacks(self, stage: str) -> set[str]:
+        """Return the keys that callbacks log, such as a MetricsMonitor, whose accuracy is the better one."""
+        try:
+            trainer: Any = self.trainer
+        except RuntimeError:  # the step is called without one
+            return set()
+        counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
+        loaders = len(counts) if isinstance(counts, Sequence) else 1
+        callbacks = getattr(trainer, "callbacks", ())
+        tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
+        return {key for trick in tricks for key in trick.logs(stage, loaders)}
 
     def _outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return outputs and targets, (n, B, ...) each, of rows of the members' own or of rows for all of them."""
@@ -240,7 +279,9 @@ class Ensemble(Interchange, LightningModule):
         n = len(self.trained)
         own = [rows_of_member(batch, i, n) if self._rows_by_member else batch for i in range(n)]
         members = cast(Sequence[LightningModule], list(self.trained.children()))
-        results = [member.training_step(part, batch_idx) for member, part in zip(members, own, strict=True)]
+        one_of_each = {type(member): member for member in members}
+        rest = {kind: step_arguments(m.training_step, batch, batch_idx)[1:] for kind, m in one_of_each.items()}
+        results = [member.training_step(part, *rest[type(member)]) for member, part in zip(members, own, strict=True)]
         if any(result is None for result in results):
             raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
         parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
@@ -336,6 +377,9 @@ class Ensemble(Interchange, LightningModule):
     # --- inside
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
+        remedy = next(filter(None, map(other_import_style, map(type, members))), "")
+        if self.takes_steps and remedy:
+            raise TypeError(f"{type(self).__name__} would leave out a member's training_step: {remedy}")
         self._has_lightning_members = self.takes_steps and all(
             isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members
         )

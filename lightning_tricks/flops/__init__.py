@@ -19,19 +19,21 @@ Chowdhery et al., "PaLM: Scaling language modeling with pathways", arXiv 2204.02
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.flops.callback import FlopsReport as FlopsReport
     from lightning_tricks.flops.count import FlopsCount as FlopsCount
     from lightning_tricks.flops.count import FlopsRow as FlopsRow
     from lightning_tricks.flops.functional import count_flops as count_flops
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("FlopsReport",),
-        "count": ("FlopsCount", "FlopsRow"),
-        "functional": ("count_flops",),
-    },
-)
+    __all__ = ["FlopsCount", "FlopsReport", "FlopsRow", "count_flops"]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("FlopsReport",),
+            "count": ("FlopsCount", "FlopsRow"),
+            "functional": ("count_flops",),
+        },
+    )

@@ -61,6 +61,8 @@ class FlopsReport(TrickCallback):
         >>> trainer = Trainer(callbacks=[FlopsReport(backward=True)], accelerator="cpu", logger=False)
     """
 
+    file_arguments = ("path",)
+
     def __init__(
         self,
         inputs: Any = None,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_tricks._shared.steps import step_arguments, takes_iterator
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.stand_in import bare
 
@@ -93,19 +94,18 @@ def find_call(model: nn.Module, inputs: Any = None, what: str = "inputs") -> Cal
 
 
 def step_of(model: nn.Module, batch: Any, what: str = "the batch", batch_idx: int = 0) -> Call:
-    """Return the call of a module's `training_step` with a batch.
+    """Return the call of a module's `training_step` with a batch, as Lightning makes it.
 
     Raises:
         ValueError: If the step takes an iterator instead.
     """
-    names = list(inspect.signature(bare(model).training_step).parameters)  # type: ignore[arg-type]
-    if "dataloader_iter" in names:
+    step: Any = bare(model).training_step
+    if takes_iterator(step):
         raise ValueError(
             f"{type(bare(model)).__name__}.training_step takes `dataloader_iter`, from which nothing can be read "
             "without consuming it: give inputs."
         )
-    known = {"batch_idx": batch_idx, "dataloader_idx": 0}
-    return Call("training_step", (batch,), {name: known[name] for name in names if name in known}, what)
+    return Call("training_step", step_arguments(step, batch, batch_idx), {}, what)
 
 
 def _has_own(model: nn.Module, method: str) -> bool:

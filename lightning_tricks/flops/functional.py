@@ -17,9 +17,10 @@ from lightning_tricks.flops.calls import Call, find_call
 from lightning_tricks.flops.count import FlopsCount, FlopsRow
 from lightning_tricks.flops.counter import OperatorCounter, Tally
 from lightning_tricks.flops.rehearsal import Copies, loss_in, rehearse
+from lightning_tricks.flops.remedies import example_for
 from lightning_tricks.flops.stand_in import bare
 from lightning_tricks.flops.thop_rules import has_thop_rule, thop_macs
-from lightning_tricks.flops.training_step import backward_of
+from lightning_tricks.flops.training_step import backward_of, backward_through
 
 Backend = Literal["torch", "thop"]
 
@@ -30,7 +31,7 @@ _log = logging.getLogger("lightning.pytorch.tricks.flops")
 
 def count_flops(
     model: nn.Module,
-    inputs: Any,
+    inputs: Any = None,
     *,
     backend: Backend = "torch",
     backward: bool = False,
@@ -60,7 +61,7 @@ def count_flops(
         compare: Whether to count with the other backend as well, into `peer`.
 
     Raises:
-        TypeError: If `model` is no module.
+        TypeError: If `model` is no module, or `inputs` are no tensors but a shape, an array, a DataLoader.
         ValueError: If `backend` is unknown, there are no inputs, there is no output to run the backward pass from, or
             thop shall count one.
         Exception: The model's own error, with a remark how `inputs` was used.
@@ -72,7 +73,8 @@ def count_flops(
     """
     call = find_call(model, inputs)
     if call is None:
-        raise ValueError(f"inputs=None needs an example_input_array, and {type(bare(model)).__name__} has none.")
+        name, own = type(bare(model)).__name__, example_for(bare(model))
+        raise ValueError(f"inputs=None needs an example_input_array, and {name} has none: give inputs, such as {own}.")
     return count_call(model, call, backend=backend, backward=backward, custom_ops=custom_ops, compare=compare)
 
 
@@ -148,11 +150,11 @@ def _run(twin: nn.Module, call: Call, counter: OperatorCounter, backward: bool) 
         with counter.backward_pass():
             backward_of(loss, *args, **kwargs)
 
-    if call.method == "training_step":
-        vars(twin)["manual_backward"] = backward_pass
+    steps_itself = call.method == "training_step" and not getattr(twin, "automatic_optimization", True)
     with torch.enable_grad() if backward else contextlib.nullcontext():
-        out = call.run(twin)
-        if backward and getattr(twin, "automatic_optimization", True):
+        with backward_through(twin, backward_pass) if steps_itself else contextlib.nullcontext():
+            out = call.run(twin)
+        if backward and not steps_itself:
             with counter.backward_pass():
                 loss_in(out, call).backward()
 

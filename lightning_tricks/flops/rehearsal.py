@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.calls import Call
+from lightning_tricks.flops.remedies import remedy_for
 from lightning_tricks.flops.stand_in import Copier, FakeCopies, NoDataError, RealCopies, bare, device_of
 from lightning_tricks.flops.training_step import TrainerView, put_on_stage
 from lightning_tricks.seeding.functional import isolated_rng
@@ -41,8 +42,19 @@ def rehearse(model: nn.Module, call: Call, play: Play[T], real: bool = False) ->
         What `play` returned, and notes on how it went.
 
     Raises:
+        TypeError: If it failed, and was not called with tensors.
         Exception: The model's own error, with a remark how it was called.
     """
+    try:
+        return _rehearsed(model, call, play, real)
+    except Exception as error:
+        remedy = remedy_for(bare(model), call, error)
+        if remedy:
+            raise TypeError(remedy) from error
+        raise
+
+
+def _rehearsed(model: nn.Module, call: Call, play: Play[T], real: bool) -> tuple[T, tuple[str, ...]]:
     with _undisturbed():
         if real:
             try:

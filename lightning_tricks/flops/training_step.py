@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 class Idle:
@@ -139,6 +140,23 @@ def backward_of(loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Run a backward pass, but where gradients are off."""
     if loss.requires_grad:
         loss.backward(*args, **kwargs)
+
+
+class backward_through(TorchFunctionMode):  # noqa: N801  # a context manager
+    """Let `self.manual_backward(loss)` and `loss.backward()` of a stand-in's step go through a function.
+
+    Args:
+        twin: The stand-in.
+        run: Called as `manual_backward` is.
+    """
+
+    def __init__(self, twin: nn.Module, run: Callable[..., None]) -> None:
+        super().__init__()
+        vars(twin)["manual_backward"] = self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
 
 
 def _optimizer_count(twin: Any, trainer: Any) -> int:

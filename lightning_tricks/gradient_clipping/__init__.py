@@ -20,8 +20,6 @@ Sources: Pascanu et al., "On the difficulty of training recurrent neural network
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
     from lightning_tricks.gradient_clipping.functional import GradientNorms as GradientNorms
@@ -43,35 +41,59 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.thresholds import PercentileThreshold as PercentileThreshold
     from lightning_tricks.gradient_clipping.thresholds import ZScoreThreshold as ZScoreThreshold
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("GradientClipping",),
-        "functional": (
-            "GradientNorms",
-            "UnitClipping",
-            "adaptive_clip_grad_",
-            "clip_grad_norm_",
-            "clip_grad_value_",
-            "clip_grads_with_norm_",
-            "gradient_norms",
-        ),
-        "methods": (
-            "AGC",
-            "ClipMethod",
-            "ClipNorm",
-            "ClipValue",
-            "PercentileClip",
-            "ZScoreClip",
-        ),
-        "skipping": (
-            "skip_step_",
-            "skip_step_on_device_",
-            "skips_on_device",
-        ),
-        "thresholds": (
-            "PercentileThreshold",
-            "ZScoreThreshold",
-        ),
-    },
-)
+    __all__ = [
+        "AGC",
+        "ClipMethod",
+        "ClipNorm",
+        "ClipValue",
+        "GradientClipping",
+        "GradientNorms",
+        "PercentileClip",
+        "PercentileThreshold",
+        "UnitClipping",
+        "ZScoreClip",
+        "ZScoreThreshold",
+        "adaptive_clip_grad_",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "clip_grads_with_norm_",
+        "gradient_norms",
+        "skip_step_",
+        "skip_step_on_device_",
+        "skips_on_device",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("GradientClipping",),
+            "functional": (
+                "GradientNorms",
+                "UnitClipping",
+                "adaptive_clip_grad_",
+                "clip_grad_norm_",
+                "clip_grad_value_",
+                "clip_grads_with_norm_",
+                "gradient_norms",
+            ),
+            "methods": (
+                "AGC",
+                "ClipMethod",
+                "ClipNorm",
+                "ClipValue",
+                "PercentileClip",
+                "ZScoreClip",
+            ),
+            "skipping": (
+                "skip_step_",
+                "skip_step_on_device_",
+                "skips_on_device",
+            ),
+            "thresholds": (
+                "PercentileThreshold",
+                "ZScoreThreshold",
+            ),
+        },
+    )

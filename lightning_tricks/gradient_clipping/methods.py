@@ -195,6 +195,10 @@ class ZScoreClip(_ClipToThreshold):
         return ZScoreThreshold(self.z, self.decay, self.warmup_steps)
 
 
+# What a checkpoint or YAML may describe by name
+METHODS = {method.__name__: method for method in (AGC, ClipNorm, ClipValue, PercentileClip, ZScoreClip)}
+
+
 def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
     """Return `method`, or say why it is none, or why it cannot be beside `max_norm`."""
     if method is None:

@@ -17,8 +17,6 @@ one channel.
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.images.callback import ImageLogger as ImageLogger
     from lightning_tricks.images.functional import denormalize as denormalize
@@ -27,10 +25,14 @@ if TYPE_CHECKING:
     from lightning_tricks.images.functional import to_pil as to_pil
     from lightning_tricks.images.functional import to_tensor as to_tensor
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("ImageLogger",),
-        "functional": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
-    },
-)
+    __all__ = ["ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("ImageLogger",),
+            "functional": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
+        },
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_tricks._callback import StepsCallback
@@ -47,7 +47,8 @@ class ImageLogger(StepsCallback):
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range, or one of `mean` and `std` is missing.
-        MisconfigurationException: In the first batch, if there are no images in it, or none that can be shown.
+        MisconfigurationException: In the first batch, if there are no images in it, or none that can be shown. A step
+            that returns neither predictions nor targets is passed over with a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -89,6 +90,7 @@ class ImageLogger(StepsCallback):
     def _forget(self) -> None:
         self._kept: dict[str, Samples] = {}
         self._kinds: dict[str, dict[str, bool]] = {}
+        self._told: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask whether there is a logger for pictures."""
@@ -109,7 +111,10 @@ class ImageLogger(StepsCallback):
         stage = place[0]
         if not self._is_due(trainer, stage):
             return
-        images, preds, target = self._inputs_of(outputs, batch, stage)
+        inputs = self._inputs_of(outputs, batch, stage)
+        if inputs is None:
+            return
+        images, preds, target = inputs
         if stage not in self._kinds:
             self._kinds[stage] = self._kinds_of(images, preds, target, stage)
         if self._only_looks:
@@ -149,14 +154,23 @@ class ImageLogger(StepsCallback):
     def _kept_of(self, stage: str) -> list[Samples]:
         return [self._kept[stage]] if stage in self._kept else []
 
-    def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return images, predictions and targets of a batch; None where a step returned neither of the last two."""
         given = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
-        if not isinstance(given, Mapping) or not {"preds", "target"} <= given.keys():
-            there = ", ".join(given) if isinstance(given, Mapping) else f"a {type(given).__name__}"
-            raise MisconfigurationException(
-                f"ImageLogger needs preds and target of each step of {stage}, and there is {there or 'nothing'}: "
-                "return a dict with them, or give inputs=(outputs, batch, stage) -> dict."
+        names = set(given) if isinstance(given, Mapping) else set()
+        if not {"preds", "target"} <= names:
+            there = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+            words = (
+                f"ImageLogger needs preds and target of each step of {stage}, and there is "
+                f"{'nothing' if given is None else there or 'nothing'}: return a dict with them, give "
+                "inputs=(outputs, batch, stage) -> dict"
             )
+            if names & {"preds", "target"}:
+                raise MisconfigurationException(f"{words}.")
+            if stage not in self._told:
+                self._told.add(stage)
+                rank_zero_warn(f"{words}, or leave {stage!r} out of stages. Until then such batches are not shown.")
+            return None
         images = given.get("images")
         if images is None:
             images = self._images_in(batch)

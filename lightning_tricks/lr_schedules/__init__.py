@@ -18,8 +18,6 @@ and Topin, arXiv 1708.07120 (one cycle); Clark et al., arXiv 2003.10555 (layer-w
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.builders import build_optimizer as build_optimizer
     from lightning_tricks.lr_schedules.builders import build_schedule as build_schedule
@@ -42,36 +40,61 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.specs import OptimizerSpec as OptimizerSpec
     from lightning_tricks.lr_schedules.specs import ScheduleSpec as ScheduleSpec
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "builders": (
-            "build_optimizer",
-            "build_schedule",
-            "total_steps",
-        ),
-        "functional": (
-            "constant",
-            "exponential",
-            "inverse_sqrt",
-            "multistep",
-            "one_cycle",
-            "polynomial",
-            "ramp",
-            "step",
-            "warmup_cosine",
-            "warmup_linear",
-            "wsd",
-        ),
-        "layers": (
-            "layer_of_parameters",
-            "parameter_groups",
-        ),
-        "plotting": ("plot_schedule",),
-        "scheduler": ("FactorLR",),
-        "specs": (
-            "OptimizerSpec",
-            "ScheduleSpec",
-        ),
-    },
-)
+    __all__ = [
+        "FactorLR",
+        "OptimizerSpec",
+        "ScheduleSpec",
+        "build_optimizer",
+        "build_schedule",
+        "constant",
+        "exponential",
+        "inverse_sqrt",
+        "layer_of_parameters",
+        "multistep",
+        "one_cycle",
+        "parameter_groups",
+        "plot_schedule",
+        "polynomial",
+        "ramp",
+        "step",
+        "total_steps",
+        "warmup_cosine",
+        "warmup_linear",
+        "wsd",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "builders": (
+                "build_optimizer",
+                "build_schedule",
+                "total_steps",
+            ),
+            "functional": (
+                "constant",
+                "exponential",
+                "inverse_sqrt",
+                "multistep",
+                "one_cycle",
+                "polynomial",
+                "ramp",
+                "step",
+                "warmup_cosine",
+                "warmup_linear",
+                "wsd",
+            ),
+            "layers": (
+                "layer_of_parameters",
+                "parameter_groups",
+            ),
+            "plotting": ("plot_schedule",),
+            "scheduler": ("FactorLR",),
+            "specs": (
+                "OptimizerSpec",
+                "ScheduleSpec",
+            ),
+        },
+    )

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks.lr_schedules.functional import constant
 from lightning_tricks.lr_schedules.layers import parameter_groups
 from lightning_tricks.lr_schedules.scheduler import FactorLR
@@ -109,6 +110,8 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     Raises:
         MisconfigurationException: If the number cannot be known, with the reason and the remedy.
     """
+    if remedy := other_import_style(type(trainer)):
+        raise MisconfigurationException(f"The steps of a run cannot be counted: {remedy}")
     limit = math.inf
     if trainer.max_steps != -1:
         limit = math.ceil(trainer.max_steps / (n_optimizers or 1))

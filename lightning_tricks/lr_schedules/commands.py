@@ -22,11 +22,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--milestones", type=_duration, nargs="+", help=f"of multistep: each {duration}")
     parser.add_argument("--gamma", type=float, help="of multistep, step, exponential")
     parser.add_argument("--step-size", type=_duration, help=f"of step: {duration}")
-    parser.add_argument("--power", type=float, default=1.0, help="of polynomial (%(default)s)")
-    parser.add_argument("--decay", type=_duration, default=0.2, help=f"of wsd: {duration} (%(default)s)")
-    parser.add_argument(
-        "--start-factor", type=float, default=1 / 25, help="of one_cycle: factor at step 0 (%(default)s)"
-    )
+    parser.add_argument("--power", type=float, help="of polynomial (default: 1)")
+    parser.add_argument("--decay", type=_duration, help=f"of wsd: {duration} (default: 0.2)")
+    parser.add_argument("--start-factor", type=float, help="of one_cycle: factor at step 0 (default: 0.04)")
     parser.add_argument("--end-factor", type=float, help="factor at the end")
     parser.add_argument("--interval", default="step", help="step or epoch (%(default)s)")
     parser.add_argument("--steps-per-epoch", type=int, metavar="N", help="where something is counted in epochs")

@@ -7,25 +7,48 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_number, nearest
+from lightning_tricks._shared.checks import (
+    check_choice,
+    check_count,
+    check_not_negative,
+    check_number,
+    nearest,
+    proposes_names,
+)
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.lr_schedules import functional
 
 NO_DECAY_WORDS = ("bias", "norm")
 _OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
 _WARMUPS = {"warmup_cosine": 0.03, "warmup_linear": 0.03, "wsd": 0.03, "inverse_sqrt": 0.03, "one_cycle": 0.3}
-_KINDS = (*_WARMUPS, "polynomial", "multistep", "step", "exponential", "constant")
+_REQUIRED = object()
+# what each kind takes beside that which all take, and what None stands for
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "warmup_cosine": {"end_factor": 0.0},
+    "warmup_linear": {"end_factor": 0.0},
+    "wsd": {"decay": 0.2, "end_factor": 0.0},
+    "inverse_sqrt": {},
+    "one_cycle": {"start_factor": 1 / 25, "end_factor": 1 / 250_000},
+    "polynomial": {"power": 1.0, "end_factor": 0.0},
+    "multistep": {"milestones": _REQUIRED, "gamma": 0.1},
+    "step": {"step_size": _REQUIRED, "gamma": 0.1},
+    "exponential": {"gamma": _REQUIRED},
+    "constant": {},
+}
+_OF_ALL_KINDS = ("warmup", "total", "interval")
+_HINTS = {"exponential": ", such as 0.999 for steps or 0.95 for epochs"}
 _NEED_TOTAL = ("warmup_cosine", "warmup_linear", "wsd", "one_cycle", "polynomial")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch)s?\s*")
 
 Factor = Callable[[float], float]
 
 
+@proposes_names(" The optimizer's own arguments go into kwargs={...}.")
 @dataclass(frozen=True)
 class OptimizerSpec:
     """An optimizer of `torch.optim` and what its parameter groups get.
@@ -85,6 +108,9 @@ class OptimizerSpec:
             if "lr" in options:
                 check_number(f"{name}['lr']", options["lr"], above=0, at_most=1e9)
             check_not_negative(f"{name}['weight_decay']", options.get("weight_decay", 0))
+        if self.name == "LBFGS" and (self.groups or self.layer_decay is not None):
+            given = f"groups={self.groups!r}" if self.groups else f"layer_decay={self.layer_decay!r}"
+            raise ValueError(f"LBFGS takes one group of parameters, got {given}: leave it out.")
 
     def optimizer(self) -> Any:
         """Return the class.
@@ -110,11 +136,13 @@ class OptimizerSpec:
                 )
 
 
+@proposes_names()
 @dataclass(frozen=True)
 class ScheduleSpec:
     """A learning rate schedule, with durations in steps, epochs or shares of the run.
 
     A duration is a whole number (of `interval`s), a fraction of the whole below 1, or such as "500 steps", "2 epochs".
+    What a kind has no use for stays None.
 
     Args:
         kind: warmup_cosine, warmup_linear, wsd (warm-up, stable, decay), inverse_sqrt, one_cycle, polynomial,
@@ -126,14 +154,15 @@ class ScheduleSpec:
         gamma: Of multistep and step (None stands for 0.1) and exponential (must be given).
         interval: When the learning rate changes, and the unit of whole numbers: "step" or "epoch".
         step_size: Of step: duration between two multiplications by `gamma`.
-        power: Of polynomial, > 0.
-        decay: Of wsd: duration of the fall at the end.
-        start_factor: Of one_cycle: factor at the first step, in (0, 1].
-        end_factor: Factor at the end, in [0, 1]; None stands for 0, and 1/250,000 for one_cycle.
+        power: Of polynomial, > 0; None stands for 1.
+        decay: Of wsd: duration of the fall at the end; None stands for 0.2.
+        start_factor: Of one_cycle: factor at the first step, in (0, 1]; None stands for 1/25.
+        end_factor: Of the kinds that fall until the end: factor there, in [0, 1]; None stands for 0, and 1/250,000 for
+            one_cycle.
 
     Raises:
         TypeError: If a value is of the wrong type.
-        ValueError: If a name is unknown, a value out of range, or one that the kind has no use for.
+        ValueError: If a name is unknown, a value out of range, missing, or one that the kind does not take.
 
     Example:
         >>> ScheduleSpec("multistep", milestones=[100, 140, 240], interval="epoch").gamma
@@ -147,30 +176,19 @@ class ScheduleSpec:
     gamma: float | None = None
     interval: Literal["step", "epoch"] = "step"
     step_size: float | str | None = None
-    power: float = 1.0
-    decay: float | str = 0.2
-    start_factor: float = 1 / 25
+    power: float | None = None
+    decay: float | str | None = None
+    start_factor: float | None = None
     end_factor: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("ScheduleSpec.kind", self.kind, _KINDS)
+        check_choice("ScheduleSpec.kind", self.kind, _OPTIONS)
         check_choice("interval", self.interval, ("step", "epoch"))
-        self._check_use("milestones", ("multistep",))
-        self._check_use("step_size", ("step",))
-        if self.gamma is None and self.kind == "exponential":
-            raise ValueError('kind="exponential" needs gamma, such as 0.999 for steps or 0.95 for epochs.')
-        defaults = {
-            "warmup": _WARMUPS.get(self.kind, 0.0),
-            "gamma": 0.1,
-            "end_factor": 1 / 250_000 if self.kind == "one_cycle" else 0.0,
-        }
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        check_number("gamma", self.gamma, above=0)
-        check_number("power", self.power, above=0)
-        check_number("start_factor", self.start_factor, above=0, at_most=1)
-        if check_not_negative("end_factor", self.end_factor) > 1:
+        self._fill_in({"warmup": _WARMUPS.get(self.kind, 0.0), **_OPTIONS[self.kind]})
+        for name, most in (("gamma", math.inf), ("power", math.inf), ("start_factor", 1)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0, at_most=most)
+        if self.end_factor is not None and check_not_negative("end_factor", self.end_factor) > 1:
             raise ValueError(f"end_factor must be in [0, 1], got {self.end_factor!r}.")
         for name in ("warmup", "total", "step_size", "decay"):
             value = getattr(self, name)
@@ -266,11 +284,17 @@ class ScheduleSpec:
         factor = self.bind(math.ceil(total_steps / steps_per_epoch), steps_after)
         return [factor(step // steps_per_epoch) for step in range(total_steps + 1)]
 
-    def _check_use(self, name: str, kinds: Sequence[str]) -> None:
-        given = getattr(self, name) is not None
-        if given != (self.kind in kinds):
-            said = f"has no {name}, got {getattr(self, name)!r}" if given else f"needs {name}"
-            raise ValueError(f'kind="{self.kind}" {said}.')
+    def _fill_in(self, options: dict[str, Any]) -> None:
+        """Put the kind's own values in the place of None, and refuse what it does not take."""
+        takes = [*_OF_ALL_KINDS, *(name for name in options if name not in _OF_ALL_KINDS)]
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if value is not None and part.name not in ("kind", *takes):
+                raise ValueError(f'kind="{self.kind}" has no {part.name}, got {value!r}: it takes {", ".join(takes)}.')
+            if value is None and options.get(part.name) is _REQUIRED:
+                raise ValueError(f'kind="{self.kind}" needs {part.name}{_HINTS.get(self.kind, "")}.')
+            if value is None and part.name in options:
+                object.__setattr__(self, part.name, options[part.name])
 
     def _count(
         self, name: str, duration: Any, total: float | None, steps_after: Callable[[float], float] | None

@@ -17,11 +17,9 @@ Sources: torchmetrics; scikit-learn's definitions of the metrics, where the two 
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
-    from lightning_tricks.metrics.callback import MetricsError as MetricsError
     from lightning_tricks.metrics.callback import MetricsMonitor as MetricsMonitor
+    from lightning_tricks.metrics.comparing import MetricsError as MetricsError
     from lightning_tricks.metrics.losses import MeanLoss as MeanLoss
     from lightning_tricks.metrics.modules import BalancedAccuracy as BalancedAccuracy
     from lightning_tricks.metrics.presets import binary_metrics as binary_metrics
@@ -33,21 +31,39 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics.presets import segmentation_metrics as segmentation_metrics
     from lightning_tricks.metrics.suite import MetricSuite as MetricSuite
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("MetricsError", "MetricsMonitor"),
-        "losses": ("MeanLoss",),
-        "modules": ("BalancedAccuracy",),
-        "presets": (
-            "binary_metrics",
-            "multiclass_metrics",
-            "multilabel_metrics",
-            "preset",
-            "regression_metrics",
-            "retrieval_metrics",
-            "segmentation_metrics",
-        ),
-        "suite": ("MetricSuite",),
-    },
-)
+    __all__ = [
+        "BalancedAccuracy",
+        "MeanLoss",
+        "MetricSuite",
+        "MetricsError",
+        "MetricsMonitor",
+        "binary_metrics",
+        "multiclass_metrics",
+        "multilabel_metrics",
+        "preset",
+        "regression_metrics",
+        "retrieval_metrics",
+        "segmentation_metrics",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("MetricsMonitor",),
+            "comparing": ("MetricsError",),
+            "losses": ("MeanLoss",),
+            "modules": ("BalancedAccuracy",),
+            "presets": (
+                "binary_metrics",
+                "multiclass_metrics",
+                "multilabel_metrics",
+                "preset",
+                "regression_metrics",
+                "retrieval_metrics",
+                "segmentation_metrics",
+            ),
+            "suite": ("MetricSuite",),
+        },
+    )

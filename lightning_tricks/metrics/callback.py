@@ -10,32 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback
-from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_value, names_logged_by_module
+from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_value
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
 from lightning_tricks._shared.pictures import log_picture
 from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks.metrics.comparing import STEPS, MetricsError, SharedKeys, together
 from lightning_tricks.metrics.functional import in_doubles
 from lightning_tricks.metrics.history import History, Record
+from lightning_tricks.metrics.keys import STAGES, Keys, check_prefix
 from lightning_tricks.metrics.losses import MeanLoss
+from lightning_tricks.metrics.naming import clash_of, class_parts
 from lightning_tricks.metrics.pictures import Snapshot, as_array, figures_of, history_figure
 from lightning_tricks.metrics.shares import Share, share_of
-from lightning_tricks.metrics.suite import MetricSuite
+from lightning_tricks.metrics.suite import MetricSuite, is_number
+from lightning_tricks.metrics.trial import names_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_STAGES = ("train", "val", "test")
-_STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
-
-
-class MetricsError(MisconfigurationException, ValueError):
-    """What a step returned cannot be measured, or a loader has no batches."""
 
 
 @dataclass
@@ -45,13 +42,16 @@ class _Loader:
     suite: MetricSuite
     loss: MeanLoss
     share: Share | str = ""  # or the reason why it is not known
+    passed_over: int = 0  # batches of which the step returned nothing to measure
+    new: bool = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict()}
+        return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), "passed_over": self.passed_over}
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
         self.suite.load([state["suite"] for state in states], device)
         self.loss.load([state["loss"] for state in states], device)
+        self.passed_over = sum(state.get("passed_over", 0) for state in states)
 
 
 class MetricsMonitor(StepsCallback):
@@ -59,15 +59,18 @@ class MetricsMonitor(StepsCallback):
 
     The steps return `{"loss": ..., "preds": ..., "target": ...}`, and further arguments of metrics, such as `indexes`,
     by name. At the end of each epoch each metric is logged once, as `val/acc`, with `class_names` also as
-    `val/f1/<class>`, with several loaders as `val/0/acc`, `val/1/acc`; and so is `val/loss`, the mean over the samples
+    `val/f1_<class>`, with several loaders as `val/0/acc`, `val/1/acc`; and so is `val/loss`, the mean over the samples
     (exact under DDP where the step returns the loss of each sample), unless the module logs it. ModelCheckpoint,
     EarlyStopping and schedulers see them wherever this callback stands. Each stage and loader has metrics of its own;
     sanity checking is not counted, nor is any metric in the module's `state_dict`.
 
     On several ranks, the states of all of them are merged. In validation and testing, the samples that Lightning's
     DistributedSampler repeats to make all ranks equally long do not count, so that the values are those of one process.
-    Where the samples are divided in another way that is not known, which is said. What the module logs itself stays as
-    it is.
+    Where the samples are divided in another way that is not known, which is said.
+
+    Several monitors have a `prefix` each. No key is logged twice: where the module or another callback logs one of
+    this callback's (the loss aside), that is an error which names both. A step that returns nothing that can be
+    measured, such as a loss alone, is passed over with a warning; its loss is averaged.
 
     Args:
         metrics: A preset such as `multiclass_metrics(10)`, its plain values (`{"task": "multiclass", "num_classes":
@@ -81,6 +84,8 @@ class MetricsMonitor(StepsCallback):
         stages: Which of "train", "val" and "test" to measure.
         inputs: A function of a step's outputs, the batch and the stage that returns the dict, for modules whose steps
             return something else.
+        prefix: What stands before the keys, as in "ema/val/acc", so that several monitors keep apart: None for
+            nothing. A checkpoint holds the state of each prefix by itself.
 
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
 
@@ -89,8 +94,11 @@ class MetricsMonitor(StepsCallback):
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If there is no metric, no such stage or mode, or there are more or fewer classes than names.
-        MetricsError: In the first batch, if the metrics would misunderstand it; and if a loader has no batches.
+        ValueError: If there is no metric, no such stage or mode, there are more or fewer classes than names, two values
+            would have one name, or `best` has a key that no fit logs.
+        MetricsError: In `setup`, if `best` has a key of a stage that does not run, or another monitor logs the same
+            keys; in the first batch, if the metrics would misunderstand it; where another logs one of the keys, as
+            soon as that shows; and if a loader has no batches.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -98,6 +106,8 @@ class MetricsMonitor(StepsCallback):
         >>> monitor = MetricsMonitor(multiclass_metrics(10), best={"val/f1": "max"})
         >>> trainer = Trainer(callbacks=[monitor], accelerator="cpu", logger=False)
     """
+
+    allows_several = True
 
     def __init__(
         self,
@@ -107,8 +117,9 @@ class MetricsMonitor(StepsCallback):
         plots: bool | int = True,
         best: dict[str, str] | None = None,
         exact: bool = True,
-        stages: Sequence[str] = _STAGES,
+        stages: Sequence[str] = STAGES,
         inputs: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
+        prefix: str | None = None,
     ) -> None:
         self.metrics = metrics
         self.class_names = class_names
@@ -116,20 +127,19 @@ class MetricsMonitor(StepsCallback):
         self.exact = exact
         self.stages = stages
         self.inputs = inputs
+        self.prefix = prefix
         self._best = best
         if isinstance(stages, str):
             raise TypeError(f"stages must be a list of names, got {stages!r}.")
         for stage in stages:
-            check_choice("stages", stage, _STAGES)
-        for key, mode in (best or {}).items():
-            check_choice(f"best[{key!r}]", mode, ("min", "max"))
-            if key.partition("/")[0] not in stages:
-                raise ValueError(f"best has the key {key!r}, which must start with one of {', '.join(stages)} and '/'.")
+            check_choice("stages", stage, STAGES)
+        check_prefix(prefix)
         if not isinstance(plots, bool):
             check_count("plots", plots)
         if inputs is not None and not callable(inputs):
             raise TypeError(f"inputs must be a function of (outputs, batch, stage), got {inputs!r}.")
-        MetricSuite(metrics, class_names)  # raises where an argument is wrong
+        self._keys = Keys(names_of(metrics, class_names), prefix, tuple(stages))
+        self._keys.check_best(best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
@@ -140,11 +150,29 @@ class MetricsMonitor(StepsCallback):
         self._loaders: dict[tuple[str, int], _Loader] = {}
         self._saved: dict[str, Any] = {}
         self._to_draw: dict[str, Snapshot] = {}
+        self._shared = SharedKeys(self._name)
+        self._told: set[str] = set()
+
+    @property
+    def state_key(self) -> str:
+        """Under which a checkpoint holds the state: a monitor with a prefix has its own."""
+        return super().state_key if self.prefix is None else self._generate_state_key(prefix=self.prefix)
+
+    @property
+    def _name(self) -> str:
+        own = "" if self.prefix is None else f"(prefix={self.prefix!r})"
+        return f"{type(self).__name__}{own}"
 
     @property
     def best(self) -> dict[str, tuple[float, int]]:
         """The best value of each key of `best=` in a fit, and the optimizer steps done by then."""
-        return self._history.best(self._best or {})
+        start = "" if self.prefix is None else f"{self.prefix}/"
+        found = self._history.best({key.removeprefix(start): mode for key, mode in (self._best or {}).items()})
+        return {start + key: value for key, value in found.items()}
+
+    def logs(self, stage: str, loaders: int = 1) -> set[str]:
+        """Return the keys that a stage is sure to log, its loss aside."""
+        return self._keys.known(stage, loaders) if stage in self.stages else set()
 
     def history(self) -> list[dict[str, Any]]:
         """Return one row for each value so far: stage, loader, epoch, step, metric and value."""
@@ -161,26 +189,54 @@ class MetricsMonitor(StepsCallback):
             ValueError: If there are no values of that name.
         """
         rows = self.history()
-        parts = tuple(f"/{name}" for name in self.class_names or ())
         known = dict.fromkeys(row["metric"] for row in rows)
-        wanted = [name for name in known if not name.endswith(parts)] if metrics is None else list(metrics)
+        parts = class_parts(known, self.class_names or ())
+        wanted = [name for name in known if name not in parts] if metrics is None else list(metrics)
         for name in wanted:
             if name not in known:
                 raise ValueError(f"There are no values of {name!r}, but of {', '.join(known)}.{nearest(name, known)}")
         return history_figure([row for row in rows if row["metric"] in wanted])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start anew."""
+        """Start anew, and refuse what cannot be measured or would be logged twice."""
         super().setup(trainer, pl_module, stage)
         self._forget()
+        self._refuse_same_keys(trainer)
         if stage == "fit":
+            if not _validates(trainer) and (keys := self._keys.wanted(self._best or (), "val")):
+                raise MetricsError(
+                    f"{self._name}: best has the key {keys[0]!r}, and this fit does not validate: give it validation "
+                    "data and a validation_step, let it validate within max_epochs, or ask for a key of train."
+                )
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])
         self._draws = self.plots is not False and self.takes_pictures(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a loader without batches."""
+        """Refuse a loader without batches, and keys of loaders that there are not."""
         self._refuse_no_batches(trainer)
+        self._check_loaders(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse keys of loaders that there are not."""
+        super().on_sanity_check_end(trainer, pl_module)
+        self._check_loaders(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare keys with what the module has logged last in the epoch before."""
+        self._compare_afterwards(trainer, pl_module, "train")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare keys with what the module has logged last."""
+        self._compare_afterwards(trainer, pl_module, "train")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare keys with what the module has logged last."""
+        self._compare_afterwards(trainer, pl_module, "val")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare keys with what the module has logged last."""
+        self._compare_afterwards(trainer, pl_module, "test")
 
     def on_step_end(
         self,
@@ -196,11 +252,17 @@ class MetricsMonitor(StepsCallback):
         if stage not in self.stages:
             return
         loader = self._loaders.get(place) or self._new_loader(trainer, pl_module, place, batch_idx)
+        if loader.new:
+            loader.new = False
+            known = self._keys.known(stage, 1 if stage == "train" else len(_batches_of(trainer, stage)))
+            self._shared.compare_in_first_batch(trainer, pl_module, stage, known)
         inputs = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
-        if not loader.suite.checked:
-            self._check(loader, inputs, stage)
+        if self.inputs is None and isinstance(outputs, Tensor) and not outputs.ndim:
+            inputs = {"loss": outputs}  # as Lightning takes it
+        measured = self._is_measured(loader, inputs, stage, batch_idx)
         if self._only_looks:
             return
+        inputs = inputs if isinstance(inputs, Mapping) else {}
         rows = None
         if stage != "train" and trainer.world_size > 1 and self.exact and (batch_idx == 0 or not loader.share):
             self._divide(trainer, loader, place)
@@ -208,13 +270,15 @@ class MetricsMonitor(StepsCallback):
             size, own = loader.share.of_batch(batch_idx)
             if own < size:
                 inputs, rows = self._own_rows(inputs, size, own, stage), own
-        if rows != 0:
+        if not measured:
+            loader.passed_over += 1
+        elif rows != 0:
             loader.suite.update(**inputs)
         loss = inputs.get("loss")
         if isinstance(loss, Tensor):
             lightnings = stage == "train" and pl_module.automatic_optimization  # it has divided and copied the loss
             factor = trainer.accumulate_grad_batches if lightnings else 1
-            loader.loss.update(loss, _rows_of(inputs) if rows is None else rows, factor, own=lightnings)
+            loader.loss.update(loss, _rows_of(inputs, batch) if rows is None else rows, factor, own=lightnings)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the metrics of an epoch."""
@@ -224,15 +288,19 @@ class MetricsMonitor(StepsCallback):
         batches = [trainer.num_training_batches] if stage == "train" else _batches_of(trainer, stage)
         for place in self._places_to_restore(trainer, stage):
             self._new_loader(trainer, pl_module, place, None)
+        others = self._shared.others(trainer)
         if trainer.world_size > 1:
-            self._merge_ranks(trainer, pl_module, stage)
-        for number in sorted(number for of_stage, number in self._loaders if of_stage == stage):
+            others = self._merge_ranks(trainer, pl_module, stage, others)
+        numbers = sorted(number for of_stage, number in self._loaders if of_stage == stage)
+        passed_over = sum(self._loaders[stage, number].passed_over for number in numbers)
+        self._say_how_many(stage, passed_over, numbers)
+        for number in numbers:
             loader = self._loaders[stage, number]
-            if loader.suite.updates:
-                self._log(trainer, loader, stage, number if len(batches) > 1 else None)
+            if loader.suite.updates or loader.loss.samples:
+                self._log(trainer, pl_module, loader, (stage, number if len(batches) > 1 else None), others)
             loader.load([])
         self._saved = {} if stage == "train" else self._saved
-        self._check_best(stage)
+        self._check_best(stage, bool(passed_over))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw what was not drawn yet, and print the table."""
@@ -270,23 +338,71 @@ class MetricsMonitor(StepsCallback):
             partial = {"epoch": trainer.current_epoch, "ranks": ranks}
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
 
-    def _check(self, loader: _Loader, inputs: Any, stage: str) -> None:
-        """Refuse the first batch of a loader where the metrics would misunderstand it."""
-        self._check_mapping(inputs, stage)
-        try:
-            loader.suite.check(**inputs)
-        except ValueError as error:
-            raise MetricsError(f"MetricsMonitor, first batch of {stage}: {error}") from error
+    def _is_measured(self, loader: _Loader, inputs: Any, stage: str, batch_idx: int) -> bool:
+        """Whether a step returned what the metrics need; the first time that it did, it is looked at."""
+        suite = loader.suite
+        names = inputs.keys() if isinstance(inputs, Mapping) else frozenset()
+        whole = isinstance(inputs, Mapping) and suite.needed <= names
+        if not suite.checked and (whole or not suite.needed.isdisjoint(names)):
+            try:
+                suite.check(**inputs)
+            except ValueError as error:
+                raise MetricsError(f"{self._name}, first batch of {stage}: {error}") from error
+        if not whole:
+            self._say_unmeasured(suite, inputs, stage, batch_idx)
+        return whole
 
-    def _check_mapping(self, inputs: Any, stage: str) -> None:
-        if isinstance(inputs, Mapping):
+    def _say_unmeasured(self, suite: MetricSuite, inputs: Any, stage: str, batch_idx: int) -> None:
+        if stage in self._told:
             return
-        source = f"{_STEPS[stage]} returned" if self.inputs is None else "inputs() returned"
-        raise MetricsError(
-            f"MetricsMonitor: {source} {'None' if inputs is None else 'a ' + type(inputs).__name__}, and not a dict "
-            'with what the metrics take, such as {"loss": ..., "preds": ..., "target": ...}. Return one, give '
-            f"inputs=(outputs, batch, stage) -> dict, or leave {stage!r} out of stages."
+        self._told.add(stage)
+        source = "inputs()" if self.inputs is not None else STEPS[stage]
+        what = f"a {type(inputs).__name__}"
+        if inputs is None or (isinstance(inputs, Mapping) and not inputs):
+            what = "nothing"
+        elif isinstance(inputs, Mapping):
+            what = f"{', '.join(map(str, inputs))} alone"
+        needed = ", ".join(sorted(suite.needed))
+        rest = [name for name in self.stages if name != stage]
+        words = (
+            f"{self._name}: {source} returned {what} in batch {batch_idx} of {stage}, and the metrics need {needed}. "
+            f"Return a dict with them (a step of training beside its loss), give inputs=(outputs, batch, stage) -> "
+            f"dict, or leave {stage!r} out: stages={rest!r}."
         )
+        wanted = [key for key in self._keys.wanted(self._best or (), stage) if not key.endswith("/loss")]
+        if what != "nothing" and not suite.checked and wanted:
+            raise MetricsError(f"{words} best has the key {wanted[0]!r}.")
+        rank_zero_warn(f"{words} Until then such batches are not measured, but for a loss.")
+
+    def _say_how_many(self, stage: str, passed_over: int, numbers: Sequence[int]) -> None:
+        """Say how many batches of an epoch were passed over, where others were not; once."""
+        updates = sum(self._loaders[stage, number].suite.updates for number in numbers)
+        if passed_over and updates and f"{stage} in part" not in self._told:
+            self._told.add(f"{stage} in part")
+            rank_zero_warn(
+                f"{self._name}: {passed_over} of {passed_over + updates} batches of {stage} returned nothing to "
+                "measure and do not count."
+            )
+
+    def _refuse_same_keys(self, trainer: Trainer) -> None:
+        """Refuse other monitors that would log under the same keys."""
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if other is self or not isinstance(other, MetricsMonitor):
+                continue
+            for stage in {*self.stages} & {*other.stages}:
+                shared = clash_of([*self._keys.known(stage), *other._keys.known(stage)])
+                if self.prefix == other.prefix or shared:
+                    key = shared[0] if shared else self._keys.of(stage, "loss")
+                    raise MetricsError(
+                        f"{self._name} and {other._name} would both log {key!r}: give one of them a prefix of its "
+                        "own, such as prefix='ema', or different stages."
+                    )
+
+    def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compare keys with what the module or another callback has logged after this one."""
+        if stage in self.stages:
+            known = self._keys.known(stage, len(_batches_of(trainer, stage))) if self._only_looks else None
+            self._shared.compare_afterwards(trainer, pl_module, stage, known)
 
     def _new_loader(
         self, trainer: Trainer, pl_module: LightningModule, place: tuple[str, int], batch_idx: int | None
@@ -306,7 +422,7 @@ class MetricsMonitor(StepsCallback):
         before, loader.share = loader.share, share_of(evaluation_loaders(trainer)[number])
         if isinstance(loader.share, str) and loader.share != before:
             rank_zero_warn(
-                f"MetricsMonitor: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
+                f"{self._name}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
                 f"{loader.share}."
             )
 
@@ -316,7 +432,7 @@ class MetricsMonitor(StepsCallback):
         if own and any(len(value) != size for name, value in rows.items() if name != "loss"):
             shapes = ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
             warnings.warn(  # of this rank alone
-                f"MetricsMonitor: {size - own} of the {size} samples of the last batch of {stage} are repeated ones, "
+                f"{self._name}: {size - own} of the {size} samples of the last batch of {stage} are repeated ones, "
                 f"and it cannot be told which rows are theirs ({shapes}): they count twice.",
                 stacklevel=2,
             )
@@ -330,19 +446,36 @@ class MetricsMonitor(StepsCallback):
         places = [(key.partition("/")[0], int(key.partition("/")[2])) for key in sorted(keys)]
         return [place for place in places if place[0] == stage and place not in self._loaders]
 
-    def _merge_ranks(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def _merge_ranks(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, others: dict[str, str]
+    ) -> dict[str, str]:
+        """Give each rank what all have gathered, and return which keys others log on any of them."""
         own = {number: loader.state_dict() for (of, number), loader in self._loaders.items() if of == stage}
-        parts = _gathered(trainer, own)
+        gathered = _gathered(trainer, (own, others))
+        parts = [part for part, _ in gathered]
         for number in sorted({number for part in parts for number in part}):
             loader = self._loaders.get((stage, number)) or self._new_loader(trainer, pl_module, (stage, number), 0)
             loader.load([part[number] for part in parts if number in part], pl_module.device)
+        return together([logged for _, logged in gathered])
 
-    def _log(self, trainer: Trainer, loader: _Loader, stage: str, number: int | None) -> None:
-        values = loader.suite.compute_all()
+    def _log(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loader: _Loader,
+        place: tuple[str, int | None],
+        others: dict[str, str],
+    ) -> None:
+        stage, number = place
+        try:
+            values = loader.suite.compute_all() if loader.suite.updates else {}
+        except ValueError as error:
+            raise MetricsError(f"{self._name}, {stage}: {error}") from error
         mean_loss = loader.loss.compute()
-        if mean_loss is not None and "loss" not in values:
+        asked = "loss" in values
+        if mean_loss is not None and not asked:
             values["loss"] = mean_loss
-        numbers = {name: value for name, value in values.items() if value.ndim == 0}
+        numbers = {name: value for name, value in values.items() if is_number(value)}
         record = Record(
             stage,
             number,
@@ -350,15 +483,19 @@ class MetricsMonitor(StepsCallback):
             trainer.global_step,
             self._function == "fit",
             list(numbers),
-            torch.stack([in_doubles(value) for value in numbers.values()]),
+            torch.stack(list(map(in_doubles, numbers.values()))) if numbers else torch.empty(0),
             loader.suite.misfits(),
         )
         self._history.add(record)
-        self.results |= {f"{record.prefix}/{name}": value for name, value in values.items()}
-        by_module = names_logged_by_module(trainer, type(self).__name__)
-        for name, value in numbers.items():
-            if name != "loss" or f"{record.prefix}/loss" not in by_module:
-                log_epoch_value(trainer, type(self).__name__, f"{record.prefix}/{name}", value)
+        self.results |= {self._keys.of(record.prefix, name): value for name, value in values.items()}
+        to_log = {self._keys.of(record.prefix, name): value for name, value in numbers.items()}
+        loss = self._keys.of(record.prefix, "loss")
+        own = to_log.keys() - (set() if asked else {loss})  # a loss that nobody asked for gives way to the module's
+        self._shared.refuse(pl_module, own, others)
+        self._shared.note_logged(trainer, stage, own)
+        for key, value in to_log.items():
+            if key in own or key not in others:
+                log_epoch_value(trainer, self._name, key, value)
         if self._draws and trainer.is_global_zero and stage != "train":
             kind = loader.suite.task.kind if loader.suite.task is not None else ""
             self._to_draw[record.prefix] = Snapshot(record, kind, loader.suite.confusion(), loader.suite.scores())
@@ -376,13 +513,23 @@ class MetricsMonitor(StepsCallback):
                 rank_zero_info(f"MetricsMonitor draws nothing: {error}")
                 return
             for name, figure in figures.items():
-                log_picture(trainer.loggers, f"{prefix}/{name}", as_array(figure), seen.record.step)
+                log_picture(trainer.loggers, self._keys.of(prefix, name), as_array(figure), seen.record.step)
 
-    def _check_best(self, stage: str) -> None:
-        known = [key for key in self.results if key.startswith(f"{stage}/")]
-        for key in self._best or {}:
-            if known and key.startswith(f"{stage}/") and key not in known:
-                raise MetricsError(f"best has the key {key!r}, and there is {', '.join(known)}.{nearest(key, known)}")
+    def _check_best(self, stage: str, passed_over: bool) -> None:
+        """Refuse a key that was not logged at the end of its stage: only that shows what some metrics return."""
+        start = self._keys.of(stage, "")
+        there = [key for key in self.results if key.startswith(start)]
+        for key in self._keys.wanted(self._best or (), stage):
+            if (there or passed_over) and key not in there:
+                raise MetricsError(f"{self._name}: best has the key {key!r}, {self._keys.others(key, stage, there)}")
+
+    def _check_loaders(self, trainer: Trainer) -> None:
+        """Refuse keys of `best` that fit one loader where there are several, or several where there is one."""
+        try:
+            self._keys.check_loaders(self._best or (), "train", 1)
+            self._keys.check_loaders(self._best or (), "val", len(_batches_of(trainer, "val")))
+        except ValueError as error:
+            raise MetricsError(f"{self._name}: {error}") from error
 
     def _refuse_no_batches(self, trainer: Trainer) -> None:
         """Refuse loaders that give nothing, unless the Trainer was told to take nothing."""
@@ -396,7 +543,7 @@ class MetricsMonitor(StepsCallback):
         for stage, number, count in found:
             if count == 0 and stage in self.stages:
                 raise MetricsError(
-                    f"MetricsMonitor: loader {number} of {stage} has no batches, so there is nothing to measure: give "
+                    f"{self._name}: loader {number} of {stage} has no batches, so there is nothing to measure: give "
                     "it data (or a smaller batch where it drops the last one), or leave the stage out of stages."
                 )
 
@@ -404,6 +551,13 @@ class MetricsMonitor(StepsCallback):
 def _batches_of(trainer: Trainer, stage: str) -> list[int | float]:
     counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
     return list(counts) if isinstance(counts, Sequence) else [counts]
+
+
+def _validates(trainer: Trainer) -> bool:
+    """Whether a fit comes to validate, as far as can be seen at its start."""
+    every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
+    too_seldom = every is not None and epochs is not None and 0 < epochs < every
+    return trainer.enable_validation and not too_seldom
 
 
 def _data_part(trainer: Trainer) -> tuple[int, int]:
@@ -420,11 +574,12 @@ def _gathered(trainer: Trainer, own: Any) -> list[Any]:
     return [value for _, value in sorted(dict(ranks[::-1]).items())]
 
 
-def _rows_of(inputs: Mapping[str, Any]) -> int:
+def _rows_of(inputs: Mapping[str, Any], batch: Any) -> int:
     target = inputs.get("target")
     if isinstance(target, Tensor) and target.ndim:
         return target.shape[0]
-    return next((len(value) for name, value in inputs.items() if name != "loss" and _has_rows(value)), 1)
+    rows = (len(value) for name, value in inputs.items() if name != "loss" and _has_rows(value))
+    return next(rows, None) or next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def _has_rows(value: Any) -> bool:

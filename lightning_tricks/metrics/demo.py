@@ -23,9 +23,9 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     (monitor,) = (c for c in trainer.callbacks if isinstance(c, MetricsMonitor))  # type: ignore[attr-defined]
     value, step = monitor.best["val/f1"]
     names = monitor.class_names or ()
-    weakest = min(names, key=lambda name: float(monitor.results[f"test/f1/{name}"]))
+    weakest = min(names, key=lambda name: float(monitor.results[f"test/f1_{name}"]))
     return {
         "best": f"val/f1 {value:.3f} at step {step}",
         "test": f"f1 {monitor.results['test/f1']:.3f}, kappa {monitor.results['test/kappa']:.3f}",
-        "hardest class": f"{weakest}: f1 {monitor.results[f'test/f1/{weakest}']:.3f}",
+        "hardest class": f"{weakest}: f1 {monitor.results[f'test/f1_{weakest}']:.3f}",
     }

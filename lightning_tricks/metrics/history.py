@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_tricks.metrics.functional import in_doubles
+from lightning_tricks.metrics.naming import class_parts
 
 _MOST_CLASSES = 50  # rows of the table of single classes
 
@@ -131,9 +132,10 @@ class History:
         overall: dict[str, dict[str, float]] = {}
         by_class: dict[str, dict[str, dict[str, float]]] = {}
         for record in self.records():
+            parts = class_parts(record.names, class_names)
             for name, value in zip(record.names, cast(list[float], record.values), strict=True):
-                metric, _, part = name.rpartition("/")
-                if metric and part in class_names:
+                metric, part = parts.get(name, ("", ""))
+                if metric:
                     by_class.setdefault(record.prefix, {}).setdefault(part, {})[metric] = value
                 else:
                     overall.setdefault(name, {})[record.prefix] = value

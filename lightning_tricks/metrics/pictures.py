@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_tricks.metrics.functional import pr_curve, reliability_curve, roc_curve
 from lightning_tricks.metrics.history import Record
+from lightning_tricks.metrics.naming import class_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,9 +50,10 @@ def figures_of(seen: Snapshot, class_names: Sequence[str] = ()) -> dict[str, Fig
     if seen.scores is not None:
         figures["curves"] = curves_figure(seen.scores, seen.kind, class_names, title)
     by_class: dict[str, dict[str, float]] = {}
+    parts = class_parts(record.names, class_names)
     for name, value in zip(record.names, cast(list[float], record.values), strict=True):
-        metric, _, part = name.rpartition("/")
-        if metric and part in class_names:
+        metric, part = parts.get(name, ("", ""))
+        if metric:
             by_class.setdefault(metric, {})[part] = value
     if by_class and seen.kind in ("multiclass", "multilabel"):
         figures["classes"] = classes_figure(by_class, title)

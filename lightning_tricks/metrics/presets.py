@@ -11,7 +11,7 @@ import torchmetrics.regression as tmr
 import torchmetrics.retrieval as tmir
 from torchmetrics import Metric, MetricCollection
 
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choice, check_count, check_names
 from lightning_tricks.metrics.modules import (
     BalancedAccuracy,
     BinaryAUROC,
@@ -272,6 +272,7 @@ def preset(task: str, **arguments: Any) -> Preset:
         ValueError: If there is no such task.
     """
     make = PRESETS[check_choice("task", task, PRESETS)]
+    check_names(f"The preset {task!r}", arguments, inspect.signature(make).parameters)
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:

@@ -16,8 +16,6 @@ Sources: torchinfo, torchviz (`make_dot`).
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.model_report.callback import ModelReport as ModelReport
     from lightning_tricks.model_report.functional import summarize_model as summarize_model
@@ -25,11 +23,15 @@ if TYPE_CHECKING:
     from lightning_tricks.model_report.summary import ModelSummary as ModelSummary
     from lightning_tricks.model_report.summary import ParameterRow as ParameterRow
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("ModelReport",),
-        "functional": ("summarize_model",),
-        "summary": ("Memory", "ModelSummary", "ParameterRow"),
-    },
-)
+    __all__ = ["Memory", "ModelReport", "ModelSummary", "ParameterRow", "summarize_model"]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("ModelReport",),
+            "functional": ("summarize_model",),
+            "summary": ("Memory", "ModelSummary", "ParameterRow"),
+        },
+    )

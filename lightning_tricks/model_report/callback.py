@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.checks import check_count, check_path
 from lightning_tricks.flops.calls import find_call, step_of
 from lightning_tricks.model_report.functional import summarize_call
 from lightning_tricks.model_report.summary import ModelSummary
@@ -45,7 +45,11 @@ class ModelReport(TrickCallback):
         >>> trainer = Trainer(callbacks=[ModelReport("report")], accelerator="cpu", logger=False)
     """
 
+    file_arguments = ("path",)
+
     def __init__(self, path: str | Path | None = None, *, graph: bool | dict[str, Any] = True, depth: int = 3) -> None:
+        if path is not None:
+            check_path("path", path, "a folder")
         self.path = path
         self.graph = graph
         self.depth = check_count("depth", depth)

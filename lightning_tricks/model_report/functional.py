@@ -15,6 +15,7 @@ from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.flops.calls import Call, find_call
 from lightning_tricks.flops.rehearsal import NothingToDifferentiateError, loss_in, rehearse
 from lightning_tricks.flops.stand_in import bare, is_sharded
+from lightning_tricks.flops.training_step import backward_of, backward_through
 from lightning_tricks.model_report.graph import dot_source
 from lightning_tricks.model_report.summary import Memory, ModelSummary, ParameterRow
 
@@ -109,10 +110,14 @@ def _layers(twin: nn.Module, call: Call, depth: int) -> str:
 
     data, keywords = (list(call.args), call.kwargs) if call.args else (dict(call.kwargs), {})
     columns = ("input_size", "output_size", "num_params")
-    called = twin if call.method == "forward" else TrainingStep(twin)
+    called = twin
+    if call.method == "training_step":
+        called, data = TrainingStep(twin, call), list(call.args[:1])
+        if hasattr(data[0], "_fields"):  # torchinfo would rebuild a named tuple from one argument
+            data = [tuple(data[0])]
     vars(called).update(train=lambda mode=True: called, eval=lambda: called)  # torchinfo would set the mode everywhere
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), backward_through(twin, backward_of):
             statistics = torchinfo.summary(
                 called, input_data=data, depth=depth, col_names=columns, verbose=0, **keywords
             )
@@ -126,22 +131,28 @@ def _layers(twin: nn.Module, call: Call, depth: int) -> str:
 
 
 class TrainingStep(nn.Module):
-    """Calls a module's `training_step`, for torchinfo, which calls modules."""
+    """Calls a module's `training_step`, for torchinfo, which calls modules with data alone.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The module.
+        call: The call of the step.
+    """
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__()
         self.module = module
+        self.call = call
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, batch: Any) -> Any:
         """Call it."""
-        return self.module.training_step(*args, **kwargs)  # type: ignore[operator]
+        kind = type(self.call.args[0])
+        batch = kind(*batch) if hasattr(kind, "_fields") else batch
+        return self.module.training_step(batch, *self.call.args[1:])  # type: ignore[operator]
 
 
 def _graph(twin: nn.Module, call: Call, options: Mapping[str, Any]) -> str:
     losses: list[Tensor] = []
-    if not getattr(twin, "automatic_optimization", True):
-        vars(twin)["manual_backward"] = lambda loss, *_, **__: losses.append(loss)
-    with torch.enable_grad():
+    with torch.enable_grad(), backward_through(twin, lambda loss, *_, **__: losses.append(loss)):
         out = call.run(twin)
     return dot_source(losses[0] if losses else loss_in(out, call), twin, **options)
 

@@ -14,8 +14,6 @@ Source: the mixing is that of MurmurHash3's finalizer (Austin Appleby, public do
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
     from lightning_tricks.run_fingerprint.comparing import Comparison as Comparison
@@ -26,13 +24,26 @@ if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.record import read_ranks as read_ranks
     from lightning_tricks.run_fingerprint.reproducible import assert_reproducible as assert_reproducible
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("RunFingerprint",),
-        "comparing": ("Comparison", "Parting", "compare"),
-        "functional": ("fingerprint",),
-        "record": ("RecordError", "read_ranks"),
-        "reproducible": ("assert_reproducible",),
-    },
-)
+    __all__ = [
+        "Comparison",
+        "Parting",
+        "RecordError",
+        "RunFingerprint",
+        "assert_reproducible",
+        "compare",
+        "fingerprint",
+        "read_ranks",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("RunFingerprint",),
+            "comparing": ("Comparison", "Parting", "compare"),
+            "functional": ("fingerprint",),
+            "record": ("RecordError", "read_ranks"),
+            "reproducible": ("assert_reproducible",),
+        },
+    )

@@ -55,6 +55,8 @@ class RunFingerprint(TrickCallback):
         >>> trainer = Trainer(callbacks=[RunFingerprint("runs/a.jsonl", detail="layer")], accelerator="cpu")
     """
 
+    file_arguments = ("path",)
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._shared.files import replacing
+from lightning_tricks._shared.budget import Budget, parse_json
+from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.files import NotAFileError, open_file, replacing
 
 _FORMAT = "lightning_tricks.run_fingerprint"
 _KEY = 3  # numbers that say which row it is: step, epoch, batch
 _INTEGER = np.dtype("<i8")
+_KINDS = ("data", "forward", "loss", "gradient", "weights")
+_LONGEST_HEADER = 10_000  # characters
 
 
 class RecordError(ValueError):
@@ -143,23 +147,23 @@ def read_record(path: Path) -> Record:
 
     Raises:
         OSError: If there is no such file.
-        RecordError: If it is no fingerprint, or of a later version.
+        RecordError: If it is no fingerprint, is damaged, is of a later version, or asks for far more memory or time
+            than its size explains.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        record = Record(_origin(path, file.readline()))
-        columns: tuple[Column, ...] = ()
-        for number, line in enumerate(file, 2):
-            if not line.endswith("\n"):
-                break
-            try:
-                content = json.loads(line)
-                if "columns" in content:
-                    columns = tuple(Column(*column) for column in content["columns"])
-                else:
-                    table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
-                    record.blocks.append((columns, table.reshape(-1, _KEY + len(columns))))
-            except (ValueError, TypeError, KeyError) as error:
-                raise RecordError(f"{path} is damaged in line {number}: {error}.") from error
+    try:
+        with open_file(path) as stream:
+            budget = Budget(os.fstat(stream.fileno()).st_size)
+            record = Record(_origin(path, stream.readline(_LONGEST_HEADER), budget))
+            columns: tuple[Column, ...] = ()
+            for number, line in enumerate(stream, 2):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    columns = _take_line(line, columns, record, budget)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise RecordError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
+    except NotAFileError as error:
+        raise RecordError(f"{error}.") from error
     return record
 
 
@@ -179,14 +183,41 @@ def _lines(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[
     return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
 
 
-def _origin(path: Path, line: str) -> Origin:
+def _take_line(line: bytes, columns: tuple[Column, ...], record: Record, budget: Budget) -> tuple[Column, ...]:
+    """Add a line's rows to a record; return the columns of those that follow."""
+    budget.spend(512)
+    content = parse_json(line, budget)
+    if "columns" in content:
+        return tuple(_column(*column) for column in content["columns"])
+    table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
+    record.blocks.append((columns, table.reshape(-1, _KEY + len(columns))))
+    return columns
+
+
+def _column(kind: Any, name: Any = "", call: Any = 1) -> Column:
+    if kind not in _KINDS or not isinstance(name, str) or type(call) is not int:
+        raise ValueError("a column that is none")
+    return Column(kind, name, call)
+
+
+def _origin(path: Path, line: bytes, budget: Budget) -> Origin:
     try:
-        header: dict[str, Any] = json.loads(line)
+        header = parse_json(line, budget)
         if header.pop("format") != _FORMAT:
             raise ValueError
         version = header["version"]
+        if type(version) is not int or not all(isinstance(value, str | int) for value in header.values()):
+            raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordError(f"{path} is no file of RunFingerprint.") from None
     if version > Origin.version:
         raise RecordError(f"{path} is of version {version}, this reads {Origin.version}: update lightning_tricks.")
-    return Origin(**header)
+    try:
+        origin = Origin(**header)
+        check_choice("detail", origin.detail, ("step", "layer"))
+        check_count("every_n_train_steps", origin.every_n_train_steps)
+        check_count("rank", origin.rank, least=0)
+        check_count("world_size", origin.world_size, least=origin.rank + 1)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{path} has a damaged header: {str(error)[:200]}") from None
+    return origin

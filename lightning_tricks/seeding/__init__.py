@@ -17,8 +17,6 @@ blogs set `torch.backends.cudnn.enable = True`: a silent no-op, because the flag
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks._lazy import lazy_names
-
 if TYPE_CHECKING:
     from lightning_tricks.seeding.callback import SeedEverything as SeedEverything
     from lightning_tricks.seeding.functional import capture_rng_state as capture_rng_state
@@ -28,17 +26,29 @@ if TYPE_CHECKING:
     from lightning_tricks.seeding.functional import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding.functional import seed_everything as seed_everything
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "callback": ("SeedEverything",),
-        "functional": (
-            "capture_rng_state",
-            "derive_seed",
-            "isolated_rng",
-            "isolated_seeding",
-            "restore_rng_state",
-            "seed_everything",
-        ),
-    },
-)
+    __all__ = [
+        "SeedEverything",
+        "capture_rng_state",
+        "derive_seed",
+        "isolated_rng",
+        "isolated_seeding",
+        "restore_rng_state",
+        "seed_everything",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("SeedEverything",),
+            "functional": (
+                "capture_rng_state",
+                "derive_seed",
+                "isolated_rng",
+                "isolated_seeding",
+                "restore_rng_state",
+                "seed_everything",
+            ),
+        },
+    )

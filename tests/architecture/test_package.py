@@ -4,9 +4,12 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -46,11 +49,32 @@ def test_public_names_are_there_and_typed(name):
         assert public not in _ROOMS, "a lazy import would return the package"
     for node in ast.parse(Path(package.__file__).read_text()).body:
         if isinstance(node, ast.If):  # if TYPE_CHECKING
-            aliases = [alias for statement in node.body for alias in statement.names]
+            aliases = [
+                alias for statement in node.body if isinstance(statement, ast.ImportFrom) for alias in statement.names
+            ]
+            told = next(ast.literal_eval(s.value) for s in node.body if isinstance(s, ast.Assign))
+            assert sorted(told) == package.__all__, "what `import *` gives to type checkers"
             assert sorted(alias.name for alias in aliases) == package.__all__
             assert all(alias.name == alias.asname for alias in aliases), "`import x as x` re-exports to type checkers"
     with pytest.raises(AttributeError, match=f"{name}.* has no attribute 'nothing'; it has "):
         package.nothing  # noqa: B018
+
+
+def test_the_version_is_that_of_the_project(capsys, monkeypatch):
+    stated = re.search(r'^version = "(.+)"$', (_PACKAGE.parent / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert lightning_tricks.__version__ == stated
+    monkeypatch.setattr(sys, "argv", ["python -m lightning_tricks", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("lightning_tricks", run_name="__main__")
+    assert capsys.readouterr().out == f"lightning-tricks {stated}\n"
+
+
+def test_a_source_that_is_not_installed_has_no_version(monkeypatch):
+    def not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    assert runpy.run_path(str(_PACKAGE / "_version.py"))["__version__"] == "0+unknown"
 
 
 @pytest.mark.parametrize("room", _ROOMS)

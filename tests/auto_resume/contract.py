@@ -64,6 +64,7 @@ CASES = (
             "exit_code": 99,
             "force": True,
             "on_failed_save": "raise",
+            "allow_pickle": True,
         },
         kind="observer",
         neutral=None,

@@ -8,9 +8,9 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,23 @@ def kill_at(phase: str, name: str, options: dict[str, Any], rank: int = 0) -> li
     return [hook, number(options), name, rank]
 
 
-def run(folder: Path, options: dict[str, Any], *, seconds: float | None = None, name: str = "SIGKILL") -> int:
-    """Run the script in a fork of this process and return its exit status; send it a signal after some seconds."""
+def run(folder: Path, options: dict[str, Any], *, cpu_seconds: float = 0) -> int:
+    """Run the script in a fork of this process and return its exit status; kill it when it has worked for so long."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
+        die_after(cpu_seconds)
         _be_a_script(folder, options)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(pid, getattr(signal, name))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # workers that torch's watchdog does not end
+    return status
+
+
+def die_after(cpu_seconds: float) -> None:
+    """Let this process be killed, as if by SIGKILL, when it has worked for so many seconds; 0 is never."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends a process at once
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
 def _be_a_script(folder: Path, options: dict[str, Any]) -> None:

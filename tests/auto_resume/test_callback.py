@@ -1,10 +1,12 @@
 """AutoResume as users meet it: what it refuses, what it says, and what it leaves alone."""
 
+import enum
 import json
 import logging
 import os
 import re
 import resource
+import runpy
 import signal
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from lightning_tricks import (
     cli,
     seed_everything,
 )
-from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO
+from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, signals
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -64,7 +66,7 @@ def weights(trainer):
         ({"every_n_train_steps": 0}, "every_n_train_steps must be a whole number >= 1, got 0"),
         ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number >= 1, got 1.5"),
         ({"train_time_interval": 10}, "train_time_interval must be a timedelta or a dict.*got 10"),
-        ({"train_time_interval": {"minute": 1}}, "train_time_interval must be.*minute"),
+        ({"train_time_interval": {"minute": 1}}, "train_time_interval takes no 'minute'.*Did you mean 'minutes'?"),
         ({"train_time_interval": {"minutes": 0}}, "longer than nothing"),
         ({"keep_last": 0}, "keep_last must be a whole number >= 1, got 0"),
         ({"signals": "SIGTERM"}, r"signals must be a sequence of names.*got 'SIGTERM'"),
@@ -79,6 +81,15 @@ def weights(trainer):
 def test_bad_arguments(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
         AutoResume(**{"dirpath": "runs", **arguments})
+
+
+def test_default_signals_that_the_system_lacks_are_left_out(monkeypatch):
+    assert AutoResume("runs").signals == signals.DEFAULT_SIGNALS == ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+    of_windows = ("SIGTERM", "SIGINT", "SIGABRT", "SIGBREAK")
+    monkeypatch.setattr(signals.signal, "Signals", enum.IntEnum("Signals", of_windows))
+    assert runpy.run_path(signals.__file__)["DEFAULT_SIGNALS"] == ("SIGTERM", "SIGINT")
+    with pytest.raises(ValueError, match=r"names of signals of this system .*, got 'SIGHUP', which it lacks"):
+        AutoResume("runs", signals=("SIGTERM", "SIGHUP"))
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
@@ -114,6 +125,20 @@ def test_other_arguments_or_another_seed_are_refused_unless_forced(tmp_path):
         fit(AutoResume(tmp_path), module=lambda: [seed_everything(4, verbose=False), Hyper()][1])
     with pytest.warns(UserWarning, match=r"force=True.*arguments.lr was 0.1 and is 0.2.*goes on from it"):
         assert fit(AutoResume(tmp_path, force=True), module=lambda: Hyper(lr=0.2)).global_step == 20
+
+
+class Sized(Net):
+    def __init__(self, sizes=(1, 2), table=None):
+        super().__init__(dropout=0.2)
+        self.save_hyperparameters()
+
+
+def test_arguments_of_any_plain_kind_are_compared(tmp_path):
+    stop(AutoResume(tmp_path), module=lambda: Sized((1, 2), {1: 2, "root": Path("a")}))
+    for other in (((1, 3), {1: 2, "root": Path("a")}), ((1, 2), {1: 3, "root": Path("a")})):
+        with pytest.raises(MisconfigurationException, match=r"arguments\.(sizes|table\.1) was"):
+            fit(AutoResume(tmp_path), module=lambda other=other: Sized(*other))
+    assert fit(AutoResume(tmp_path), module=lambda: Sized((1, 2), {1: 2, "root": Path("a")})).global_step == 20
 
 
 def test_a_later_release_is_refused(tmp_path):
@@ -209,7 +234,7 @@ def test_the_second_fit_resumes_the_second_fit(tmp_path):
         script(AutoResume(tmp_path), Interrupts(16))
     resumed = script(AutoResume(tmp_path))
     assert same(weights(resumed), weights(whole))
-    assert (tmp_path / "fit2" / "status.json").exists()
+    assert (tmp_path / "fit2" / ".auto_resume" / "status.json").exists()
 
 
 def test_from_inside_the_module(tmp_path):
@@ -279,7 +304,7 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
             with pytest.raises(OSError, match=r"step 10 could not be saved .*File too large.*The checkpoint before"):
                 fit(guard, Fills(6))
         else:
-            with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*training goes on"):
+            with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*Training goes on"):
                 assert fit(guard, Fills(6)).global_step == 20
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

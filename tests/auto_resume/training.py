@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -54,6 +55,10 @@ DEFAULTS: dict[str, Any] = {
     "early": 0,  # patience of EarlyStopping
     "reload": 0,  # reload_dataloaders_every_n_epochs
     "asks": False,  # for the number of steps, in configure_optimizers: as people do for OneCycleLR
+    "loggers": [],  # beside the notes: "csv", "tensorboard"
+    "version": None,  # of these loggers
+    "checkpointing": [],  # arguments of ModelCheckpoints, which write to `mine` or to the logger's directory
+    "tests": False,  # the best checkpoint, after the fit
     "kill": None,  # hook, which of its calls, signal, rank or "group"
     "again": False,  # the same signal once more
 }
@@ -168,6 +173,9 @@ class DigitsNet(LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(scores, y) + 0.01 * torch.rand(()), sync_dist=True)
         self.log("val_accuracy", self.val_accuracy, on_epoch=True)
 
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         steps = int(self.trainer.estimated_stepping_batches) if self.hparams["asks"] else 200
@@ -218,6 +226,15 @@ class End(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    compared = (EarlyStopping, ModelCheckpoint)
+
+    def attributes(self, callback: Callback) -> dict[str, str]:
+        left_out = ("_last_time_checked", "log", "log_dict", "_fs")  # times, and what Lightning binds
+        text = {
+            name: repr(value) for name, value in vars(callback).items() if name not in left_out and not callable(value)
+        }
+        return {name: value.replace(str(self.folder), "") for name, value in text.items()}
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = {
             "weights": digest(dict(pl_module.state_dict())),
@@ -228,6 +245,7 @@ class End(Callback):
             "metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
             "rng": digest([random.getstate(), np.random.get_state(), torch.get_rng_state()]),
             "steps": [trainer.global_step, trainer.current_epoch],
+            "callbacks": [self.attributes(one) for one in trainer.callbacks if isinstance(one, self.compared)],
         }
         (self.folder / f"end.{trainer.global_rank}.json").write_text(json.dumps(found, indent=1))
 
@@ -309,12 +327,21 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
         found.append(EMAWeightAveraging(decay=0.9))
     if options["early"]:
         found.append(EarlyStopping("val_loss/dataloader_idx_0", patience=options["early"]))
+    for arguments in options["checkpointing"]:
+        place = {"dirpath": folder / arguments["dirpath"]} if "dirpath" in arguments else {}
+        found.append(ModelCheckpoint(**{**arguments, **place}))
     if options["guarded"]:
         found.append(AutoResume(folder / "resume", **options["resume"]))
     found.append(End(folder))
     if options["kill"]:
         found.append(Kill(*options["kill"], again=options["again"]))
     return found
+
+
+def loggers_of(options: dict[str, Any], folder: Path) -> list[Logger]:
+    kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
+    named = [kinds[name](folder / "logs", name=name, version=options["version"]) for name in options["loggers"]]
+    return [*named, Notes(folder)]
 
 
 def train(folder: Path, options: dict[str, Any]) -> Trainer:
@@ -340,10 +367,11 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
         callbacks=callbacks_of(options, folder),
         limit_train_batches=options["limit"],
         reload_dataloaders_every_n_epochs=options["reload"],
-        logger=Notes(folder),
+        logger=loggers_of(options, folder),
         log_every_n_steps=1,
         num_sanity_val_steps=options["sanity"],
-        enable_checkpointing=False,
+        enable_checkpointing=bool(options["checkpointing"]),
+        default_root_dir=folder / "root",
         enable_progress_bar=False,
         enable_model_summary=False,
         **validation,
@@ -353,6 +381,8 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
         trainer.fit(module, datamodule=Data(options))
     else:
         trainer.fit(module, train_loader, held_out)
+    if options["tests"]:
+        trainer.test(module, held_out[0], ckpt_path="best", verbose=False)
     return trainer
 
 

@@ -411,10 +411,41 @@ def test_a_module_from_a_checkpoint_keeps_its_weights(lightning_log):
 
     trainer(max_steps=1).fit(module := Watched(tricks=Tricks(checkpoint_remapping="pretrained.pt")), loader())
     fitter = trainer(max_steps=1)
-    fitter.fit(Watched.load_from_checkpoint(saved(module, "tuned.ckpt")), loader())
+    fitter.fit(Watched.load_from_checkpoint(saved(module, "tuned.ckpt"), tricks=module.tricks), loader())
     assert starts[0]
     assert not starts[-1]
     assert any("the module comes from load_from_checkpoint" in line for _, line in lightning_log)
+
+
+class Versioned(nn.Module):
+    """Doubles the weights of files that are older than its second version."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_modules_with_versions_do_not_take_their_own_weights_for_old_ones():
+    class Versions(Lit):
+        def __init__(self):
+            super().__init__()
+            self.part = Versioned()
+
+        def test_step(self, batch, batch_idx):
+            self.log("weight", self.part.weight.sum())
+
+    path = saved(Versions())
+    for callbacks in ([], [CheckpointRemapping()]):
+        runner = Trainer(callbacks=callbacks, **QUIET)
+        assert runner.test(Versions(), loader(), ckpt_path=path, verbose=False) == [{"weight": 2.0}]
+    assert Versions.load_from_checkpoint(path).part.weight.sum() == 2
 
 
 def test_loaded_tensors_do_not_hang_on_the_file():

@@ -24,6 +24,7 @@ class Case:
         why_no_neutral: The reason, where there are none.
         of_one_fit: Attributes that describe how a fit began, so that a resumed fit has its own.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
+        second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
         writes_to: The argument that names a place of the fit's own, where there is one.
         when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
         verify: Fits in a setting and asserts that the trick did its work there.
@@ -38,6 +39,7 @@ class Case:
     why_no_neutral: str = ""
     of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
+    second: Mapping[str, Any] = field(default_factory=dict)
     writes_to: str | None = None
     when_idle: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[Lab, Setting], None]

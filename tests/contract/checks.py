@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -14,14 +15,27 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks import AutoResume
 from tests.contract.case import Case
-from tests.contract.lab import EvaluatedNet, HostReads, Lab, Net, Setting, attributes, same, traces, twins
+from tests.contract.lab import (
+    QUIET,
+    EvaluatedNet,
+    HostReads,
+    Lab,
+    Net,
+    Setting,
+    attributes,
+    loader,
+    same,
+    traces,
+    traces_on_trainer,
+    twins,
+)
 
 _BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name, or a property's, is stored with an underscore
 _LARGEST_PICKLE = 16_384
@@ -225,7 +239,7 @@ def several_instances(case: Case, lab: Lab) -> None:
         with pytest.raises((MisconfigurationException, RuntimeError), match=case.callback.__name__):
             lab.fit([case.make(), case.make()])
         return
-    two = [case.make(), case.callback()]
+    two = [case.make(), case.make(**case.second) if case.second else case.callback()]
     assert two[0].state_key != two[1].state_key
     lab.fit(two)
 
@@ -256,6 +270,83 @@ def leaves_module_alone(case: Case, lab: Lab) -> None:
     assert module.state_dict().keys() == bare.state_dict().keys()
 
 
+def every_stage_alone(case: Case, lab: Lab) -> None:
+    """Validate, test and predict run alone with it, in inference mode and without it, and give what they would."""
+    for stage in ("validate", "test", "predict"):
+        bare, traces_of_bare = lab.run(stage, [])
+        for inference_mode in (True, False):
+            result, left = lab.run(stage, [case.make()], inference_mode=inference_mode)
+            assert _within(bare, result), f"{stage} gives {result} instead of {bare}"
+            assert left == traces_of_bare, f"{stage} leaves a trace"
+
+
+def stages_in_turn(case: Case, lab: Lab) -> None:
+    """One Trainer validates, fits, validates, tests and predicts with it, and each gives what it would."""
+    results: dict[bool, list[Any]] = {}
+    for with_it in (True, False):
+        (module, _), callbacks = twins(EvaluatedNet), [case.make()] if with_it else []
+        trainer = Trainer(callbacks=callbacks, max_epochs=1, **{**QUIET, "num_sanity_val_steps": 2})
+        data = {"dataloaders": loader(), "verbose": False}
+        results[with_it] = [trainer.validate(module, **data), trainer.fit(module, loader(), loader())]
+        results[with_it] += [trainer.validate(module, **data), trainer.test(module, **data)]
+        results[with_it] += [trainer.predict(module, loader()), trainer.validate(module, **data)]
+    if case.kind == "observer":
+        assert all(map(_within, results[False], results[True])), f"{results[True]} instead of {results[False]}"
+
+
+def _within(bare: Any, result: Any) -> bool:
+    """Whether a stage's result is the bare Trainer's, but for values that a callback logs as well."""
+    if isinstance(bare, list) and bare and isinstance(bare[0], dict):
+        result = [{name: more[name] for name in one if name in more} for one, more in zip(bare, result, strict=True)]
+    return same(bare, result)
+
+
+def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
+    """After a fit with it, beside any other callback, the Trainer is as it was; also after one that broke off."""
+    for module in (Net, _Breaking):
+        with_them, without = (
+            _traces_of_fit(module, callbacks) for callbacks in ([case.make(), *([other.make()] if other else [])], [])
+        )
+        assert with_them == without, _differences(with_them, without)
+
+
+def _traces_of_fit(module: type[Net], callbacks: list[Any]) -> dict[str, Any]:
+    trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **QUIET)
+    try:
+        trainer.fit(module(), loader())
+    except ZeroDivisionError:
+        assert module is _Breaking
+    return traces_on_trainer(trainer)
+
+
+def _differences(left: dict[str, Any], right: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{key}: {left.get(key)} / {right.get(key)}" for key in {**left, **right} if left.get(key) != right.get(key)
+    )
+
+
+def names_no_file(case: Case, lab: Lab) -> None:
+    """Made of arguments that came out of a checkpoint, it writes nothing, wherever they say."""
+    named = re.compile("path|dir|file|folder")
+    unlisted = {name for name in inspect.signature(case.callback).parameters if named.search(name)}
+    assert unlisted <= set(case.callback.file_arguments), f"{unlisted} are not in file_arguments"
+    texts = {value for value in case.arguments.values() if isinstance(value, str)}
+    dropped = case.callback.files_among(case.arguments, texts)
+    if any(case.callback.needs(name) for name in dropped):
+        return  # a checkpoint does not bring it at all
+    empty = lab.folder / "empty"
+    empty.mkdir()
+    callback = case.callback(**{name: value for name, value in case.arguments.items() if name not in dropped})
+    with patch.object(lab, "folder", lab.folder / "facts"):
+        before = os.getcwd()  # noqa: PTH109
+        os.chdir(empty)
+        try:
+            lab.fit([callback])
+        finally:
+            os.chdir(before)
+    assert not list(empty.iterdir()), f"it wrote {list(empty.iterdir())}"
+
+
 CHECKS = (
     signature,
     yaml_round_trip,
@@ -268,5 +359,9 @@ CHECKS = (
     several_instances,
     no_host_reads,
     leaves_module_alone,
+    every_stage_alone,
+    stages_in_turn,
+    trainer_as_it_was,
+    names_no_file,
 )
 CHECKS_IN_SETTINGS = (works, neutral_is_absence, ranks_agree)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -272,6 +274,24 @@ def traces(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def traces_on_trainer(trainer: Trainer) -> dict[str, Any]:
+    """What a guest could leave behind on a Trainer and its parts, and in the process: types, attributes, handlers."""
+    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    found: dict[str, Any] = {"process": [*handlers, sys.excepthook, sys.stdout, sys.stderr]}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("trainer", trainer)]
+    while waiting:
+        name, part = waiting.pop()
+        ours = type(part).__module__.startswith(("lightning.", "lightning_tricks."))
+        if id(part) in seen or not ours or isinstance(part, LightningModule | Callback):
+            continue
+        seen.add(id(part))
+        attributes = dict(vars(part)) if hasattr(part, "__dict__") else {}
+        found[name] = (type(part).__qualname__, sorted(attributes))
+        waiting += [(f"{name}.{key}", value) for key, value in attributes.items()]
+    return found
+
+
 def full(tensor: Tensor) -> Tensor:
     """A tensor as one rank alone would hold it."""
     tensor = tensor.detach()
@@ -337,6 +357,14 @@ class Lab:
         files = sorted(folder.glob("rank*.pt"))
         return [torch.load(file, weights_only=False) for file in files]
 
+    def run(self, stage: str, callbacks: Sequence[Callback], **trainer: Any) -> tuple[Any, dict[str, Any]]:
+        """Validate, test or predict alone: return what the Trainer returns, and the traces on module and Trainer."""
+        with isolated_rng(seed=0):
+            module = EvaluatedNet()
+        runner = Trainer(callbacks=list(callbacks), **{**QUIET, **trainer})
+        result = getattr(runner, stage)(module, loader(), **({} if stage == "predict" else {"verbose": False}))
+        return result, {**traces(module), **traces_on_trainer(runner)}
+
 
 def fork(function: Callable[[int], None], ranks: int) -> None:
     """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks."""
@@ -362,6 +390,9 @@ class EvaluatedNet(Net):
         return {"preds": scores, "target": batch[1]}
 
     validation_step = test_step = evaluate
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
 
 
 class HostReads(TorchDispatchMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_tricks import GradientClipping, SeedEverything
@@ -229,6 +231,75 @@ class SharesItsState(HealthyOfMany):
         return "SharesItsState"
 
 
+class KeepsAnInferenceTensor(Healthy):
+    def on_validation_start(self, trainer, pl_module):
+        self.total = torch.zeros(())
+
+    def teardown(self, trainer, pl_module, stage):
+        self.total += 1
+
+
+class AssumesAFit(Healthy):
+    def on_fit_start(self, trainer, pl_module):
+        self.epochs = trainer.max_epochs
+
+    def teardown(self, trainer, pl_module, stage):
+        del self.epochs
+
+
+class ChangesWhatValidationGives(Healthy):
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        batch[0].zero_()
+
+
+class StaysAfterAnException(Healthy):
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        trainer.fit_loop.watched = True
+
+    def teardown(self, trainer, pl_module, stage):
+        del trainer.fit_loop.watched
+
+
+class _Restores(Healthy):
+    """Puts back what it found, whoever came in between."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self.found, trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io, TorchCheckpointIO()
+        trainer.strategy.checkpoint_io.inner = self.found
+
+    def teardown(self, trainer, pl_module, stage):
+        trainer.strategy.checkpoint_io = self.found
+        del self.found
+
+    on_exception = teardown
+
+
+class RestoresWhatItFound(_Restores):
+    pass
+
+
+class RestoresWhatItFoundToo(_Restores):
+    pass
+
+
+class WritesWhereAFileSays(Healthy):
+    def __init__(self, scale: float = 1.0, notes: str | None = None) -> None:
+        super().__init__(scale)
+        self.notes = notes
+
+    def on_fit_end(self, trainer, pl_module):
+        if self.notes:
+            Path(self.notes).write_text(f"{self.steps} steps")
+
+
+class DoesNotListItsPath(Healthy):
+    def __init__(self, scale: float = 1.0, report_path: Path | None = None) -> None:
+        super().__init__(scale)
+        self.report_path = report_path
+
+
 class _Unwatched(GradientClipping):
     """Does not notice the steps that it does not clip."""
 
@@ -378,6 +449,7 @@ def _seeding(callback: type[Callback]) -> Mutant:
     return Mutant(case, checks.works, SETTINGS["fp32"])
 
 
+_OTHER = replace(_HEALTHY, callback=RestoresWhatItFoundToo)
 MUTANTS = (
     _observer(ReadsTheHost, checks.no_host_reads),
     _observer(AsksTheHost, checks.no_host_reads),
@@ -408,6 +480,15 @@ MUTANTS = (
     _observer(AnnotatesTheWrongType, checks.yaml_round_trip, SystemExit, arguments={"scale": 2.5}),
     _observer(TakesASecondOne, checks.several_instances, pytest.fail.Exception),
     _observer(SharesItsState, checks.several_instances, instances="n"),
+    _observer(KeepsAnInferenceTensor, checks.every_stage_alone, RuntimeError),
+    _observer(KeepsAnInferenceTensor, checks.stages_in_turn, RuntimeError),
+    _observer(AssumesAFit, checks.every_stage_alone, AttributeError),
+    _observer(ChangesWhatValidationGives, checks.every_stage_alone),
+    _observer(ChangesWhatValidationGives, checks.stages_in_turn),
+    _observer(StaysAfterAnException, checks.trainer_as_it_was),
+    _observer(RestoresWhatItFound, partial(checks.trainer_as_it_was, other=_OTHER)),
+    _observer(WritesWhereAFileSays, checks.names_no_file, arguments={"notes": "notes.txt"}),
+    _observer(DoesNotListItsPath, checks.names_no_file),
     _clipping(ClipsScaledGradients, checks.works, "fp16 fused"),
     _clipping(ClipsEveryBatch, checks.works, "accumulation"),
     _clipping(ForgetsTheTail, checks.works, "accumulation"),

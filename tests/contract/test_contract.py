@@ -1,13 +1,14 @@
 """Every public callback keeps the contract."""
 
 import inspect
+from itertools import permutations
 
 import pytest
 from lightning.pytorch import Callback
 
 import lightning_tricks
 from tests.contract.cases import CASES
-from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised
+from tests.contract.checks import CHECKS, CHECKS_IN_SETTINGS, is_promised, trainer_as_it_was
 from tests.contract.lab import SETTINGS
 
 _PROMISES = [
@@ -15,6 +16,9 @@ _PROMISES = [
     for name, case in CASES.items()
     for check in CHECKS
     if is_promised(check, case)
+]
+_PAIRS = [
+    pytest.param(*pair, id="-".join(c.callback.__name__ for c in pair)) for pair in permutations(CASES.values(), 2)
 ]
 _PROMISES_IN_SETTINGS = [
     pytest.param(
@@ -45,3 +49,8 @@ def test_promise(case, check, lab):
 @pytest.mark.parametrize(("case", "check", "setting"), _PROMISES_IN_SETTINGS)
 def test_promise_in_setting(case, check, setting, lab):
     check(case, lab, setting)  # asserts
+
+
+@pytest.mark.parametrize(("case", "other"), _PAIRS)
+def test_trainer_is_as_it_was(case, other, lab):
+    trainer_as_it_was(case, lab, other)  # asserts

@@ -8,7 +8,8 @@ from tests.contract.mutants import CONTROLS, MUTANTS
 
 
 def _name(mutant):
-    return mutant.case.callback.__name__
+    check = getattr(mutant.caught_by, "func", mutant.caught_by)
+    return f"{mutant.case.callback.__name__}-{check.__name__}"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=_name)

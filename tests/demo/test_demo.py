@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from lightning_tricks import demo
 from lightning_tricks.cli import main
+from tests.auto_resume.test_kills import wait_for
 from tests.contract.cases import CASES
 from tests.contract.readme_tables import README
 
@@ -58,11 +58,7 @@ def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
     _, (undisturbed, _) = two_runs
     arguments = ("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(tmp_path))
     process = subprocess.Popen([_COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not list(tmp_path.glob("resume/*.json")):
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: list(tmp_path.glob("resume/*.json")), process)
     process.kill()
     assert process.wait() == -9
     tables = [_table(run.stdout.partition("1,797 digits")[2]) for run in (_run(*arguments), undisturbed)]
@@ -93,7 +89,8 @@ def test_writes_a_report_that_agrees(two_runs):
     assert "clipped steps" in (out / "report.html").read_text()
     assert {path.name for path in (out / "logs").iterdir()} == {"version_0", "version_1"}
     (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
-    loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
+    with pytest.warns(UserWarning, match="The checkpoint's tricks name files or folders"):
+        loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     assert loaded.tricks.seeding == 42
 
 

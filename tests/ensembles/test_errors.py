@@ -183,3 +183,16 @@ def test_a_lightning_module_that_leaves_out_a_step():
 
     with pytest.raises(ValueError, match="training_step of a member returned None"):
         fit(VotingClassifier(Leaves, 2), few(digits()[0], 32))
+
+
+def test_the_steps_of_lightning_modules_take_what_lightning_gives_them():
+    class OfBatch(LitMLP):
+        def training_step(self, batch):
+            return super().training_step(batch, None)
+
+    class Numbered(LitMLP):
+        def training_step(self, batch, number):
+            assert isinstance(number, int)
+            return super().training_step(batch, number)
+
+    fit(VotingClassifier([OfBatch(), Numbered()]), few(digits()[0], 32))

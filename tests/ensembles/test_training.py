@@ -1,6 +1,7 @@
 """Ensembles in real fits: what they learn, in which settings, at once or one after another, stopped and resumed."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -334,6 +335,33 @@ def test_a_checkpoint_says_what_the_loss_is(tmp_path):
             VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt")
         loaded = VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt", criterion=criterion)
         assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
+
+
+class _Poison:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_checkpoint_builds_nothing_else(tmp_path):
+    path = tmp_path / "a.ckpt"
+    fit(VotingClassifier(MLP, 2, seed=0), _few_digits()).save_checkpoint(path)
+    own = torch.load(path, weights_only=True)
+    of_cli = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    evil = {"class_path": "pathlib.Path.touch", "init_args": {}}
+    for more, words in (
+        ({**of_cli, "criterion": evil}, r"criterion .*criterion=\.\.\."),
+        ({**of_cli, "estimator_args": {"hidden": evil}}, r"estimator_args=\.\.\."),
+        ({"estimator": "os:system"}, "names no class of modules that is imported"),
+        (
+            {"estimator": ["victim.pt"], "estimator_args": {"estimator": "torch.nn:Linear"}},
+            "must be a class or factory",
+        ),
+        ({"n_estimators": _Poison()}, r"n_estimators \(a pathlib\S*Path.touch\)"),
+    ):
+        torch.save({**own, "hyper_parameters": {**own["hyper_parameters"], **more}}, path)
+        with pytest.raises((ValueError, TypeError), match=words):
+            VotingClassifier.load_from_checkpoint(path, weights_only=False)
+    assert not Path("ran").exists()
 
 
 def test_a_checkpoint_of_members_that_have_no_name_needs_them_again(tmp_path):

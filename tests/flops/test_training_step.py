@@ -1,14 +1,19 @@
 """Counting other people's `training_step`: losses, metrics, loggers, optimizers, gathering; none of it acts."""
 
+import functools
+from collections import UserDict
+from typing import NamedTuple
+
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_tricks import count_flops
-from tests.contract.lab import same, traces
+from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
+from tests.contract.lab import QUIET, same, traces
 
 X, Y = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
 BATCH = [X, Y]
@@ -130,6 +135,135 @@ def test_manual_optimization():
     assert same(before, dict(module.state_dict()))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert count_flops(module, BATCH, compare=True).macs == forward
+
+
+class Plainly(Adversaries):
+    def training_step(self, batch):
+        self.optimizers()[0].zero_grad()
+        self.net(batch[0]).mean().backward()
+
+
+def test_a_plain_backward_is_no_part_of_forward():
+    for backward, step in ((True, 2 * (FORWARD + BACKWARD)), (False, None)):
+        count = count_flops(Plainly(), BATCH, backward=backward)
+        assert (count.macs, count.train_step_flops) == (FORWARD, step)
+    summary = summarize_model(Plainly(), BATCH)
+    assert summary.layers is not None
+    assert "MeanBackward" in summary.graph
+
+
+def test_manual_optimization_with_an_example():
+    module = Adversaries()
+    module.example_input_array = X
+    count = count_flops(module, backward=True)
+    assert (count.flops, count.train_step_flops) == (2 * FORWARD, 2 * (FORWARD + BACKWARD))
+
+
+def _decorated(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    return wrapper
+
+
+def _without_a_name(step):
+    return lambda self, *args: step(self, *args)
+
+
+STEPS = {
+    "batch": lambda self, batch: self.lose(batch),
+    "train_batch, batch_idx": lambda self, train_batch, batch_idx: self.lose(train_batch, batch_idx),
+    "batch, i": lambda self, batch, i: self.lose(batch, i),
+    "batch, _": lambda self, batch, _: self.lose(batch, _),
+    "batch, nb_batch": lambda self, batch, nb_batch: self.lose(batch, nb_batch),
+    "batch, batch_idx=None": lambda self, batch, batch_idx=None: self.lose(batch, batch_idx),
+    "batch, batch_idx, dataloader_idx=7": lambda self, batch, i, dataloader_idx=7: self.lose(batch, i, dataloader_idx),
+    "*args": lambda self, *args: self.lose(*args),
+    "batch, *rest": lambda self, batch, *rest: self.lose(batch, *rest),
+    "batch, **kwargs": lambda self, batch, **kwargs: self.lose(batch, *kwargs),
+    "batch, *, batch_idx=None": lambda self, batch, *, batch_idx=None: self.lose(batch, batch_idx),
+}
+STEPS |= {f"decorated {name}": _decorated(step) for name, step in STEPS.items()}
+STEPS["decorated twice"] = _decorated(STEPS["decorated batch, i"])
+STEPS["*args by a decorator"] = _without_a_name(STEPS["batch, i"])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_called_as_lightning_calls_it(name, capsys):
+    calls = []
+
+    class Called(Classifier):
+        training_step = STEPS[name]
+
+        def lose(self, batch, *rest):
+            calls.append(rest)
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    count_flops(Called(), BATCH)
+    summarize_model(Called(), BATCH)
+    report, model_report = FlopsReport(), ModelReport()
+    data = DataLoader(TensorDataset(*BATCH), batch_size=4)
+    Trainer(max_epochs=1, callbacks=[report, model_report], **QUIET).fit(Called(), data)
+    assert report.count.macs == FORWARD
+    assert model_report.summary.layers is not None
+    assert len(calls) > 4
+    assert len(set(calls)) == 1, "Lightning's own call is among them"
+
+
+class Words(LightningModule):
+    """As around models of transformers: the batch is a mapping, and the step unpacks it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(30, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids, labels=None):
+        return self.head(self.embedding(input_ids)).mean(1)
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self(**batch), batch["labels"])
+
+
+class Autoencoder(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def training_step(self, batch, _):
+        x, _ = batch
+        x = x.view(x.size(0), -1)
+        loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+
+class Named(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+class OfNamed(Classifier):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch.image), batch.label)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "macs"),
+    [
+        (Words, {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": Y.clamp(max=1)}, 4 * 5 * 8 * 2),
+        (Words, UserDict(input_ids=torch.ones(4, 5, dtype=torch.long), labels=Y.clamp(max=1)), 4 * 5 * 8 * 2),
+        (Autoencoder, BATCH, 4 * 8 * 2 * 2),
+        (OfNamed, Named(X, Y), FORWARD),
+    ],
+    ids=["mapping", "UserDict", "autoencoder", "named tuple"],
+)
+def test_batches_of_other_people(module, batch, macs):
+    assert count_flops(module(), batch, backward=True).macs == macs
+    assert summarize_model(module(), batch).layers is not None
 
 
 def test_a_step_that_looks_at_its_loss_runs_on_a_copy():

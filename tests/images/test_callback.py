@@ -154,8 +154,7 @@ class _Returns(Images):
 @pytest.mark.parametrize(
     ("outputs", "images", "words"),
     [
-        (None, PIXELS, "needs preds and target of each step of val, and there is a NoneType"),
-        ({"logits": 1}, PIXELS, "and there is logits: return a dict"),
+        ({"preds": 1}, PIXELS, "needs preds and target of each step of val, and there is preds: return a dict"),
         ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS[:, 0, 0], r"no images of shape .* but \(4, 8\), \(4,\)"),
         ({"preds": LABELS[:3], "target": LABELS[:4]}, PIXELS, r"one prediction for each image.*preds \(3,\)"),
         ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS * 300, "divide by 255|denormalize"),
@@ -164,6 +163,14 @@ class _Returns(Images):
 def test_a_bad_first_batch_is_refused_in_words(tmp_path, outputs, images, words):
     with pytest.raises(MisconfigurationException, match=words):
         trainer(ImageLogger(), CSVLogger(tmp_path)).validate(_Returns(outputs), loader(images), verbose=False)
+
+
+@pytest.mark.parametrize(("outputs", "what"), [(None, "nothing"), ({"loss": 1}, "loss"), (torch.ones(()), "a Tensor")])
+def test_a_step_that_returns_nothing_to_show_is_told_of_once(tmp_path, outputs, what):
+    with pytest.warns(UserWarning, match=f"there is {what}: return a dict.*or leave 'val' out") as told:
+        trainer(ImageLogger(), CSVLogger(tmp_path)).validate(_Returns(outputs), loader(), verbose=False)
+    assert len([warning for warning in told if "ImageLogger" in str(warning.message)]) == 1
+    assert not pictures(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,22 @@
 
 import signal
 import types
+from pathlib import Path
 from unittest.mock import patch
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from lightning_tricks import _lightning_compat as compat
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import fit, results
+from lightning_tricks._lightning_compat import checkpoint_io, checkpoints, fit, loggers, results
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
@@ -129,12 +132,17 @@ def test_module_from_checkpoint():
 
 class _LogsAtTheEnd(lightning.pytorch.Callback):
     def __init__(self):
-        self.by_module = []
+        self.by_others, self.ever, self.suffixed = [], [], []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.by_module.append(compat.names_logged_by_module(trainer, "Trick"))
+        self.by_others.append(compat.keys_logged_by_others(trainer, "Trick"))
+        self.ever.append(compat.keys_logged_by_others(trainer, "Trick", reset_ones=True).keys())
+        compat.forget_logged_before(trainer, "Trick", {"both"})
         compat.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
         compat.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.suffixed.append(compat.keys_logged_by_others(trainer, "Trick"))
 
 
 class _LogsToo(Net):
@@ -146,12 +154,23 @@ class _LogsToo(Net):
         self.log("both", 2.0)
 
 
-def test_log_epoch_value_and_names_logged_by_module():
+class _LogsOfLoaders(Net):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("each", 1.0, on_step=True, on_epoch=True)
+        self.log(f"own {dataloader_idx}", 1.0, add_dataloader_idx=False)
+
+
+def test_log_epoch_value_and_keys_logged_by_others():
     logs = _LogsAtTheEnd()
     trainer = Trainer(max_epochs=3, callbacks=[logs], **QUIET)
     trainer.fit(_LogsToo(), loader())
     assert trainer.callback_metrics == {"own": 3.0, "value": 2.0, "both": 2.0}  # the module comes last
-    assert logs.by_module == [{"own"}] * 3
+    assert logs.by_others == [{"own": "training_step"}] * 3
+    assert logs.ever == [{"own"}, {"own", "both"}, {"own", "both"}]
+    assert trainer.fit_loop.epoch_loop._results.keys() >= {"on_train_epoch_end.both", "Trick.both"}
+    trainer.validate(_LogsOfLoaders(), [loader()] * 2, verbose=False)
+    suffixes = [f"{name}/dataloader_idx_{index}" for index in (0, 1) for name in ("each", "each_step", "each_epoch")]
+    assert logs.suffixed == [dict.fromkeys([*suffixes, "own 0", "own 1"], "validation_step")]
 
 
 def test_evaluation_loaders():
@@ -448,3 +467,90 @@ def test_begun_again():
     loaders = [DataLoader(digits(), 4), DataLoader(digits(8), 4)]
     Trainer(max_epochs=1, limit_train_batches=4, callbacks=[Asks()], **QUIET).fit(Takes(), loaders)
     assert seen == [[False, False], [False, False], [False, True], [False, True]]
+
+
+def test_replace_checkpoint_io():
+    inner = TorchCheckpointIO()
+    strategy = Trainer(plugins=[AsyncCheckpointIO(inner)], **QUIET).strategy
+    outer = strategy.checkpoint_io
+    assert list(checkpoint_io.checkpoint_ios(strategy)) == [outer, inner]
+    other = TorchCheckpointIO()
+    checkpoint_io.replace_checkpoint_io(strategy, inner, other)
+    assert list(checkpoint_io.checkpoint_ios(strategy)) == [outer, other]
+    checkpoint_io.replace_checkpoint_io(strategy, inner, inner)
+    checkpoint_io.replace_checkpoint_io(strategy, outer, inner)
+    assert strategy.checkpoint_io is inner
+
+    (made,) = checkpoint_io.checkpoint_ios(Trainer(**QUIET).strategy)
+    assert type(made) is TorchCheckpointIO
+
+
+def test_a_csv_logger_that_goes_on_deletes_nothing(tmp_path):
+    first = CSVLogger(tmp_path, version=2)
+    first.log_metrics({"a": 1.0}, 0)
+    first.save()
+    again = CSVLogger(tmp_path)
+    assert (loggers.kind_of_logger(again), loggers.version_of_logger(again)) == ("csv", 3)
+    assert not loggers.has_begun(again)
+    assert loggers.give_version(again, 2)
+    assert loggers.log_dir_of(again, 3).name == "version_3"
+    path = loggers.open_csv(again, ["a", "step"])
+    assert loggers.has_begun(again)
+    again.log_metrics({"a": 5.0}, 7)
+    loggers.drop_unwritten_rows(again)
+    again.log_metrics({"a": 2.0}, 1)
+    again.save()
+    assert path.read_text().split() == ["a,step", "1.0,0", "2.0,1"]
+
+
+def test_a_csv_logger_takes_its_hyperparameters_along(tmp_path):
+    logger = CSVLogger(tmp_path, version=1)
+    logger.log_hyperparams({"lr": 0.5})
+    logger.save()
+    fresh = loggers.log_dir_of(logger, 1)
+    loggers.give_version(logger, 0)
+    path = loggers.move_csv(logger, fresh)
+    logger.save()
+    assert not list(fresh.iterdir())
+    assert [file.name for file in path.parent.iterdir()] == ["hparams.yaml"]
+
+
+def test_a_tensorboard_logger_opens_what_was_closed(tmp_path):
+    logger = TensorBoardLogger(tmp_path, version=1)
+    logger.log_metrics({"a": 1.0}, 0)
+    loggers.close_tensorboard(logger)
+    assert loggers.give_version(logger, 0)
+    loggers.close_tensorboard(logger)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.save()
+    assert len(list(loggers.log_dir_of(logger, 0).glob("*tfevents*"))) == 1
+    assert len(list(loggers.log_dir_of(logger, 1).glob("*tfevents*"))) == 1
+
+
+def test_a_logger_that_is_kept_still(tmp_path):
+    logger = CSVLogger(tmp_path / "logs")
+    loggers.keep_still(logger)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.finalize("failed")
+    assert not (tmp_path / "logs").exists()
+    loggers.let_begin(logger)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.save()
+    assert (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+def test_files_of_a_model_checkpoint_are_seen(tmp_path):
+    callback, seen, links = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last="link"), [], []
+    undo = checkpoints.watch_files(callback, lambda path: seen.append(path.name), lambda path, to: links.append(to))
+    own = set(vars(callback))
+    trainer = Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Net(), loader())
+    assert seen[:5] == ["epoch=0-step=4.ckpt", "last.ckpt", "epoch=0-step=8.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    assert links[:2] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
+    undo()
+    assert own - set(vars(callback)) == {"_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"}
+    memory = checkpoints.memory_of_checkpointing(callback)
+    other = ModelCheckpoint(tmp_path)
+    checkpoints.restore_memory_of_checkpointing(other, memory)
+    assert checkpoints.memory_of_checkpointing(other) == memory
+    assert memory["_last_global_step_saved"] == 8

@@ -1,5 +1,7 @@
 """The specs say at construction what is wrong, and turn durations into counts."""
 
+import dataclasses
+
 import pytest
 
 from lightning_tricks import OptimizerSpec, ScheduleSpec
@@ -7,7 +9,10 @@ from lightning_tricks import OptimizerSpec, ScheduleSpec
 
 def test_defaults_are_what_the_issue_of_warm_up_needs():
     spec = ScheduleSpec()
-    assert (spec.kind, spec.warmup, spec.gamma, spec.end_factor) == ("warmup_cosine", 0.03, 0.1, 0.0)
+    assert (spec.kind, spec.warmup, spec.gamma, spec.end_factor) == ("warmup_cosine", 0.03, None, 0.0)
+    assert ScheduleSpec("step", step_size=1).gamma == 0.1
+    assert ScheduleSpec("wsd").decay == 0.2
+    assert ScheduleSpec("polynomial").power == 1
     assert ScheduleSpec("multistep", milestones=[1]).warmup == 0
     assert ScheduleSpec("one_cycle").warmup == 0.3
 
@@ -39,6 +44,12 @@ def test_defaults_are_what_the_issue_of_warm_up_needs():
         ({"no_decay": "bias"}, TypeError, "no_decay must be a list of words and patterns, got the string 'bias'"),
         ({"no_decay": ["re:["]}, ValueError, "is no regular expression"),
         ({"fused": "yes"}, ValueError, "fused must be True, False or \"auto\", got 'yes'"),
+        (
+            {"name": "LBFGS", "weight_decay": 0, "groups": {"net.*": {"lr": 0.1}}},
+            ValueError,
+            "LBFGS takes one group of parameters, got groups=",
+        ),
+        ({"name": "LBFGS", "weight_decay": 0, "layer_decay": 0.5}, ValueError, "got layer_decay=0.5: leave it out"),
         ({"name": "NAdam", "fused": True}, ValueError, "NAdam has no fused implementation"),
     ],
 )
@@ -69,7 +80,7 @@ def test_an_optimizer_spec_refuses(arguments, error, words):
         ({"kind": "step"}, ValueError, 'kind="step" needs step_size'),
         ({"kind": "step", "step_size": 0}, ValueError, "step_size must be"),
         ({"kind": "exponential"}, ValueError, 'kind="exponential" needs gamma'),
-        ({"gamma": 0}, ValueError, "gamma must be a number > 0, got 0"),
+        ({"kind": "exponential", "gamma": 0}, ValueError, "gamma must be a number > 0, got 0"),
         ({"end_factor": 2}, ValueError, r"end_factor must be in \[0, 1\], got 2"),
         ({"kind": "polynomial", "power": 0}, ValueError, "power must be a number > 0, got 0"),
         ({"kind": "one_cycle", "start_factor": 0}, ValueError, "start_factor must be a number > 0 and <= 1"),
@@ -78,6 +89,36 @@ def test_an_optimizer_spec_refuses(arguments, error, words):
 def test_a_schedule_spec_refuses(arguments, error, words):
     with pytest.raises(error, match=words):
         ScheduleSpec(**arguments)
+
+
+_VALUES = {"milestones": [5], "gamma": 0.1, "step_size": 2, "power": 1.0, "decay": 0.2, "start_factor": 0.04}
+_OPTIONS = {**_VALUES, "end_factor": 0.0}
+_TAKES = {
+    "warmup_cosine": {"end_factor"},
+    "warmup_linear": {"end_factor"},
+    "wsd": {"decay", "end_factor"},
+    "inverse_sqrt": set(),
+    "one_cycle": {"start_factor", "end_factor"},
+    "polynomial": {"power", "end_factor"},
+    "multistep": {"milestones", "gamma"},
+    "step": {"step_size", "gamma"},
+    "exponential": {"gamma"},
+    "constant": set(),
+}
+
+
+@pytest.mark.parametrize("kind", _TAKES)
+def test_a_kind_refuses_what_it_does_not_take(kind):
+    own = {name: _OPTIONS[name] for name in _TAKES[kind]}
+    spec = ScheduleSpec(kind, warmup=2, total=10, interval="step", **own)
+    assert ScheduleSpec(**dataclasses.asdict(spec)) == spec, "what a checkpoint holds makes the same again"
+    factors = spec.factors(10)
+    for name in _OPTIONS.keys() - own.keys():
+        with pytest.raises(ValueError, match=rf'kind="{kind}" has no {name}, got .*: it takes warmup, total, interval'):
+            ScheduleSpec(kind, **own, **{name: _OPTIONS[name]})
+    for name, changed in {**_OPTIONS, "gamma": 0.5, "milestones": [3], "power": 2.0, "end_factor": 0.5}.items():
+        if name in own and changed != own[name]:
+            assert ScheduleSpec(kind, warmup=2, total=10, **{**own, name: changed}).factors(10) != factors
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,17 @@ class _Seen(Callback):
 CASES = (
     Case(
         callback=MetricsMonitor,
-        arguments={"metrics": METRICS, "plots": False, "best": {"train/f1": "max"}, "stages": ["train"]},
+        arguments={
+            "metrics": METRICS,
+            "plots": False,
+            "best": {"lab/train/f1": "max"},
+            "stages": ["train"],
+            "prefix": "lab",
+        },
         kind="observer",
         neutral={"metrics": METRICS, "stages": []},
-        instances=1,
+        instances="n",
+        second={"prefix": None, "best": {"train/f1": "max"}},
         verify=verify,
         untested={"CUDA": "no GPU run yet"},
     ),

@@ -150,7 +150,7 @@ def test_checkpoints_stopping_and_plateaus_see_the_values_in_any_order(tmp_path,
     assert fitter.current_epoch == 2  # stopped
     assert checkpoints.best_model_score is not None
     assert fitter.optimizers[0].param_groups[0]["lr"] < 0.1  # the plateau has stepped
-    assert len([key for key in fitter.callback_metrics if key.startswith("val/f1/digit ")]) == 10
+    assert len([key for key in fitter.callback_metrics if key.startswith("val/f1_digit ")]) == 10
 
 
 class _Loss(LightningModule):
@@ -458,7 +458,7 @@ def test_a_resume_within_an_epoch_reports_the_same_training_metrics(tmp_path, wo
 
     if world == 2:  # and on another number of ranks, all of it is there
         trainer(monitor(), Keep()).fit(Breaks(), Resumable(data, 8), ckpt_path=path)
-        assert torch.load(tmp_path / "0.pt")["train/rows/4"] == values["train/rows/4"] == 48
+        assert torch.load(tmp_path / "0.pt")["train/rows_4"] == values["train/rows_4"] == 48
 
 
 def test_a_checkpoint_of_a_validation_does_not_leak_into_the_next_epoch(tmp_path):
@@ -515,7 +515,7 @@ def test_best_history_and_plot(tmp_path):
         assert [row["step"] for row in mine] == [10, 20, 30]
     figure = monitor.plot(["f1", "loss"])
     assert [axes.get_title() for axes in figure.axes] == ["f1", "loss"]
-    assert "f1/3" not in {axes.get_title() for axes in monitor.plot().axes}
+    assert "f1_3" not in {axes.get_title() for axes in monitor.plot().axes}
     with pytest.raises(ValueError, match=r"no values of 'f2'.*Did you mean 'f"):
         monitor.plot(["f2"])
 
@@ -525,10 +525,68 @@ def test_best_history_and_plot(tmp_path):
     assert len(monitor.history()) > len(rows)
 
 
-def test_a_key_of_best_that_is_never_logged_is_refused_at_the_first_epochs_end():
-    loader = DataLoader(digits(), 4)
-    with pytest.raises(MetricsError, match=r"'val/f2'.*Did you mean 'val/f1'"):
-        trainer(MetricsMonitor(SIX, best={"val/f2": "max"})).fit(Learning(), loader, loader)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"best": {"val/f2": "max"}}, r"'val/f2', and there is val/acc, .*, val/loss\. Did you mean 'val/f1'\?"),
+        ({"best": {"val/f1_macro": "max"}}, "'val/f1_macro', and there is .* Did you mean 'val/f1'"),
+        ({"best": {"val/0/f2": "max"}}, "'val/0/f2', and there is"),
+        ({"best": {"test/f1": "max"}}, "'test/f1', and no fit tests: ask for one of train or val"),
+        ({"best": {"f1": "max"}}, "'f1', which must start with one of train/, val/"),
+        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', which must start with one of val/"),
+        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "start with one of ema/train/, ema/val/.* mean 'ema/val/f1'"),
+        ({"best": {"ema/val/f2": "max"}, "prefix": "ema"}, "Did you mean 'ema/val/f1'"),
+    ],
+)
+def test_a_key_of_best_that_no_fit_logs_is_refused_at_once(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        MetricsMonitor(SIX, **arguments)
+
+
+def test_keys_of_best_that_there_may_be_are_not_refused():
+    for key in ("val/f1", "val/0/f1", "train/loss", "val/1/loss", "val/f1_b"):
+        MetricsMonitor({"task": "multiclass", "num_classes": 2}, class_names=["a", "b"], best={key: "max"})
+    own = {"own": Parts(), "kept": tm.MulticlassConfusionMatrix(4)}
+    for key in ("val/own", "val/own/longest", "val/own_3"):
+        MetricsMonitor(own, best={key: "max"})
+
+
+class Parts(tmr.MeanSquaredError):
+    """A metric of somebody's own, of which nobody knows what it computes."""
+
+    def update(self, preds, target):
+        super().update(preds.max(1).values, target)
+
+    def compute(self):
+        return {"longest": super().compute(), "shortest": super().compute()}
+
+
+@pytest.mark.parametrize(
+    ("best", "arguments", "words"),
+    [
+        ("val/f1", {"limit_val_batches": 0}, "'val/f1', and this fit does not validate"),
+        ("val/loss", {"limit_val_batches": 0}, "'val/loss', and this fit does not validate"),
+        ("val/f1", {"check_val_every_n_epoch": 2}, "'val/f1', and this fit does not validate"),
+        ("val/f1", {}, "val has 2 loader.*: there is val/0/f1, val/1/f1"),
+        ("val/2/f1", {"num_sanity_val_steps": 1}, "val has 2 loader.*: there is val/0/f1, val/1/f1"),
+        ("train/0/f1", {}, "train has 1 loader.*: there is train/f1"),
+    ],
+)
+def test_a_key_of_best_that_this_fit_does_not_log_is_refused_before_training(best, arguments, words):
+    fitter = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={best: "max"}), **arguments)
+    loader = loader_of(*table(8)[:2])
+    with pytest.raises(MetricsError, match=words):
+        fitter.fit(Table(), loader, [loader, loader])
+    assert fitter.global_step == 0
+
+
+def test_a_key_of_best_that_only_data_can_refuse():
+    loader = loader_of(*table(8)[:2])
+    with pytest.raises(MetricsError, match="'val/own', and there is val/own/longest, val/own/shortest"):
+        trainer(MetricsMonitor({"own": Parts()}, best={"val/own": "min"})).fit(OneLoader(), loader, loader)
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/loss": "min"})
+    with pytest.raises(MetricsError, match="'val/loss', and there is val/f1"):
+        trainer(monitor).fit(OneLoader(), loader, loader)  # whose validation returns none
 
 
 def test_the_summary_shows_stages_classes_and_the_best(capsys):
@@ -554,9 +612,7 @@ class _Returns(Net):
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        (None, r"validation_step returned None, and not a dict.*leave 'val' out of stages"),
-        (torch.tensor(1.0), "validation_step returned a Tensor, and not a dict"),
-        ({"loss": torch.tensor(1.0), "logits": 1}, r"need preds, target, and there is logits, loss\. Return a dict"),
+        ({"preds": torch.zeros(2, 10), "logits": 1}, r"need target, and there is logits, preds\. Return a dict"),
         ({"preds": torch.zeros(10), "target": torch.tensor(1)}, "first batch of val: .* no batch dimension"),
         ({"preds": torch.full((2, 10), math.nan), "target": torch.tensor([1, 2])}, "20 of 20 predictions are NaN"),
         ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets have to be 0 to 9, and there is 10"),
@@ -621,7 +677,20 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
         ({"metrics": SIX, "stages": ["valid"]}, ValueError, "stages must be one of train, val, test, got 'valid'"),
         ({"metrics": SIX, "stages": "val"}, TypeError, "stages must be a list"),
         ({"metrics": SIX, "best": {"val/f1": "highest"}}, ValueError, r"best\['val/f1'\] must be one of min, max"),
-        ({"metrics": SIX, "best": {"f1": "max"}}, ValueError, "must start with one of train, val, test and '/'"),
+        ({"metrics": SIX, "prefix": 3}, TypeError, "prefix must be a string such as 'ema'"),
+        ({"metrics": SIX, "prefix": "ema/"}, ValueError, "logs 'ema/val/acc', got 'ema/'"),
+        ({"metrics": SIX, "prefix": ""}, ValueError, "prefix must be a name"),
+        ({"metrics": SIX, "prefix": "val"}, ValueError, "'val' would log 'val/val/acc'"),
+        (
+            {"metrics": {"f1": tm.MulticlassF1Score(2), "f1_b": tm.BinaryF1Score()}, "class_names": ["a", "b"]},
+            ValueError,
+            "two values of the name 'f1_b'",
+        ),
+        (
+            {"metrics": {"f1": tm.BinaryF1Score(), "f1/x": tm.BinaryF1Score()}},
+            ValueError,
+            "the values 'f1' and 'f1/x', and a logger with a file for each cannot have both",
+        ),
         ({"metrics": SIX, "plots": 0.5}, TypeError, "plots must be a whole number"),
         ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, and the metric"),
         ({"metrics": SIX, "inputs": "preds"}, TypeError, "inputs must be a function"),

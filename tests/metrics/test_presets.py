@@ -174,7 +174,7 @@ def test_regression_is_scikit_learns(seed, rows, outputs):
     oracle = {name: function(y, p) for name, function in functions.items()}
     for name, function in functions.items() if outputs > 1 else ():
         each = np.broadcast_to(function(y, p, multioutput="raw_values"), outputs)
-        oracle |= {f"{name}/{number}": value for number, value in enumerate(each)}
+        oracle |= {f"{name}_{number}": value for number, value in enumerate(each)}
     if rows < 2:
         oracle |= {name: float("nan") for name in oracle if name.startswith("r2")}
     assert_same(ours, oracle)

@@ -67,7 +67,7 @@ def test_a_counted_metric_is_what_torchmetrics_says(metric):
     assert isinstance(suite._groups[0], Counts)
     value = alone(metric, SCORES, TARGET)
     ours = suite.compute_all()
-    parts = [ours["it"]] if "it" in ours else [ours[f"it/{number}"] for number in range(len(value))]
+    parts = [ours["it"]] if "it" in ours else [ours[f"it_{number}"] for number in range(len(value))]
     torch.testing.assert_close(torch.stack(parts).reshape(value.shape).float(), value.float(), atol=1e-6, rtol=1e-6)
 
 
@@ -166,7 +166,7 @@ def test_a_classwise_wrapper_keeps_its_key_and_its_labels():
     suite = MetricSuite({"f1": ClasswiseWrapper(f1, labels=labels), "plain": ClasswiseWrapper(f1)})
     values = fed(suite, preds=SCORES, target=TARGET).compute()
     expected = alone(f1, SCORES, TARGET)
-    assert list(values) == [f"f1/{label}" for label in labels] + [f"plain/{number}" for number in range(4)]
+    assert list(values) == [f"f1_{label}" for label in labels] + [f"plain_{number}" for number in range(4)]
     assert torch.stack(list(values.values())[:4]).tolist() == pytest.approx(expected.tolist())
 
 
@@ -194,9 +194,9 @@ def test_class_names_bring_each_class():
     values = fed(MetricSuite(multiclass_metrics(4), names), preds=SCORES, target=TARGET).compute()
     for key, kind in (("f1", tm.MulticlassF1Score), ("acc", tm.MulticlassAccuracy), ("recall", tm.MulticlassRecall)):
         expected = alone(kind(4, average=None), SCORES, TARGET).tolist()
-        assert [values[f"{key}/{name}"].item() for name in names] == pytest.approx(expected)
-    assert "kappa/ant" not in values
-    assert "balanced_acc/ant" not in values
+        assert [values[f"{key}_{name}"].item() for name in names] == pytest.approx(expected)
+    assert "kappa_ant" not in values
+    assert "balanced_acc_ant" not in values
 
 
 def test_wrappers_and_compositions_take_what_their_metrics_take():

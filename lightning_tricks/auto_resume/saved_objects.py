@@ -1,0 +1,37 @@
+"""Who put an object into a checkpoint that cannot be read as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_OF_TRAINER = {
+    "state_dict": "the state_dict of {module}",
+    "optimizer_states": "the state_dict of an optimizer",
+    "lr_schedulers": "the state_dict of a learning rate scheduler",
+    "loops": "the state_dict of a data loader",
+}
+
+
+def describe_object(trainer: Trainer, module: LightningModule, place: Sequence[str], kind: str) -> str:
+    """Say which object is where in a checkpoint, and who saved it: a phrase such as "`state_dict` of X saved a Y"."""
+    where = "".join(f"[{key!r}]" for key in place)
+    return f"{_who(trainer, module, place)} saved a {kind} (checkpoint{where})"
+
+
+def _who(trainer: Trainer, module: LightningModule, place: Sequence[str]) -> str:
+    key = place[0]
+    if key in _OF_TRAINER:
+        return _OF_TRAINER[key].format(module=type(module).__name__)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if key == "callbacks":
+        owners = [type(callback).__name__ for callback in callbacks if callback.state_key == place[1]]
+        return f"the state_dict of {' or '.join(owners) or place[1]}"
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if datamodule is not None and key == type(datamodule).__qualname__:
+        return f"the state_dict of {key}"
+    hooked = [part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)]
+    hooked += [callback for callback in callbacks if is_overridden("on_save_checkpoint", callback)]
+    return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hooked) or 'a hook'}"

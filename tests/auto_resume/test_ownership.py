@@ -1,0 +1,317 @@
+"""AutoResume in a directory that others use: it touches only files that it wrote, and holds it alone."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks import AutoResume, cli
+from lightning_tricks.auto_resume import CheckpointFolder, lock
+from lightning_tricks.auto_resume.lock import DirectoryLock, is_gone, me
+from tests.auto_resume.killing import run
+from tests.auto_resume.test_callback import fit, stop, weights
+from tests.contract.checks import Interrupts
+from tests.contract.lab import same
+
+KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
+
+
+def tree(folder):
+    """All files below a folder with their bytes and times."""
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return {path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def furnish(folder, outside):
+    """Put files of all kinds into a directory, some with names like AutoResume's; return them."""
+    (folder / "fit2").mkdir(parents=True)
+    genuine = CheckpointFolder(outside)
+    genuine.prepare()
+    manifest = genuine.save({"weights": torch.ones(3)}, **KNOWN)
+    record = (outside / f"{manifest.file}.json").read_text()
+    files = {
+        "best.ckpt": "last month's",
+        "last.ckpt": "Lightning's",
+        "epoch=1-step=2.ckpt": "ModelCheckpoint's",
+        "00000012-epoch=1-step=2.ckpt": "named alike",
+        "000013-epoch=1-step=2.ckpt": "named alike, with a record that is none",
+        "000013-epoch=1-step=2.ckpt.json": '{"mine": true}',
+        "000014-best.ckpt": "numbered",
+        "000015-epoch=1-step=2.ckpt": "with a record of another file",
+        "000015-epoch=1-step=2.ckpt.json": record.replace(manifest.file, "../outside.ckpt"),
+        "000016-epoch=1-step=2.ckpt.json": record.replace(manifest.file, str(outside / manifest.file)),
+        "000017-epoch=1-step=2.ckpt.json": record,
+        "000018-epoch=1-step=2.ckpt.json": "[" * 100_000,
+        "٣-epoch=1-step=2.ckpt": "a number of another script",
+        "-.ckpt": "no number",
+        "config.json": "{}",
+        "status.json": '{"mine": true}',
+        "train.log": "mine\n",
+        ".best.ckpt.7.partial": "being written by another process",
+        "notes.partial": "",
+        "old.ckpt.corrupt": "",
+        "fit2/best.ckpt": "of another fit",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    os.mkfifo(folder / "000019-epoch=1-step=2.ckpt.json")  # whoever reads it waits forever
+    return files
+
+
+def test_only_its_own_files_are_touched(tmp_path):
+    folder, outside = tmp_path / "runs", tmp_path / "outside"
+    names = furnish(folder, outside)
+    (folder / "000019-epoch=1-step=2.ckpt.json").unlink()
+    before, away = tree(folder), tree(outside)
+    stop(AutoResume(folder, every_n_train_steps=3, keep_last=1))
+    resumed = fit(AutoResume(folder, every_n_train_steps=3, keep_last=1))
+    assert same(weights(resumed), weights(fit()))
+    after = tree(folder)
+    assert {name: after.get(name) for name in before} == before
+    assert tree(outside) == away
+    own = {name for name in after if name not in names and not name.startswith(".auto_resume/")}
+    assert len(own) == 2, "a checkpoint and its manifest"
+    assert min(int(name[:6]) for name in own) > 18, "numbers go on after names of others"
+
+
+def test_a_pipe_where_a_record_is_looked_for(tmp_path):
+    os.mkfifo(tmp_path / "000019-epoch=1-step=2.ckpt.json")
+    assert CheckpointFolder(tmp_path).manifests() == []
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("step", ["save_last", "named"])
+def test_a_model_checkpoint_in_the_same_directory(tmp_path, step):
+    options = {"save_last": True} if step == "save_last" else {"filename": "000001-{epoch}-{step}", "save_top_k": -1}
+    whole = ModelCheckpoint(tmp_path / "whole", every_n_train_steps=4, **options)
+    fit(whole, enable_checkpointing=True)
+    guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
+    stop(AutoResume(tmp_path / "runs", keep_last=1), guarded, enable_checkpointing=True)
+    guarded = ModelCheckpoint(tmp_path / "runs", every_n_train_steps=4, **options)
+    fit(AutoResume(tmp_path / "runs", keep_last=1), guarded, enable_checkpointing=True)
+    theirs = {path.name for path in (tmp_path / "whole").iterdir()}
+    ours = {manifest.file for manifest in CheckpointFolder(tmp_path / "runs").manifests()}
+    assert {path.name for path in (tmp_path / "runs").glob("*.ckpt")} == theirs | ours
+
+
+def test_a_file_that_took_the_place_of_a_checkpoint_is_somebody_elses(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    replaced, said = [folder.save({"step": step}, **KNOWN) for step in range(3)], []
+    for manifest in replaced[1:]:
+        torch.save({"mine": 1}, tmp_path / manifest.file)
+    assert folder.newest(said.append) == replaced[0]
+    folder.prune(0)
+    assert len(said) == 2
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {manifest.file for manifest in replaced[1:]}
+
+
+def test_a_copied_directory_is_its_own(tmp_path):
+    """Copied without its times, by its bytes."""
+    (tmp_path / "a").mkdir()
+    CheckpointFolder(tmp_path / "a").save({"step": 1}, **KNOWN)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    folder = CheckpointFolder(tmp_path / "b")
+    folder.prune(0)
+    assert not list(folder.path.glob("0*"))
+
+
+@pytest.mark.parametrize("where", ["before the file", "before the manifest", "in removing"])
+def test_killed_between_a_checkpoint_and_its_manifest(tmp_path, monkeypatch, where):
+    """What was written whole is finished; what is left of one to be removed goes."""
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save({"step": 1}, **KNOWN)
+    (tmp_path / "000009-epoch=3-step=4.ckpt").write_bytes((tmp_path / kept.file).read_bytes())
+    killed = {
+        "before the file": ("lightning_tricks._shared.files.os.fsync", lambda: folder.save({"step": 2}, **KNOWN)),
+        "before the manifest": (f"{CheckpointFolder.__module__}.CheckpointFolder.amend", None),
+        "in removing": (f"{CheckpointFolder.__module__}.CheckpointFolder._remove", lambda: folder.prune(0)),
+    }[where]
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(killed[0], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        (killed[1] or (lambda: folder.save({"step": 2}, **KNOWN)))()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    folder.clean()
+    wanted = {"before the file": 1, "before the manifest": 2, "in removing": 0}[where]
+    assert [folder.problem_of(manifest) for manifest in folder.manifests()] == [""] * wanted
+    names = {manifest.file for manifest in folder.manifests()} | {"000009-epoch=3-step=4.ckpt"}
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == names
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_output_of_a_hangup_goes_to_a_file_of_its_own(tmp_path):
+    (tmp_path / "resume").mkdir()
+    (tmp_path / "resume" / "train.log").write_text("mine\n")
+    folder = CheckpointFolder(tmp_path / "resume")
+    assert [folder.log_path().name for _ in range(2)] == ["train-2.log"] * 2
+    assert (tmp_path / "resume" / "train.log").read_text() == "mine\n"
+    assert CheckpointFolder(tmp_path).log_path().name == "train.log"
+    assert CheckpointFolder(tmp_path).log_path().name == "train.log", "the second time as well"
+
+
+# -- the lock
+
+
+class Holds(Interrupts):
+    """Starts another process on the same directory in the middle of a fit."""
+
+    def __init__(self, folder):
+        super().__init__(3)
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *args):
+        self.left -= 1
+        if self.left == 0:
+            self.status = run(self.folder, {"validate": "none"})
+
+
+def test_a_second_process_is_refused(tmp_path, capsys):
+    holds = Holds(tmp_path)
+    fit(AutoResume(tmp_path / "resume"), holds)
+    assert holds.status == 1
+    words = (tmp_path / "output.txt").read_text()
+    assert f"is in use by process {os.getpid()} on {os.uname().nodename}: two runs would" in words
+    assert "Wait for its end, or choose another dirpath." in words
+    assert CheckpointFolder(tmp_path / "resume").read_status()["state"] == "finished"
+    assert cli.main(["resume", "status", str(tmp_path / "resume")]) == 0
+
+
+def test_a_second_run_of_two_ranks_is_refused(tmp_path):
+    class HoldsTwo(Holds):
+        def on_train_batch_end(self, trainer, *args):
+            self.left -= 1
+            if self.left == 0:
+                options = {"ranks": 2, "strategy": "ddp_fork", "validate": "none", "loggers": ["csv"], "version": 0}
+                self.status = run(self.folder, options)
+
+    rows = tmp_path / "logs" / "csv" / "version_0" / "metrics.csv"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("mine\n")
+    holds = HoldsTwo(tmp_path)
+    fit(AutoResume(tmp_path / "resume"), holds)
+    assert holds.status == 1
+    assert "is in use by process" in (tmp_path / "output.txt").read_text()
+    assert rows.read_text() == "mine\n", "the logger of a run that is refused deletes nothing"
+
+
+def test_two_fits_in_one_process(tmp_path):
+    """At the same time: refused; one after the other, with one instance or several in turn: not."""
+
+    class FitsInside(Interrupts):
+        def on_train_batch_end(self, trainer, *args):
+            self.left -= 1
+            if self.left == 0:
+                with pytest.raises(MisconfigurationException, match="is in use by process"):
+                    fit(AutoResume(tmp_path))
+                with pytest.raises(MisconfigurationException, match="is in use by process"):
+                    fit(AutoResume(tmp_path))
+
+    first, second = AutoResume(tmp_path), AutoResume(tmp_path)
+    fit(first, FitsInside(3), epochs=1)
+    assert fit(second, epochs=2).current_epoch == 2
+    assert stop(AutoResume(tmp_path), epochs=4, step=3) == 75
+    assert fit(AutoResume(tmp_path), epochs=4).current_epoch == 4
+    assert lock._HELD == {}
+
+
+def test_workers_that_outlive_a_killed_run_do_not_hold_the_directory(tmp_path):
+    """The workers are forked from the process that holds it, and wait for a pipe that nobody closes."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = DirectoryLock(tmp_path / "lock")
+        held.acquire({})
+        if os.fork() == 0:  # a worker
+            os.read(reader, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    again = DirectoryLock(tmp_path / "lock")
+    assert again.acquire({}) == (True, True)
+    again.release()
+    os.write(writer, b"x")
+
+
+def test_a_lock_is_held_until_it_is_released(tmp_path):
+    """Neither a second object of the process nor a child takes it or gives it back."""
+    held, other = DirectoryLock(tmp_path / "lock"), DirectoryLock(tmp_path / "lock")
+    assert held.acquire({}) == (True, True)
+    assert other.acquire({}) == (False, True)
+    other.release()
+
+    def in_child(action):
+        pid = os.fork()
+        if pid == 0:
+            status = 3
+            try:
+                status = action()
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def takes():
+        return int(DirectoryLock(tmp_path / "lock").acquire({})[0])
+
+    assert in_child(takes) == 0
+    assert in_child(lambda: held.release() or 0) == 0, "what a child inherited is not its own"
+    assert in_child(takes) == 0
+    held.release()
+    assert in_child(takes) == 1
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Then who was there last decides, on the same host."""
+    monkeypatch.setattr(lock, "_lock", lambda descriptor: (True, False))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    parent = {**me(), "pid": os.getppid()}
+    for last, ours in (
+        ({**me(), "pid": pid}, True),
+        (parent, False),
+        ({**parent, "host": "elsewhere"}, True),
+        ({}, True),
+    ):
+        one = DirectoryLock(tmp_path / "lock")
+        assert one.acquire(last) == (ours, False)
+        one.release()
+    with pytest.warns(UserWarning, match="knows no locks. A second run in this directory is noticed on the same host"):
+        fit(AutoResume(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize("who", [{}, {"pid": "7"}, {"pid": -1}, {"pid": 1 << 40}, {"pid": True, "host": 3}])
+def test_of_whom_nothing_is_known(who):
+    assert is_gone({**me(), **who} if "host" not in who else who) is None
+
+
+def test_the_home_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    callback = AutoResume("~/runs", every_n_train_steps=5)
+    stop(callback)
+    assert callback.dirpath == "~/runs", "stored as given"
+    assert CheckpointFolder(tmp_path / "runs").manifests()
+    assert cli.main(["resume", "status", "~/runs"]) == 0
+    assert "stopped, epoch 1 of 2, step 13" in capsys.readouterr().out
+    assert not Path("~").exists()
+
+
+def test_a_record_that_names_a_logger_elsewhere_is_passed_over(tmp_path):
+    """As somebody may have made it: nothing is written where it says."""
+    stop(AutoResume(tmp_path / "runs"))
+    newest = CheckpointFolder(tmp_path / "runs").manifests()[0]
+    path = tmp_path / "runs" / f"{newest.file}.json"
+    (tmp_path / "metrics.csv").write_text("mine\n")
+    record = {"kind": "csv", "version": "../../..", "rows": 0, "header": None, "directory": str(tmp_path), "inode": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "loggers": [record, 7, {"kind": []}]}))
+    from lightning.pytorch.loggers import CSVLogger
+
+    fit(AutoResume(tmp_path / "runs"), logger=CSVLogger(tmp_path / "logs" / "a"), log_every_n_steps=1)
+    assert (tmp_path / "metrics.csv").read_text() == "mine\n"

@@ -1,0 +1,359 @@
+"""Loggers and ModelCheckpoint after kills: rows, files and attributes are those of the run that was never stopped."""
+
+import csv
+import os
+import sys
+import types
+from collections.abc import Mapping
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks import AutoResume
+from lightning_tricks.auto_resume import CheckpointFolder
+from tests.auto_resume.curves import other_files, scalars
+from tests.auto_resume.killing import STOPPED, differences, run
+from tests.auto_resume.test_callback import Hyper, fit, stop, weights
+from tests.contract.checks import Interrupts
+from tests.contract.lab import same
+
+MONITOR = "val_loss/dataloader_idx_0"
+BOTH = {"loggers": ["csv", "tensorboard"], "epochs": 2, "samples": 28, "tests": True}
+KILL = "SIGKILL"
+
+
+@pytest.mark.trap("resume: ModelCheckpoint's best is forgotten, and each start opens a new version")
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        (  # after a validation whose best was written since the save, and within the batch after one
+            {"validate": 3, "early": 4, "checkpointing": [{"monitor": MONITOR, "save_top_k": 2, "save_last": True}]},
+            [["on_validation_end", 2, KILL, 0], ["on_train_batch_end", 3, KILL, 0]],
+        ),
+        (  # before the first save
+            {"version": "run7", "resume": {}, "checkpointing": [{"every_n_train_steps": 1, "save_top_k": -1}]},
+            [["on_train_batch_end", 5, KILL, 0], ["on_train_batch_end", 4, "SIGTERM", 0]],
+        ),
+        (  # names that come again, a link, and a directory of its own
+            {
+                "version": 3,
+                "resume": {"every_n_train_steps": 5},
+                "checkpointing": [
+                    {"dirpath": "mine", "every_n_train_steps": 2, "filename": "{epoch}", "save_last": "link"},
+                    {"monitor": MONITOR, "mode": "max", "save_top_k": -1, "filename": "best"},
+                ],
+            },
+            [["on_train_batch_end", 9, KILL, 0], ["on_validation_end", 1, KILL, 0], ["on_train_end", 1, KILL, 0]],
+        ),
+        (
+            {"loggers": [], "checkpointing": [{"monitor": "loss", "save_on_train_epoch_end": True}]},
+            [["on_train_epoch_end", 1, KILL, 0], ["on_train_start", 1, KILL, 0]],
+        ),
+        (
+            {"ranks": 2, "strategy": "ddp_fork", "tests": False, "checkpointing": [{"monitor": MONITOR}]},
+            [["on_train_batch_end", 9, KILL, 0]],
+        ),
+    ],
+    ids=["best", "first", "again", "none", "ranks"],
+)
+def test_killed_and_resumed_leaves_what_the_undisturbed_run_leaves(tmp_path, options, kills):
+    options = {**BOTH, **options}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(whole, {**options, "guarded": False}) == 0, (whole / "output.txt").read_text()[-3000:]
+    for kill in kills:
+        assert run(killed, {**options, "kill": kill}) in (-9, STOPPED, 1)
+    assert run(killed, options) == 0, (killed / "output.txt").read_text()[-3000:]
+    assert differences(killed, whole) == []
+    assert other_files(killed, whole) == []
+    assert not [*killed.rglob("*.before"), *killed.rglob("*.partial")]
+    assert "The dirpath has changed" not in (killed / "output.txt").read_text()
+
+
+def test_a_finished_run_started_again_leaves_its_rows_once(tmp_path):
+    options = {**BOTH, "checkpointing": [{"monitor": MONITOR}]}
+    for folder, starts in (("whole", 1), ("again", 2)):
+        assert [run(tmp_path / folder, options) for _ in range(starts)] == [0] * starts
+    assert differences(tmp_path / "again", tmp_path / "whole") == []
+    assert other_files(tmp_path / "again", tmp_path / "whole") == []
+
+
+# -- within one process
+
+
+class Logs(Interrupts):
+    """Logs as users do before and in a fit; kills nothing."""
+
+    def __init__(self):
+        super().__init__(-1)
+
+    def on_fit_start(self, trainer, pl_module):
+        for logger in trainer.loggers:
+            logger.log_metrics({"begun": 1.0}, 0)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for logger in trainer.loggers:
+            logger.log_metrics({"loss": float(outputs["loss"])}, trainer.global_step)
+            if trainer.global_step == 8:
+                logger.log_metrics({"late": 2.0}, trainer.global_step)
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_metrics({"both": {"a": 1.0, "b": 2.0 * trainer.global_step}}, trainer.global_step)
+
+
+def log(tmp_path, name, kind, ends=fit, before=False, version=None, guarded=True, **options):
+    logger = kind(tmp_path / name, version=version)
+    if before:
+        logger.log_hyperparams({"lr": 0.1})
+    callbacks = [AutoResume(tmp_path / name / "guarded", every_n_train_steps=5)] * guarded
+    ends(*callbacks, Logs(), logger=logger, log_every_n_steps=1, **options)
+    return logger
+
+
+def read(folder):
+    found = {}
+    for path in sorted(folder.glob("lightning_logs/**/*")):
+        name = path.relative_to(folder).as_posix()
+        if path.name == "metrics.csv":
+            found[name] = list(csv.DictReader(path.read_text().splitlines()))
+        elif "tfevents" in path.name:
+            found[name.rpartition("/")[0]] = scalars(path.parent)
+        elif path.is_file():
+            found[name] = path.read_text()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("version", [None, "run7"])
+@pytest.mark.parametrize("before", [False, True], ids=["", "logged before"])
+def test_a_logger_goes_on(tmp_path, kind, version, before):
+    """Also where hyper-parameters are logged before the fit, as templates do: that begins a version."""
+    options = {"version": version, "before": before, "module": Hyper}
+    log(tmp_path, "whole", kind, guarded=False, **options)
+    log(tmp_path, "killed", kind, ends=stop, step=7, **options)
+    log(tmp_path, "killed", kind, ends=stop, step=4, **options)
+    assert log(tmp_path, "killed", kind, **options).version == (version or 0)
+    assert read(tmp_path / "killed") == read(tmp_path / "whole")
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_run_that_is_refused_changes_no_rows(tmp_path):
+    log(tmp_path, "a", CSVLogger, ends=stop, step=7, version=1)
+    before = read(tmp_path / "a")
+    with pytest.raises(MisconfigurationException, match="another run"):
+        log(tmp_path, "a", CSVLogger, version=1, module=lambda: Hyper(dropout=0.5))
+    assert read(tmp_path / "a") == before
+
+
+def test_rows_of_another_run_in_the_same_place_are_left_alone(tmp_path):
+    """The logs were removed, and another run took their version."""
+    log(tmp_path, "a", CSVLogger, ends=stop, step=7)
+    metrics = tmp_path / "a" / "lightning_logs" / "version_0" / "metrics.csv"
+    metrics.write_text("loss,step\n0.5,1\n")
+    with pytest.warns(UserWarning, match="CSVLogger goes on with 1, and not with 0 as before"):
+        log(tmp_path, "a", CSVLogger)
+    assert metrics.read_text() == "loss,step\n0.5,1\n"
+    log(tmp_path, "whole", CSVLogger, guarded=False)
+    whole = read(tmp_path / "whole")["lightning_logs/version_0/metrics.csv"]
+    assert read(tmp_path / "a")["lightning_logs/version_1/metrics.csv"] == whole, "whole in the new place"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_the_second_fit_goes_on_with_the_rows_of_the_first(tmp_path, kind):
+    def script(name, *callbacks, guarded=True):
+        logger, guard = kind(tmp_path / name), AutoResume(tmp_path / name / "guarded", every_n_train_steps=3)
+        for epochs in (1, 2):
+            last = callbacks if epochs == 2 else ()
+            fit(*[guard] * guarded, Logs(), *last, logger=logger, epochs=epochs, log_every_n_steps=1)
+
+    script("whole", guarded=False)
+    with pytest.raises(SystemExit):
+        script("killed", Interrupts(5))
+    script("killed")
+    killed, whole = read(tmp_path / "killed"), read(tmp_path / "whole")
+    if kind is TensorBoardLogger:  # it reads files of one second in no certain order
+        for found in (killed, whole):
+            found.update(
+                {
+                    name: {tag: sorted(rows) for tag, rows in tags.items()}
+                    for name, tags in found.items()
+                    if isinstance(tags, dict)
+                }
+            )
+    assert killed == whole
+
+
+@pytest.mark.parametrize("step", [4, 13])
+def test_lightning_cli_finds_its_config_there(tmp_path, step, monkeypatch):
+    """It refuses a directory that has one."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from tests.contract.lab import Net, loader
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+
+    def command(*callbacks):
+        arguments = [
+            "fit",
+            "--trainer.max_epochs=2",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.accelerator=cpu",
+        ]
+        arguments += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+        defaults = {
+            "callbacks": [AutoResume(tmp_path / "runs"), *callbacks],
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "log_every_n_steps": 1,
+        }
+        cli = LightningCLI(Net, seed_everything_default=3, run=False, trainer_defaults=defaults, args=arguments[1:])
+        cli.trainer.fit(cli.model, loader(shuffle=True))
+
+    with pytest.raises(SystemExit):
+        command(Interrupts(step))
+    command()
+    versions = [path.name for path in (tmp_path / "lightning_logs").iterdir()]
+    assert versions == ["version_0"]
+    assert (tmp_path / "lightning_logs" / "version_0" / "config.yaml").exists()
+
+
+# -- loggers of servers: injected objects stand for libraries that are not installed
+
+
+class Run:
+    def __init__(self, number):
+        self.id, self.rows, self.config = number, [], types.SimpleNamespace(update=lambda *_, **__: None)
+
+    def log(self, values):
+        self.rows.append(values)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """`wandb`, of which a process has one run at most."""
+    runs: dict[str, Run] = {}
+
+    def init(**arguments):
+        number = arguments.get("id") or f"run{len(runs)}"
+        assert number not in runs or arguments["resume"] == "allow"
+        module.run = runs.setdefault(number, Run(number))
+        return module.run
+
+    module = types.SimpleNamespace(run=None, init=init, runs=runs)
+    kinds = types.SimpleNamespace(RunDisabled=Run, Run=Run)
+    names = {"wandb": module, "wandb.sdk": kinds, "wandb.sdk.lib": kinds, "wandb.wandb_run": kinds}
+    for name, value in names.items():
+        monkeypatch.setitem(sys.modules, name, value)
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    return module
+
+
+class Client:
+    """An MLflow client of one server."""
+
+    runs: Mapping = {}
+
+    def get_run(self, number):
+        return types.SimpleNamespace(
+            info=types.SimpleNamespace(experiment_id="0", run_id=number), rows=self.runs[number]
+        )
+
+    def create_run(self, experiment_id, tags):
+        self.runs[f"run{len(self.runs)}"] = []
+        return self.get_run(f"run{len(self.runs) - 1}")
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id="0", lifecycle_stage="active")
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        self.runs[run_id] += metrics
+
+    def set_terminated(self, run_id, status):
+        """Nothing."""
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    client = type("Server", (Client,), {"runs": {}})
+    entity = types.SimpleNamespace(Metric=lambda **values: values, Param=lambda **values: values)
+    context = types.SimpleNamespace(resolve_tags=lambda tags: tags)
+    tracking = types.SimpleNamespace(MlflowClient=lambda uri: client(), context=context)
+    module = types.SimpleNamespace(set_tracking_uri=lambda uri: None, tracking=tracking, entities=entity)
+    names = {
+        "mlflow": module,
+        "mlflow.tracking": tracking,
+        "mlflow.tracking.context": context,
+        "mlflow.entities": entity,
+    }
+    for name, value in names.items():
+        monkeypatch.setitem(sys.modules, name, value)
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", True)
+    return client
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_wandb_goes_on_with_its_run(tmp_path, wandb):
+    for ends in (stop, fit):
+        wandb.run = None  # another process
+        logger = WandbLogger(save_dir=str(tmp_path), project="digits")
+        checkpointing = ModelCheckpoint(monitor="loss", save_top_k=2)
+        callbacks = (AutoResume(tmp_path / "runs"), checkpointing, Logs())
+        options = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True, "module": Losing}
+        ends(*callbacks, **options)
+    assert list(wandb.runs) == ["run0"]
+    steps = [row["trainer/global_step"] for row in wandb.runs["run0"].rows if "late" in row]
+    assert steps == [8]
+    assert str(checkpointing.dirpath) == str(tmp_path / "digits" / "run0" / "checkpoints")
+    assert len(checkpointing.best_k_models) == 2
+
+
+@pytest.mark.filterwarnings("ignore:There is a wandb run already in progress")
+def test_a_run_of_wandb_that_is_open_already_is_said(tmp_path, wandb):
+    options = {"log_every_n_steps": 1}
+    stop(AutoResume(tmp_path / "runs"), logger=WandbLogger(save_dir=str(tmp_path)), **options)
+    wandb.run = Run("mine")
+    logger = WandbLogger(save_dir=str(tmp_path))
+    assert logger.experiment.id == "mine"
+    with pytest.warns(UserWarning, match="WandbLogger goes on with 'mine', and not with 'run0' as before"):
+        fit(AutoResume(tmp_path / "runs"), logger=logger, **options)
+
+
+def test_mlflow_goes_on_with_its_run(tmp_path, mlflow):
+    for ends in (stop, fit):
+        logger = MLFlowLogger(save_dir=str(tmp_path))
+        ends(AutoResume(tmp_path / "runs"), Logs(), logger=logger, log_every_n_steps=1)
+    assert list(mlflow.runs) == ["run0"]
+    assert [row["step"] for row in mlflow.runs["run0"] if row["key"] == "late"] == [8]
+
+
+class Losing(Hyper):
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        self.log("loss", outputs["loss"])
+        return outputs
+
+
+def test_a_newer_checkpoint_that_was_given_leaves_files_alone(tmp_path):
+    """What came after the save of AutoResume is not withdrawn, as the run does not go on there."""
+    log(tmp_path, "a", CSVLogger, ends=stop, step=7)
+    given = tmp_path / "given.ckpt"
+    fit(epochs=1).save_checkpoint(given)
+    os.utime(given, (2**32, 2**32))
+    trainer_rows = read(tmp_path / "a")["lightning_logs/version_0/metrics.csv"]
+    log(tmp_path, "a", CSVLogger, ckpt_path=given)
+    after = read(tmp_path / "a")["lightning_logs/version_0/metrics.csv"]
+    wanted = [{name: row[name] for name in row} for row in trainer_rows]
+    assert [{name: row[name] for name in wanted[0]} for row in after[: len(wanted)]] == wanted
+
+
+def test_same_weights_with_all_of_it(tmp_path):
+    """Loggers and ModelCheckpoint change nothing else."""
+    callbacks = [ModelCheckpoint(tmp_path / "best", monitor="loss")]
+    options = {"module": Losing, "enable_checkpointing": True}
+    bare = fit(*callbacks, **options)
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        guarded = fit(AutoResume(tmp_path / "runs"), ModelCheckpoint(tmp_path / "best", monitor="loss"), **options)
+    assert same(weights(bare), weights(guarded))
+    assert CheckpointFolder(tmp_path / "runs").manifests()[0].finished

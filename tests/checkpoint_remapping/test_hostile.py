@@ -1,0 +1,341 @@
+"""Files that ask for much, and addresses that answer badly: each is refused in words, soon, and in little memory."""
+
+import functools
+import http.server
+import itertools
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tricks import load_weights, read_checkpoint, remap_keys
+from lightning_tricks._shared.budget import Budget
+from lightning_tricks.checkpoint_remapping import (
+    CheckpointError,
+    MissingCheckpointError,
+    NotACheckpointError,
+    downloading,
+    read_rules,
+    reading,
+    rules,
+)
+from lightning_tricks.run_fingerprint import RecordError, read_ranks
+from tests.checkpoint_remapping import fuzz, hostile
+from tests.checkpoint_remapping.hostile import CHECKPOINTS, PICKLES, RULES
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+slow = {"packed: numbers that collide", "packed: numbers that collide, in a set"}  # as long as a reader may take
+
+
+@needs_proc
+def test_each_known_class_keeps_the_promise():
+    known = [case for case in fuzz.known() if not case[1].startswith("alone") and case[1] not in slow]
+    assert [(kind, name, what) for (kind, name, _), what in fuzz.run(known)] == []
+
+
+@needs_proc
+def test_random_files_keep_the_promise():
+    """A fixed sample of what `make fuzz` reads for minutes."""
+    sample = itertools.islice(fuzz.random_cases(19), 150)
+    assert [(kind, name, what) for (kind, name, _), what in fuzz.run(sample)] == []
+
+
+@needs_proc
+@pytest.mark.parametrize("what", ["crash", "memory", "other error"])
+def test_the_fuzzing_itself_finds_what_breaks_the_promise(what, monkeypatch):
+    def bad(kind, path):
+        if what == "crash":
+            os.abort()
+        if what == "other error":
+            raise KeyError("a")
+        bytearray(100 << 20)[::4096] = b"a" * (100 << 8)
+
+    monkeypatch.setattr(fuzz, "read", bad)
+    (case, found), _ = fuzz.run([("checkpoint", "one", {"f": b""}), ("checkpoint", "two", {"f": b""})])
+    assert case[1] == "one"
+    assert {"crash": "SIGABRT", "memory": "MiB for 0 bytes", "other error": "KeyError"}[what] in found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("packed: shared modules", "asks for more than [0-9,]+ bytes of memory, which its size does not explain"),
+        ("packed: deep tuples", "lists or dicts over 200 deep in each other"),
+        ("packed: a list in itself", "a list or dict that lies in itself"),
+        ("packed: shared tuples as a key", "a key of very many parts"),
+        ("packed: expanded", "asks for more than"),
+        ("packed: a name without end", "a tensor whose name has 100,000 characters"),
+        ("packed: a name for terminals", "control characters in the name of a tensor"),
+        ("packed: text of shared lists: an instantiator", "share their parts without end"),
+        ("compressed", "compressed records, which torch does not write"),
+        ("overlapping", "whose records overlap"),
+        ("a very large directory", "whose directory has more than 25,165,824 bytes"),
+        ("an index of itself", "a text file"),
+        ("an index of its folder", "missing beside it"),
+    ],
+)
+def test_what_is_said(name, words):
+    for file, data in CHECKPOINTS[name]().items():
+        Path(file).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"^f is .*{words}"):
+        read_checkpoint("f")
+
+
+@pytest.mark.parametrize("name", ["numbers that collide", "numbers that collide, in a set"])
+def test_time_is_charged_where_nothing_else_tells(name, monkeypatch):
+    """Whole numbers are their own hashes: a file can choose keys that are all found one after the other."""
+    monkeypatch.setattr(reading, "Budget", functools.partial(Budget, seconds=0.3))
+    Path("f").write_bytes(hostile.archive(PICKLES[name]()))
+    with pytest.raises(NotACheckpointError, match=r"asks for more than 0.3 s of computation"):
+        read_checkpoint("f")
+
+
+def test_what_is_shared_honestly_is_read():
+    layer = torch.nn.Linear(2, 2)
+    module = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)
+    repeated = torch.ones(3, 1).expand(3, 5)
+    torch.save({"model": module, "mask": {"mask": repeated}, "lists": [[1]] * 3}, "f")
+    found = read_checkpoint("f", key="model")
+    assert list(found.state_dict) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert torch.equal(read_checkpoint("f", key="mask").state_dict["mask"], repeated)
+
+
+def test_many_weights_and_long_lists_are_read():
+    weights = {f"layers.{index}.weight": torch.zeros(1) for index in range(5_000)}
+    torch.save(
+        {"state_dict": weights, "order": list(range(200_000)), "losses": {7919 * n: n / 7 for n in range(20_000)}}, "f"
+    )
+    found = read_checkpoint("f")
+    assert len(found.state_dict) == 5_000
+    assert len(found.metadata["order"]) == 200_000
+
+
+# What is no file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no pipes with names")
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory"])
+def test_what_is_no_file_is_refused_at_once(kind):
+    path = Path("f")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    with pytest.raises(NotACheckpointError, match=f"f is a {kind}"):
+        read_checkpoint("f")
+    with pytest.raises(CheckpointError, match=f"f is a {kind}, not a file"):
+        read_rules("f")
+    with pytest.raises(RecordError, match=f"f is a {kind}, not a file"):
+        read_ranks("f")
+    Path("index.json").write_text('{"weight_map": {"a": "f"}}')
+    with pytest.raises(NotACheckpointError, match=r"shard f is missing"):
+        read_checkpoint("index.json")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read():
+    Path("f").write_bytes(b"")
+    Path("f").chmod(0)
+    with pytest.raises(CheckpointError, match="f cannot be read: Permission denied"):
+        read_checkpoint("f")
+
+
+# Rules
+
+
+def test_rules_of_a_file_are_trusted_less_than_those_in_code():
+    Path("rules.yaml").write_bytes(RULES["repeats of a group"]()["f"])
+    with pytest.raises(CheckpointError, match=r"rules.yaml is no file of rules: '\(a\+\)\+\$' repeats a group"):
+        load_weights(torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules="rules.yaml")
+    assert list(remap_keys({"aa": torch.ones(1)}, [("re:(a+)+$", "b")])) == ["b"]
+    Path("rules.yaml").write_text(
+        "- {from: 're:^(?:net|model)\\.(.*)\\.(\\d+)\\.(\\w+)$', to: 'x.\\1'}\n- {from: 'a*b*c*', to: 'd*'}"
+    )
+    assert len(read_rules("rules.yaml")) == 2
+
+
+def test_rules_cannot_make_names_without_end():
+    doubling = [("re:^(.*)$", r"\1\1")] * 60
+    with pytest.raises(CheckpointError, match=r"makes a name of 16,384 characters"):
+        remap_keys({"aaaa": torch.ones(1)}, doubling)
+
+
+def test_rules_may_not_take_long(monkeypatch):
+    monkeypatch.setattr(rules, "_PATIENCE", -1.0)
+    with pytest.raises(CheckpointError, match=r"write re:a -> b and others with fewer repeats"):
+        remap_keys({"a": torch.ones(1)}, [("re:a", "b")])
+
+
+# Addresses
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers as badly as the path says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.close_connection = True
+        getattr(self, f"do_{self.path.strip('/')}")()
+
+    def head(self, status=200, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+
+    def do_missing(self):
+        self.head(404)
+
+    def do_broken(self):
+        self.head(500)
+
+    def do_loop(self):
+        self.head(302, Location="/loop")
+
+    def do_file(self):
+        self.head(302, Location="file:///etc/passwd")
+
+    def do_ftp(self):
+        self.head(302, Location="ftp://127.0.0.1/f")
+
+    def do_nonsense(self):
+        self.wfile.write(b"hello\r\n\r\n")
+
+    def do_nothing(self):
+        pass
+
+    def do_silent(self):
+        self.server.over.wait(20)
+
+    def do_short(self):
+        self.head(Content_Length=1000)
+        self.wfile.write(b"PK")
+
+    def do_chunks(self):
+        self.head(Transfer_Encoding="chunked")
+        self.wfile.write(b"zz\r\n")
+
+    def do_length(self):
+        self.head(Content_Length="many")
+
+    def do_headers(self):
+        self.head(**{f"X{n}": "a" for n in range(200)})
+
+    def do_reset(self):
+        self.head(Content_Length=1000)
+        self.wfile.write(b"PK")
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.connection.close()
+
+    def do_large(self):
+        self.head(Content_Length=1 << 40)
+
+    def do_endless(self):
+        self.head()
+        try:
+            while True:
+                self.wfile.write(bytes(1 << 16))
+        except OSError:
+            pass
+
+    def log_message(self, *arguments):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        pass
+
+
+@pytest.fixture
+def root():
+    server = Server(("127.0.0.1", 0), Answers)
+    server.over = threading.Event()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("missing", MissingCheckpointError, "cannot be downloaded: HTTP Error 404"),
+        ("broken", MissingCheckpointError, "cannot be downloaded: HTTP Error 500"),
+        ("loop", MissingCheckpointError, "cannot be downloaded: .*infinite loop"),
+        ("file", MissingCheckpointError, "cannot be downloaded: .*not allowed"),
+        ("ftp", MissingCheckpointError, "cannot be downloaded: .*unknown url type"),
+        ("nonsense", MissingCheckpointError, "cannot be downloaded: hello"),
+        ("nothing", MissingCheckpointError, "cannot be downloaded: Remote end closed"),
+        ("silent", MissingCheckpointError, "cannot be downloaded: .*timed out"),
+        ("short", CheckpointError, "broke off after 2 of 1,000 bytes|IncompleteRead"),
+        ("chunks", MissingCheckpointError, "cannot be downloaded: "),
+        ("length", MissingCheckpointError, "its length is given as 'many'"),
+        ("headers", MissingCheckpointError, "cannot be downloaded: got more than 100 headers"),
+        ("reset", CheckpointError, "cannot be downloaded|broke off"),
+        ("large", NotACheckpointError, "has more than 1,000,000 bytes. Download it yourself"),
+        ("endless", NotACheckpointError, "has more than 1,000,000 bytes. Download it yourself"),
+    ],
+)
+def test_bad_answers(root, path, error, words, monkeypatch):
+    monkeypatch.setattr(downloading, "LARGEST_DOWNLOAD", 1_000_000)
+    if path == "silent":
+        monkeypatch.setattr(downloading, "SILENCE", 0.2)
+    with pytest.raises(error, match=f"{root}/{path} .*({words})"):
+        read_checkpoint(f"{root}/{path}")
+
+
+def test_a_slow_server(root, monkeypatch):
+    monkeypatch.setattr(downloading, "SILENCE", 5.0)
+    monkeypatch.setattr(downloading.time, "monotonic", itertools.count(0, 10.0).__next__)
+    with pytest.raises(NotACheckpointError, match=r"comes slower than 1,024 bytes per second"):
+        read_checkpoint(f"{root}/short")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:1/f",
+        "http://nowhere.invalid/f",
+        "http://127.0.0.1:port/f",
+        "http://[::1/f",
+        "http://a b/f",
+        "http:///f",
+        f"http://{'a' * 70}.invalid/f",
+        "http://127.0.0.1:1/ü\n",
+        "nonsense://a/f",
+        "ftp2://a/f",
+    ],
+)
+def test_bad_addresses(address, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", _no_names(socket.getaddrinfo))
+    with pytest.raises(MissingCheckpointError, match="cannot be downloaded: "):
+        read_checkpoint(address)
+
+
+def _no_names(resolve):
+    def resolve_numbers(host, *arguments, **keywords):
+        if host != "127.0.0.1":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *arguments, **keywords)
+
+    return resolve_numbers
+
+
+def test_another_protocol_than_the_address_says(root):
+    with pytest.raises(MissingCheckpointError, match=r"cannot be downloaded: .*SSL"):
+        read_checkpoint(f"{root.replace('http:', 'https:')}/nothing")

@@ -1,0 +1,389 @@
+"""What a checkpoint's hyper-parameters can make a module with TricksMixin do: nothing but be a module."""
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NewType, TypedDict
+
+import pytest
+import torch
+from lightning import __version__ as lightning_version
+from lightning.pytorch import LightningModule, Trainer
+
+import lightning_tricks
+from lightning_tricks import AGC, ClipValue, PercentileClip, Tricks, TricksMixin, VotingClassifier, ZScoreClip
+from lightning_tricks.checkpoint_remapping import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.gradient_clipping.methods import METHODS, ClipNorm
+from tests.contract.lab import QUIET, loader
+
+_OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
+_NAMED = "The checkpoint's tricks name files or folders"
+
+
+class Net(TricksMixin, LightningModule):
+    def __init__(self, tricks: Tricks | dict | None = None):
+        super().__init__(tricks=tricks)
+        self.net = torch.nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Configured(Net):
+    def __init__(self, config):
+        super().__init__(config["nested"]["tricks"])
+
+
+class Spread(Net):
+    def __init__(self, **options):
+        super().__init__(Tricks(**options))
+
+
+def file_of(hyper_parameters, module=Net, path="stranger.ckpt"):
+    """Write what a stranger may send: Lightning's format with hyper-parameters of their choice."""
+    weights = {f"net.{name}": value for name, value in torch.nn.Linear(64, 10).state_dict().items()}
+    version = {"pytorch-lightning_version": lightning_version}
+    torch.save({**version, "state_dict": weights, "hyper_parameters": hyper_parameters}, path)
+    return path
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is exported is called: its name is written down, and nothing else happens."""
+    made = []
+    for name in lightning_tricks.__all__:
+        if name not in ("Tricks", "TricksMixin", "GradientClipping", *METHODS):
+            monkeypatch.setattr(lightning_tricks, name, lambda *_, name=name, **__: made.append(name), raising=False)
+    return made
+
+
+def test_only_descriptions_of_methods_are_built(calls):
+    for name in {*lightning_tricks.__all__, "cli.main", "os.system"} - METHODS.keys():
+        for hidden in (f"lightning_tricks.{name}", name, f"lightning_tricks.gradient_clipping.{name}"):
+            for where in ("method", "groups"):
+                described = {"class_path": hidden, "init_args": {}}
+                value = described if where == "method" else {"net.*": described}
+                with pytest.raises(ValueError, match=r"class_path must be one of lightning_tricks.AGC, "):
+                    Tricks(gradient_clipping={where: value})
+    assert calls == []
+
+
+@pytest.mark.parametrize("more", [{}, _OF_CLI], ids=["saved", "by LightningCLI"])
+def test_a_checkpoint_calls_nothing_that_is_exported(calls, more):
+    described = {"class_path": "lightning_tricks.save_weights", "init_args": {"path": "victim"}}
+    path = file_of({**more, "tricks": {"gradient_clipping": {"method": described}}})
+    with pytest.raises(ValueError, match=r"got 'lightning_tricks.save_weights'"):
+        Net.load_from_checkpoint(path)
+    assert calls == []
+
+
+@pytest.mark.parametrize("method", [AGC(0.02), ClipNorm(2.0), ClipValue(0.5), PercentileClip(20.0), ZScoreClip(3.0)])
+@pytest.mark.parametrize("more", [{}, _OF_CLI], ids=["saved", "by LightningCLI"])
+def test_every_method_comes_back(method, more):
+    tricks = Tricks(gradient_clipping={"method": method})
+    loaded = Net.load_from_checkpoint(file_of({**more, "tricks": tricks.as_dict()}))
+    assert loaded.tricks.callbacks()[0].method == method
+
+
+def test_other_descriptions_are_refused_when_they_are_saved():
+    @dataclasses.dataclass(frozen=True)
+    class AGC(lightning_tricks.AGC):
+        """A method of somebody's own, under a name of ours."""
+
+    with pytest.raises(TypeError, match="holds a AGC, which a checkpoint cannot describe"):
+        Tricks(gradient_clipping={"method": AGC()}).as_dict()
+
+
+_FILES = {
+    "auto_resume": "victim",
+    "run_fingerprint": {"path": "victim/record.jsonl", "detail": "layer"},
+    "checkpoint_remapping": {"path": "victim/weights.pt", "rules": "victim/rules.yaml"},
+    "flops": {"path": "victim/flops.md", "depth": 2},
+    "model_report": "victim",
+}
+
+
+def wrapped(way, tricks):
+    """Return a module class and the hyper-parameters that bring it these tricks."""
+    return {
+        "by name": (Net, {"tricks": tricks}),
+        "nested": (Configured, {"config": {"nested": {"tricks": tricks}}}),
+        "spread": (Spread, tricks),
+        "by LightningCLI": (Net, {**_OF_CLI, "tricks": tricks}),
+        "of a subclass": (Net, {**_OF_CLI, "_class_path": f"{Spread.__module__}.Spread", **tricks}),
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["by name", "nested", "spread", "by LightningCLI", "of a subclass"])
+def test_tricks_of_a_checkpoint_name_no_files(way):
+    module, hyper_parameters = wrapped(way, {**_FILES, "seeding": 3})
+    with pytest.warns(UserWarning, match=_NAMED) as said:
+        tricks = module.load_from_checkpoint(file_of(hyper_parameters)).tricks
+    expected = {"checkpoint_remapping": {}, "flops": {"depth": 2}, "model_report": {}, "seeding": 3}
+    assert tricks == Tricks(**expected)
+    (words,) = [str(warning.message) for warning in said]
+    for named in ("auto_resume.dirpath='victim'", "checkpoint_remapping.rules=", "flops.path='victim/flops.md'"):
+        assert named in words
+
+
+def test_a_file_beside_the_checkpoint_names_none_either():
+    Path("hparams.yaml").write_text("tricks: {auto_resume: victim, seeding: 3}\nignored: !!python/tuple [1, [2]]\n")
+    with pytest.warns(UserWarning, match=_NAMED):
+        loaded = Net.load_from_checkpoint(file_of({}), hparams_file="hparams.yaml")
+    assert loaded.tricks == Tricks(seeding=3)
+
+
+def test_the_caller_may_name_files():
+    Path("victim").mkdir()
+    Path("victim/rules.yaml").write_text("[]")
+    path = file_of({"tricks": _FILES})
+    assert Net.load_from_checkpoint(path, tricks=Tricks(**_FILES)).tricks == Tricks(**_FILES)
+    assert Net.load_from_checkpoint(path, tricks={"auto_resume": "victim"}).tricks.auto_resume == "victim"
+
+    class Decided(Net):
+        def __init__(self, width=3):
+            super().__init__(Tricks(auto_resume="here", seeding=1))
+
+    assert Decided.load_from_checkpoint(file_of({"width": 4})).tricks.auto_resume == "here"
+    assert Net(Tricks(**_FILES)).tricks == Tricks(**_FILES)
+
+
+def test_patterns_of_a_checkpoint_are_quick():
+    slow = r"re:(\w+\.?)+!$"
+    for tricks in ({"gradient_clipping": {"groups": {slow: 1.0}}}, {"optimizer": {"groups": {slow: {"lr": 0.1}}}}):
+        path = file_of({"tricks": tricks})
+        with pytest.raises(ValueError, match="repeats a group, which can take very long"):
+            Net.load_from_checkpoint(path)
+        assert Net.load_from_checkpoint(path, tricks=tricks).tricks == Tricks(**tricks)
+
+
+class Composed(Net):
+    def __init__(self, folder, tricks=None):
+        super().__init__(Tricks(run_fingerprint=str(Path(folder).expanduser() / "record.jsonl"), **(tricks or {})))
+
+
+def test_paths_made_of_a_text_of_the_file_count_as_named_by_it(tmp_path):
+    for folder in (f"{tmp_path}//victim/", "~/victim", "victim"):
+        with pytest.warns(UserWarning, match=_NAMED):
+            assert Composed.load_from_checkpoint(file_of({"folder": folder})).tricks == Tricks()
+
+
+def test_other_arguments_of_the_caller_name_nothing_for_the_file():
+    class Labelled(Net):
+        def __init__(self, labels, tricks=None):
+            super().__init__(tricks)
+
+    path = file_of({"tricks": {"run_fingerprint": "labels.json"}, "labels": ""})
+    with pytest.warns(UserWarning, match=_NAMED):
+        assert Labelled.load_from_checkpoint(path, labels="labels.json").tricks == Tricks()
+
+
+def test_members_of_an_ensemble_get_no_paths_either():
+    arguments = {"estimator": f"{__name__}:Net", "n_estimators": 1, "estimator_args": {"tricks": _FILES}}
+    path = file_of(arguments)
+    checkpoint = torch.load(path)
+    checkpoint["state_dict"] = {f"estimators_.0.{name}": value for name, value in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, path)
+    with pytest.warns(UserWarning, match=_NAMED):
+        (member,) = VotingClassifier.load_from_checkpoint(path).estimators_
+    assert member.tricks.auto_resume is None
+
+
+@pytest.mark.parametrize("name", ["torchvision.models.resnet:ResNet", "torchmetrics:Accuracy", "lightning_tricks:AGC"])
+def test_members_of_installed_packages_are_given(name):
+    import torchvision  # noqa: F401
+
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, estimator=...\)"):
+        VotingClassifier.load_from_checkpoint(file_of({"estimator": name, "n_estimators": 1}))
+
+
+def test_an_ensemble_inside_of_one_names_none_either():
+    inner = {"estimator": "torchvision.models.alexnet:AlexNet"}
+    hyper_parameters = {"estimator": "lightning_tricks.ensembles.voting:VotingClassifier", "estimator_args": inner}
+    with pytest.raises(ValueError, match="is of an installed package"):
+        VotingClassifier.load_from_checkpoint(file_of({**hyper_parameters, "n_estimators": 1}))
+
+
+def test_a_caller_names_any_imported_class():
+    import torchvision  # noqa: F401
+
+    named = VotingClassifier("torchvision.models.alexnet:AlexNet", 1, {"num_classes": 2})
+    assert type(named.estimators_[0]).__name__ == "AlexNet"
+
+
+@pytest.mark.parametrize("version", ["x", 3, None, "2.5.0"])
+def test_versions_that_are_none(version):
+    path = file_of({})
+    torch.save({**torch.load(path), "pytorch-lightning_version": version, "hparams": None}, path)
+    assert Net.load_from_checkpoint(path).tricks == Tricks()
+
+
+@pytest.mark.parametrize("values", [["tricks"], "tricks", 3, torch.ones(2)])
+def test_hyperparameters_that_are_none(values):
+    with pytest.raises(CheckpointError, match="as hyper_parameters, and no names and values"):
+        Net.load_from_checkpoint(file_of(values))
+
+
+class Poison:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_download_does_not_resume_delete_or_write():
+    victim = Path("victim")
+    victim.mkdir()
+    torch.save({"x": Poison()}, victim / "best.ckpt")
+    (victim / "record.jsonl").write_text("mine")
+    before = {file: file.read_bytes() for file in victim.iterdir()}
+    with pytest.warns(UserWarning, match=_NAMED):
+        module = Net.load_from_checkpoint(file_of({"tricks": {**_FILES, "model_report": None}}))
+    Trainer(max_epochs=1, **QUIET).fit(module, loader())
+    assert {file: file.read_bytes() for file in victim.iterdir()} == before
+    assert {file.name for file in Path().iterdir()} == {"victim", "stranger.ckpt"}
+
+
+# What LightningCLI would build of hyper-parameters
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclasses.dataclass
+class Options:
+    width: int = 3
+    modes: tuple[Mode, ...] = ()
+    folder: Path | None = None
+
+
+Named = NewType("Named", str)
+
+
+class Typed(TypedDict):
+    width: int
+
+
+class FromCli(Net):
+    def __init__(
+        self,
+        mode: Mode = Mode.FAST,
+        options: Options | None = None,
+        sizes: tuple[int, int] = (1, 2),
+        layers: dict[str, list[Mode]] | None = None,
+        lr: float | str = 0.1,
+        place: str | Path = "here",
+        table: dict[int, Path] | None = None,
+        exact: Decimal | None = None,
+        named: Named = Named("n"),
+        typed: Typed | None = None,
+        name: str = "net",
+        part: torch.nn.Module | None = None,
+        function: Callable | None = None,
+        kind: type[torch.nn.Module] = torch.nn.ReLU,
+        anything: Any = None,
+        bare=None,
+        tricks: Tricks | None = None,
+        **more,
+    ):
+        super().__init__(tricks=tricks)
+        self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+
+
+def test_plain_values_come_back_as_the_annotations_say():
+    saved = {
+        "mode": "EXACT",
+        "options": {"width": 4, "modes": ["FAST"], "folder": "data"},
+        "sizes": [3, 4],
+        "layers": {"a": ["FAST", "EXACT"]},
+        "lr": "auto",
+        "name": "torch.nn.ReLU",
+        "anything": {"a": [1, "b"]},
+        "bare": "os.system",
+        "extra": 7,
+        "place": "there",
+        "table": {"1": "x"},
+        "named": "m",
+        "typed": {"width": 3},
+    }
+    arguments = FromCli.load_from_checkpoint(file_of({**_OF_CLI, **saved})).arguments
+    assert arguments["mode"] is Mode.EXACT
+    assert arguments["options"] == Options(4, (Mode.FAST,), Path("data"))
+    assert arguments["sizes"] == (3, 4)
+    assert arguments["layers"] == {"a": [Mode.FAST, Mode.EXACT]}
+    assert [arguments[name] for name in ("lr", "name", "anything", "bare")] == [
+        saved[name] for name in ("lr", "name", "anything", "bare")
+    ]
+    assert arguments["more"] == {"extra": 7}
+    assert (arguments["place"], arguments["table"]) == (Path("there"), {1: Path("x")})
+    assert (arguments["named"], arguments["typed"]) == ("m", {"width": 3})
+
+
+_EVIL = {"class_path": "evil_module.Evil", "init_args": {"x": 1}}
+
+
+@pytest.mark.trap("checkpoints: LightningCLI's instantiator imports and calls what hyper-parameters name")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("part", _EVIL),
+        ("part", "evil_module.Evil"),
+        ("function", "evil_module.run"),
+        ("function", _EVIL),
+        ("kind", "evil_module.Evil"),
+        ("anything", _EVIL),
+        ("anything", [{"deep": _EVIL}]),
+        ("bare", _EVIL),
+        ("extra", _EVIL),
+        ("layers", {"a": _EVIL}),
+        ("options", {"width": _EVIL}),
+        ("options", _EVIL),
+        ("mode", "evil_module.Evil"),
+        ("exact", 1.5),
+    ],
+)
+@pytest.mark.parametrize("subclass", [{}, {"_class_path": f"{__name__}.FromCli"}], ids=["class", "subclass"])
+def test_hyperparameters_build_nothing(name, value, subclass, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("evil_module.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    path = file_of({**_OF_CLI, **subclass, name: value})
+    for load in (FromCli.load_from_checkpoint, lambda p: FromCli.load_from_checkpoint(file_of({}), hparams_file=p)):
+        with pytest.raises(CheckpointError, match=rf"that would run code of the file: {name} .*{name}=\.\.\."):
+            load(path)
+        Path("hparams.yaml").write_text(repr({**_OF_CLI, name: value}))
+        path = "hparams.yaml"
+    assert not Path("ran").exists()
+    assert "evil_module" not in sys.modules
+    given = object()
+    assert FromCli.load_from_checkpoint(file_of({**_OF_CLI, name: value}), **{name: given}).tricks == Tricks()
+
+
+def test_class_paths_that_are_no_text_are_refused():
+    with pytest.raises(UnsafeCheckpointError, match="not an imported subclass"):
+        Net.load_from_checkpoint(file_of({**_OF_CLI, "_class_path": ["os", "system"]}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: !!python/name:os.system",
+        "x: !!python/object/apply:os.mkdir [ran]",
+        "x: !!python/module:os",
+        "- a list",
+        "x: &a [1, 2]\ny: [*a, *a]",
+        "x: " + "[" * 60 + "]" * 60,
+        "x: [",
+        "7: x",
+    ],
+)
+def test_hparams_files_are_plain_and_short(text):
+    Path("hparams.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"hparams_file='hparams.yaml'"):
+        Spread.load_from_checkpoint(file_of({}), hparams_file="hparams.yaml")
+    assert not Path("ran").exists()
