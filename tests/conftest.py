@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 _TESTS = Path(__file__).parent
 pytest.register_assert_rewrite(
@@ -21,6 +22,10 @@ from tests.contract.lab import Lab  # noqa: E402
 
 torch.set_num_threads(1)
 
+# Lightning 2.5.0 wraps them while it asks for loaders, and leaves them wrapped where that raises
+_WRAPPED = [(owner, name) for owner in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")]
+_PLAIN = [getattr(owner, name) for owner, name in _WRAPPED]
+
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace(monkeypatch, tmp_path):
@@ -31,6 +36,8 @@ def _leave_no_trace(monkeypatch, tmp_path):
         yield
     for logger, level in levels.items():
         logger.setLevel(level)
+    for (owner, name), plain in zip(_WRAPPED, _PLAIN, strict=True):
+        setattr(owner, name, plain)
 
 
 def pytest_collection_modifyitems(items):

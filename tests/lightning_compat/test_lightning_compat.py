@@ -554,3 +554,15 @@ def test_files_of_a_model_checkpoint_are_seen(tmp_path):
     checkpoints.restore_memory_of_checkpointing(other, memory)
     assert checkpoints.memory_of_checkpointing(other) == memory
     assert memory["_last_global_step_saved"] == 8
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["one that breaks", "the one after it"])
+def test_a_test_whose_loaders_raise_leaves_loaders_as_they_were(breaks):
+    class Breaks(Net):
+        def train_dataloader(self):
+            raise RuntimeError("no data")
+
+    assert "__wrapped__" not in vars(DataLoader.__init__)
+    if breaks:
+        with pytest.raises(RuntimeError, match="no data"):
+            Trainer(max_epochs=1, **QUIET).fit(Breaks())

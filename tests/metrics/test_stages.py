@@ -87,7 +87,7 @@ class Table(LightningModule):
 def run(monitor, data, *functions, **arguments):
     """Call functions of one Trainer one after the other; return the values of each stage, as it saw them last."""
     trainer = Trainer(callbacks=[monitor], **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 2, **arguments})
-    module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), 6)
+    module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size=6)
     seen = {}
     for function in functions:
         loaders = [loader] * (2 if function == "fit" else 1)
@@ -165,7 +165,7 @@ def test_a_metric_that_writes_into_its_arguments_writes_into_no_steps(step):
         on_validation_batch_end = on_train_batch_end
 
     data, module = DATA["multiclass"], Looks(["preds", "target"])
-    loader = DataLoader(TensorDataset(*data.values()), ROWS)
+    loader = DataLoader(TensorDataset(*data.values()), batch_size=ROWS)
     loaders = [loader, loader] if step == "training_step" else [loader]
     trainer = Trainer(callbacks=[MetricsMonitor({"own": Writes()}, plots=False)], max_epochs=1, **QUIET)
     if step == "training_step":
