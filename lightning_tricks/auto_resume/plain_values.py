@@ -1,0 +1,457 @@
+"""Values as plain data: what a checkpoint keeps of an attribute, and the attribute from it, without running its code.
+
+What has no JSON of its own becomes a dict with a `kind`. A value that is no data, such as a function, leaves a hole,
+which the value that stands in the same place of the fresh process fills.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import pathlib
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+DEEPEST = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
+SCALARS = frozenset({type(None), bool, int, float, str})
+MISSING: Any = object()
+_BASES = (OrderedDict, Counter, defaultdict, dict, list, set, frozenset, deque, tuple)  # special ones first
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, deque, Counter)}
+_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_ARRAY_KINDS = "biufcUSmM"
+_TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
+_PATHS = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)}
+
+
+class TooLargeError(ValueError):
+    """A value has more bytes than there is room for."""
+
+
+class CannotRestoreError(ValueError):
+    """A value that was saved has no equal in this process."""
+
+
+@dataclass
+class Room:
+    """What an encoding may take, and what it leaves out.
+
+    Attributes:
+        left: Bytes.
+        registered: Ids of parameters and buffers, which are no part of a value.
+        known: Id -> path of what is kept elsewhere.
+        holes: Place of each value that is no data, with the name of its type.
+    """
+
+    left: int
+    registered: Collection[int] = ()
+    known: Mapping[int, str] = field(default_factory=dict)
+    holes: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)  # containers that are being walked
+
+    def take(self, size: int) -> None:
+        """Count bytes.
+
+        Raises:
+            TooLargeError: If none are left.
+        """
+        self.left -= size
+        if self.left < 0:
+            raise TooLargeError
+
+
+def is_a(kind: type, *bases: type) -> bool:
+    """Whether a type inherits from one of others, whatever its instances say of themselves."""
+    return any(base in kind.__mro__ for base in bases)
+
+
+def name_of(kind: type) -> str:
+    """Return the qualified name of a type."""
+    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    return f"{module}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+
+
+def container_base(kind: type) -> type | None:
+    """Return the container of the standard library that a type is or extends."""
+    if is_a(kind, torch.Size) or (is_a(kind, tuple) and kind is not tuple and not hasattr(kind, "_fields")):
+        return None
+    return next((base for base in _BASES if base in kind.__mro__), None)
+
+
+def entries(value: Any, base: type) -> Iterable[tuple[Any, Any]]:
+    """Return the (key, value) pairs of a container as its base gives them; no method of a subclass is called."""
+    if is_a(base, OrderedDict):
+        return OrderedDict.items(value)
+    if is_a(base, dict):
+        return dict.items(value)
+    return enumerate(base.__iter__(value))  # type: ignore[attr-defined]
+
+
+def is_mutable(kind: type) -> bool:
+    """Whether it matters which of two equal values of a type an object holds."""
+    return is_a(kind, list, dict, set, deque, bytearray, Tensor, np.ndarray, *_GENERATORS)
+
+
+def label(key: Any) -> str:
+    """Return what a path calls an entry of a container."""
+    return str(key)[:100] if type(key) in SCALARS else type(key).__name__
+
+
+def encode(value: Any, room: Room, place: tuple[str, ...] = ()) -> Any:
+    """Return a value as tensors and JSON, with holes where it is no data.
+
+    Raises:
+        TooLargeError: If there is no room for it.
+    """
+    kind = type(value)
+    if kind in SCALARS and not (kind is int and value.bit_length() > 1000):
+        room.take(16 + (len(value) if kind is str else 0))
+        return value
+    if place and id(value) in room.known and id(value) not in room.inside:
+        return {"kind": "same", "path": room.known[id(value)]}
+    base = container_base(kind)
+    if base is not None and len(place) < DEEPEST and id(value) not in room.inside:
+        room.inside.add(id(value))
+        encoded = _encode_container(value, base, room, place)
+        room.inside.discard(id(value))
+        return encoded
+    try:
+        found = None if id(value) in room.registered else _encode_leaf(value, kind, room)
+    except TooLargeError:
+        raise
+    except Exception:  # whatever a strange object raises
+        found = None
+    if found is None:
+        room.holes.add((place, name_of(kind)))
+        return {"kind": "hole", "type": name_of(kind)}
+    return found
+
+
+def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]) -> Any:
+    kind = type(value)
+    room.take(16 + 8 * base.__len__(value))  # type: ignore[attr-defined]
+    if is_a(base, dict):
+        parts: list[Any] = []
+        for key, part in entries(value, base):
+            inner = (*place, label(key))
+            parts.append([encode(key, room, inner), encode(part, room, inner)])
+    else:
+        by_value = is_a(base, set, frozenset)
+        parts = [encode(part, room, (*place, label(part if by_value else at))) for at, part in entries(value, base)]
+    if kind is list:
+        return parts
+    encoded: dict[str, Any] = {"kind": base.__name__, "items": parts}
+    if kind is not base:
+        encoded["class"] = name_of(kind) if kind.__module__ != "__main__" else f"__main__.{kind.__qualname__}"
+    if base is deque:
+        encoded["maxlen"] = value.maxlen
+    if base is defaultdict and value.default_factory in _FACTORIES.values():
+        encoded["factory"] = value.default_factory.__name__
+    return encoded
+
+
+def _encode_leaf(value: Any, kind: type, room: Room) -> dict[str, Any] | None:
+    if kind is Tensor or kind is nn.Parameter:
+        return _encode_tensor(value, room)
+    if is_a(kind, np.ndarray, np.generic):
+        if kind is not np.ndarray and is_a(kind, np.ndarray):
+            return None
+        return _encode_array(value, kind is not np.ndarray, room)
+    if kind in (bytes, bytearray):
+        room.take(len(value))
+        return {"kind": kind.__name__, "data": _as_tensor(bytes(value))}
+    if is_a(kind, enum.Enum):
+        return {"kind": "enum", "class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
+    for names, write in _WRITERS:
+        if kind in names:
+            room.take(64)
+            return {"kind": _KIND_NAMES.get(kind, kind.__name__), "value": write(value)}
+    state = generator_state(value)
+    if state is None:
+        return None
+    return {"kind": "generator", "type": state[0], "state": encode(state[1], room)}
+
+
+def _encode_tensor(value: Tensor, room: Room) -> dict[str, Any] | None:
+    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta" or value.is_nested:
+        return None
+    room.take(64 + value.numel() * value.element_size())
+    data = value.detach().resolve_conj().resolve_neg()
+    data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would take the whole storage along
+    needs_grad = value.requires_grad and value.is_leaf
+    return {
+        "kind": "parameter" if type(value) is nn.Parameter else "tensor",
+        "data": data,
+        "device": value.device.type,
+        "requires_grad": needs_grad,
+    }
+
+
+def _encode_array(value: Any, is_scalar: bool, room: Room) -> dict[str, Any] | None:
+    array = np.asarray(value)
+    if array.dtype.kind not in _ARRAY_KINDS:
+        return None
+    room.take(64 + array.nbytes)
+    kind = "scalar" if is_scalar else "array"
+    return {"kind": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def generator_state(value: Any) -> tuple[str, Any] | None:
+    """Return the kind of a random generator and its state; None for what is no generator."""
+    kind = type(value)
+    if kind is torch.Generator:
+        return f"torch {value.device}", value.get_state()
+    if kind is random.Random:
+        return "random", value.getstate()
+    if kind is np.random.Generator:
+        return f"numpy {type(value.bit_generator).__name__}", value.bit_generator.state
+    if kind is np.random.RandomState:
+        return f"legacy {type(value._bit_generator).__name__}", value.get_state(legacy=False)
+    return None
+
+
+def _set_generator_state(value: Any, state: Any) -> None:
+    kind = type(value)
+    if kind is torch.Generator:
+        value.set_state(state)
+    elif kind is random.Random:
+        value.setstate(state)
+    elif kind is np.random.Generator:
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
+
+
+def _write_time(value: Any) -> str:
+    if getattr(value, "tzinfo", None) is not None and type(value.tzinfo) is not datetime.timezone:
+        raise ValueError("a zone that only its own class knows")
+    return str(value.isoformat())
+
+
+_KIND_NAMES: dict[type, str] = {pathlib.PosixPath: "Path", pathlib.WindowsPath: "Path"}
+_WRITERS: tuple[tuple[Collection[Any], Callable[[Any], Any]], ...] = (
+    ((int,), hex),
+    ((complex,), lambda value: [value.real, value.imag]),
+    ((torch.Size,), list),
+    ((torch.dtype, torch.device), str),
+    (tuple(_TIMES.values()), _write_time),
+    ((datetime.timedelta,), lambda value: [value.days, value.seconds, value.microseconds]),
+    ((*_PATHS.values(), *_KIND_NAMES), str),
+    ((range,), lambda value: [value.start, value.stop, value.step]),
+    ((slice,), lambda value: [_whole(part) for part in (value.start, value.stop, value.step)]),
+)
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda value: int(value, 16),
+    "complex": lambda value: complex(*value),
+    "Size": torch.Size,
+    "dtype": lambda value: _checked(getattr(torch, value.removeprefix("torch.")), torch.dtype),
+    "device": torch.device,
+    **{name: kind.fromisoformat for name, kind in _TIMES.items()},
+    "timedelta": lambda value: datetime.timedelta(*value),
+    **_PATHS,
+    "Path": pathlib.Path,
+    "range": lambda value: range(*value),
+    "slice": lambda value: slice(*value),
+}
+
+
+def _whole(value: Any) -> Any:
+    if type(value) not in SCALARS:
+        raise TypeError("a slice of something else")
+    return value
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise CannotRestoreError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _nothing_known(path: str) -> Any:
+    raise CannotRestoreError(f"it holds {path}, which is not there")
+
+
+def decode(encoded: Any, present: Any = MISSING, known: Callable[[str], Any] = _nothing_known) -> Any:
+    """Return the value that was encoded.
+
+    Args:
+        encoded: By `encode`, through a file.
+        present: What stands in its place in this process; it fills holes, and tells classes and devices.
+        known: Gives what is kept elsewhere, by its path.
+
+    Raises:
+        CannotRestoreError: If the value needs something that is not there.
+    """
+    if type(encoded) is list:
+        return _decode_container({"kind": "list", "items": encoded}, present, known)
+    if type(encoded) is not dict:
+        return encoded
+    kind = encoded["kind"]
+    if kind == "hole":
+        if present is MISSING or name_of(type(present)) != encoded["type"]:
+            raise CannotRestoreError(f"it holds a {encoded['type']}, which is no plain data")
+        return present
+    if kind == "same":
+        return known(encoded["path"])
+    if "items" in encoded:
+        return _decode_container(encoded, present, known)
+    if kind in ("tensor", "parameter"):
+        return _decode_tensor(encoded, present)
+    if kind in ("array", "scalar"):
+        data = np.frombuffer(encoded["data"].numpy().tobytes(), dtype=np.dtype(encoded["dtype"]))
+        array = data.reshape(encoded["shape"]).copy()
+        return array if kind == "array" else array[()]
+    if kind in ("bytes", "bytearray"):
+        return (bytes if kind == "bytes" else bytearray)(encoded["data"].numpy().tobytes())
+    if kind == "enum":
+        members = class_named(encoded["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
+        if encoded["name"] not in members:
+            raise CannotRestoreError(f"{encoded['class']} has no {encoded['name']}")
+        return members[encoded["name"]]
+    if kind == "generator":
+        return _decode_generator(encoded["type"], decode(encoded["state"]))
+    return _READERS[kind](encoded["value"])
+
+
+def _decode_container(encoded: dict[str, Any], present: Any, known: Callable[[str], Any]) -> Any:
+    base = next(base for base in _BASES if base.__name__ == encoded["kind"])
+    kind = class_named(encoded["class"], base, present) if "class" in encoded else base
+    ordered = present is not MISSING and is_a(type(present), base) and not is_a(base, set, frozenset)
+    there = dict(entries(present, base)) if ordered else {}
+    if is_a(base, dict):
+        keys = [decode(key, known=known) for key, _ in encoded["items"]]
+        pairs = [
+            (key, decode(part, there.get(key, MISSING), known))
+            for key, (_, part) in zip(keys, encoded["items"], strict=True)
+        ]
+        return _new_dict(kind, base, pairs, encoded, present)
+    parts = [decode(part, there.get(number, MISSING), known) for number, part in enumerate(encoded["items"])]
+    if base in (tuple, frozenset):
+        return base.__new__(kind, parts)
+    value: Any = base.__new__(kind)
+    base.__init__(value, parts, *([encoded["maxlen"]] if base is deque else []))
+    return value
+
+
+def _new_dict(kind: type, base: Any, pairs: list[tuple[Any, Any]], encoded: dict[str, Any], present: Any) -> Any:
+    value = base.__new__(kind)
+    if base is defaultdict:
+        factory = _FACTORIES.get(encoded.get("factory", ""))
+        if factory is None and is_a(type(present), defaultdict):
+            factory = present.default_factory
+        if factory is None:
+            raise CannotRestoreError("the factory of a defaultdict is not there")
+        defaultdict.__init__(value, factory)
+    fill(value, pairs, base)
+    return value
+
+
+def _decode_tensor(encoded: dict[str, Any], present: Any) -> Tensor:
+    device = torch.device(encoded["device"])
+    if is_a(type(present), Tensor) and present.device.type == device.type:
+        device = present.device
+    elif device.type != "cpu" and not torch.get_device_module(device).is_available():
+        device = torch.device("cpu")
+    data = encoded["data"].to(device, copy=True)
+    if encoded["kind"] == "parameter":
+        return nn.Parameter(data, requires_grad=bool(encoded["requires_grad"]))
+    return data.requires_grad_() if encoded["requires_grad"] else data  # type: ignore[no-any-return]
+
+
+def _decode_generator(name: str, state: Any) -> Any:
+    library, _, which = name.partition(" ")
+    if library in ("numpy", "legacy") and which not in _BIT_GENERATORS:
+        raise CannotRestoreError(f"NumPy's generator {which} is not known")
+    made: Any
+    if library == "torch":
+        made = torch.Generator(which)
+    elif library == "random":
+        made = random.Random()  # noqa: S311
+    else:
+        bits = getattr(np.random, which)()
+        made = np.random.Generator(bits) if library == "numpy" else np.random.RandomState(bits)
+    _set_generator_state(made, state)
+    return made
+
+
+def class_named(name: str, base: type, present: Any = MISSING) -> type:
+    """Return a class of this process by its name; nothing is imported.
+
+    Raises:
+        CannotRestoreError: If there is none, or it does not extend `base`.
+    """
+    if present is not MISSING and name in (f"{type(present).__module__}.{type(present).__qualname__}",):
+        return type(present)
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:cut]))
+        for part in parts[cut:] if found is not None else ():
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        if isinstance(found, type) and is_a(found, base):
+            return found
+    raise CannotRestoreError(f"the class {name} is not there")
+
+
+def fill(there: Any, pairs: Iterable[Any], base: type) -> None:
+    """Replace what a container holds, by the methods of its base: pairs of a dict, entries of others."""
+    if is_a(base, dict):
+        owner: Any = OrderedDict if is_a(base, OrderedDict) else dict
+        pairs = list(pairs)
+        owner.clear(there)
+        for key, part in pairs:
+            owner.__setitem__(there, key, part)
+    elif base is list:
+        list.__setitem__(there, slice(None), list(pairs))
+    else:
+        pairs = list(pairs)
+        base.clear(there)  # type: ignore[attr-defined]
+        (deque.extend if base is deque else set.update)(there, pairs)
+
+
+def replace_content(there: Any, value: Any) -> bool:
+    """Give an object the content of another of its kind, and say whether that could be done in place."""
+    kind = type(there)
+    if kind is not type(value) and not (is_a(kind, Tensor) and is_a(type(value), Tensor)):
+        return False
+    base = container_base(kind)
+    if base in (list, set, deque) or (base is not None and is_a(base, dict)):
+        if base is deque and there.maxlen != value.maxlen:
+            return False
+        fill(there, value.items() if is_a(base, dict) else value, base)
+        return True
+    if is_a(kind, Tensor):
+        return _copy_tensor(there, value)
+    if kind is np.ndarray and (there.shape, there.dtype) == (value.shape, value.dtype) and there.flags.writeable:
+        np.copyto(there, value)
+        return True
+    if kind is bytearray:
+        there[:] = value
+        return True
+    state, other = generator_state(there), generator_state(value)
+    if state is None or other is None or state[0] != other[0]:
+        return False
+    _set_generator_state(there, other[1])
+    return True
+
+
+def _copy_tensor(there: Tensor, value: Tensor) -> bool:
+    if (there.shape, there.dtype) != (value.shape, value.dtype) or there.requires_grad != value.requires_grad:
+        return False
+    try:
+        with torch.no_grad():
+            there.copy_(value)
+    except RuntimeError:  # of inference mode, or expanded
+        return False
+    return True

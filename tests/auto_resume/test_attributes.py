@@ -1,0 +1,511 @@
+"""Attributes that no state dict holds go on in another process, or are said to be lost."""
+
+import collections
+import dataclasses
+import datetime
+import enum
+import io
+import itertools
+import pathlib
+import random
+import time
+import types
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_tricks.auto_resume.attributes import Attributes, fingerprints, put_back
+from lightning_tricks.auto_resume.plain_values import Room, decode, encode
+from lightning_tricks.auto_resume.reading import objects_in, read_as_data
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Words(list):
+    """A user's list."""
+
+
+class Holder:
+    """A user's object."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def through_a_file(changes, path):
+    torch.save({"attributes": changes}, path)
+    read = read_as_data(path)
+    assert not objects_in(read)
+    return read["attributes"]
+
+
+def resumed(make, act, path):
+    """Return the object that was acted on, a fresh one that was given its attributes, and what did not go."""
+    old, fresh = make(), make()
+    attributes = Attributes({"it": old})
+    act(old)
+    changes = attributes.changes()
+    failed = put_back({"it": fresh}, through_a_file(changes, path / "attributes.ckpt"))
+    return old, fresh, {**changes["lost"], **failed}
+
+
+def alike(one, other):
+    """Whether two values are the same to the bit, types included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(
+            alike(a, b) for pair in zip(one.items(), other.items(), strict=True) for a, b in zip(*pair, strict=True)
+        )
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float):
+        return np.float64(one).tobytes() == np.float64(other).tobytes()
+    return one == other
+
+
+def _bits(value):
+    return value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def there_and_back(value, path):
+    room = Room(2**26)
+    encoded = encode(value, room)
+    assert not room.holes
+    torch.save({"value": encoded}, path)
+    read = read_as_data(path)
+    assert not objects_in(read)
+    return decode(read["value"])
+
+
+KINDS = [
+    *(None, True, 3, -(2**70), 2**2000, 0.1, -0.0, float("nan"), float("inf"), 1 + 2j, "ä\ud800", b"\x00\xff", b""),
+    *(bytearray(b"ab"), torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), Colour.RED, Level.LOW),
+    *(datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2, 3)),
+    *(
+        datetime.date(2020, 1, 2),
+        datetime.time(3, 4),
+        pathlib.Path("a/b"),
+        pathlib.PureWindowsPath("c"),
+        range(1, 9, 2),
+    ),
+    *(slice(1, None, 2), Point(1, [2]), [1, [2.0, "a"]], (1, (2,)), {1: "a", "1": {2: 3}, (1, 2): None}, {3, 4}),
+    *(frozenset({"a"}), OrderedDict(b=1, a=2), Counter("aab"), deque([1, 2], maxlen=2), deque(), Words([1])),
+    *(
+        torch.zeros(0, 3),
+        torch.eye(3, dtype=torch.bfloat16),
+        torch.tensor(1j).conj(),
+        torch.arange(9)[::2],
+        torch.tensor(True),
+    ),
+    *(np.arange(6).reshape(2, 3).T, np.float32(0.1), np.array(["ab", "c"]), np.zeros((0, 2), bool), np.int64(3)),
+    np.datetime64("2020-01-02"),
+]
+
+
+@pytest.mark.parametrize("value", KINDS, ids=lambda value: f"{type(value).__name__}")
+def test_each_kind_comes_back_as_it_was(value, tmp_path):
+    assert alike(there_and_back(value, tmp_path / "value.ckpt"), value)
+
+
+_LEAVES = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(allow_nan=False), st.text()),
+    *(st.binary(), st.datetimes(), st.timedeltas(), st.sampled_from([Colour.RED, torch.float16, range(3)])),
+    st.lists(st.floats(width=32), max_size=3).map(torch.tensor),
+    st.lists(st.integers(-9, 9), max_size=3).map(np.array),
+)
+_KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.tuples(st.integers(), st.text()))
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        *(
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(_KEYS, inner, max_size=4),
+        ),
+        *(st.lists(inner, max_size=3).map(deque), st.sets(st.integers(), max_size=4)),
+        st.dictionaries(st.text(), inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=_VALUES)
+def test_nested_values_come_back_as_they_were(value, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "value.ckpt"
+    assert alike(there_and_back(value, path), value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(before=_VALUES, after=_VALUES)
+def test_a_fresh_object_gets_any_value(before, after, tmp_path_factory):
+    old, fresh = Holder(it=before), Holder(it=before)
+    attributes = Attributes({"old": old})
+    old.it = after
+    changes = attributes.changes()
+    assert not changes["lost"]
+    assert bool(changes["values"]) != alike(before, after)
+    path = tmp_path_factory.getbasetemp() / "changes.ckpt"
+    assert not put_back({"old": fresh}, through_a_file(changes, path))
+    assert alike(fresh.it, after)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.BatchNorm1d(2))
+        self.rnn = nn.LSTM(2, 2)
+        self.weights_again = [self.net[0].weight]
+        self.register_buffer("buffer", torch.zeros(2))
+        self.buffer_again = self.buffer
+        self.kl_weight = 0.0
+        self.outputs = []
+        self.queue = torch.zeros(3)
+        self.meters = {"loss": Holder(total=0.0, seen=deque(maxlen=2))}
+        self.loss = nn.functional.mse_loss
+
+
+def test_a_module_goes_on(tmp_path):
+    def act(model):
+        model.kl_weight += 0.25
+        model.net[1].p = 0.5
+        model.outputs.append(torch.ones(2, requires_grad=True) * 2)
+        model.queue[1] = 7
+        model.meters["loss"].total = 3.5
+        model.meters["loss"].seen.extend([1, 2, 3])
+        model.made = {"late": [1]}
+        del model.loss
+        model.eval()
+        model.net[0].weight.data.fill_(3)
+        model.net(torch.randn(4, 2))
+
+    old, fresh, lost = resumed(Model, act, tmp_path)
+    assert not lost
+    assert fresh.kl_weight == 0.25
+    assert fresh.net[1].p == 0.5
+    assert torch.equal(fresh.outputs[0], old.outputs[0])
+    assert not fresh.outputs[0].requires_grad
+    assert fresh.queue.tolist() == [0, 7, 0]
+    assert (fresh.meters["loss"].total, list(fresh.meters["loss"].seen)) == (3.5, [2, 3])
+    assert fresh.made == {"late": [1]}
+    assert not hasattr(fresh, "loss")
+    assert fresh.training
+    assert not fresh.net[0].weight.eq(3).any()
+
+
+def test_what_did_not_change_is_not_kept():
+    model = Model()
+    attributes = Attributes({"model": model})
+    model.net(torch.randn(4, 2)).sum().backward()
+    model.rnn(torch.randn(1, 1, 2))
+    model.eval()
+    assert attributes.changes() == {"values": {}, "lost": {}}
+
+
+def test_in_place_changes_stay_in_place(tmp_path):
+    def act(holder):
+        holder.a.append(1)
+        holder.tensor[0] = 5
+        holder.table["k"] = 2
+        holder.seen.add(3)
+        holder.array[0] = 4
+
+    def make():
+        a, tensor = [], torch.zeros(2)
+        return Holder(a=a, b=a, tensor=tensor, again=tensor, table={}, seen=set(), array=np.zeros(2), fixed=(a,))
+
+    fresh = make()
+    before = dict(vars(fresh))
+    old = make()
+    attributes = Attributes({"it": old})
+    act(old)
+    assert not put_back({"it": fresh}, attributes.changes())
+    assert all(vars(fresh)[name] is value for name, value in before.items() if name != "fixed")
+    assert fresh.a == [1]
+    assert fresh.fixed[0] is fresh.a
+    assert fresh.again[0] == 5
+    assert (fresh.table, fresh.seen, fresh.array.tolist()) == ({"k": 2}, {3}, [4, 0])
+
+
+def test_what_was_set_anew_is_set_anew_and_stays_shared(tmp_path):
+    def act(holder):
+        holder.a = holder.b = [1]
+        holder.tensor = torch.ones(2)
+
+    default = torch.zeros(2)
+    _, fresh, lost = resumed(lambda: Holder(a=[0], b=[0], tensor=default, default=default), act, tmp_path)
+    assert not lost
+    assert fresh.a is fresh.b
+    assert fresh.default is default
+    assert default.tolist() == [0, 0]
+    assert fresh.tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda rng: torch.rand(2, generator=rng).tolist()),
+        (lambda: random.Random(1), lambda rng: (rng.random(), rng.gauss(0, 1))),
+        (lambda: np.random.default_rng(1), lambda rng: (rng.normal(), rng.integers(0, 9, dtype=np.int32))),
+        (lambda: np.random.Generator(np.random.Philox(1)), lambda rng: rng.normal()),
+        (lambda: np.random.RandomState(1), lambda rng: (rng.normal(), rng.randint(9))),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_generators_go_on(make, draw, late, tmp_path):
+    def act(holder):
+        if late:
+            holder.rng = make()
+        draw(holder.rng)
+
+    old, fresh, lost = resumed(lambda: Holder() if late else Holder(rng=make()), act, tmp_path)
+    assert not lost
+    assert [draw(fresh.rng) for _ in range(3)] == [draw(old.rng) for _ in range(3)]
+
+
+def test_a_factory_is_taken_from_the_object_that_is_there(tmp_path):
+    def act(holder):
+        holder.known["a"].append(1)
+        holder.own["b"] += 1
+
+    _, fresh, lost = resumed(lambda: Holder(known=defaultdict(list), own=defaultdict(lambda: 5)), act, tmp_path)
+    assert not lost
+    assert fresh.known["a"] == [1]
+    assert fresh.own["b"] == 6
+    assert fresh.own["c"] == 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    count: int = 0
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("count",)
+    count: int
+
+
+class Guarded(nn.Module):
+    """Refuses what is set, as a property does."""
+
+    def __init__(self):
+        super().__init__()
+        self.__dict__["count"] = 0
+
+    @property
+    def total(self):
+        raise RuntimeError("asked")
+
+    def __setattr__(self, name, value):
+        if name == "count":
+            raise RuntimeError("refused")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("make", [Frozen, lambda: Slotted(0), Guarded, lambda: types.SimpleNamespace(count=0)])
+def test_attributes_are_set_past_what_a_class_does(make, tmp_path):
+    def act(thing):
+        if isinstance(thing, nn.Module):
+            vars(thing)["count"] = 3
+        else:
+            object.__setattr__(thing, "count", 3)
+
+    _, fresh, lost = resumed(make, act, tmp_path)
+    assert not lost
+    assert fresh.count == 3
+
+
+class Says:
+    """Has a state that is no attribute in Python."""
+
+    def __init__(self):
+        position = [0]
+        self.take = lambda: position.__setitem__(0, position[0] + 1)
+        self._at = lambda: position
+
+    def state_dict(self):
+        return {"position": self._at()[0]}
+
+    def load_state_dict(self, state):
+        self._at()[0] = state["position"]
+
+
+def test_what_an_object_says_of_itself_goes_on(tmp_path):
+    def act(holder):
+        holder.sampler.take()
+        holder.sampler.take()
+
+    _, fresh, lost = resumed(lambda: Holder(sampler=Says()), act, tmp_path)
+    assert not lost
+    assert fresh.sampler.state_dict() == {"position": 2}
+
+
+def test_a_clock_of_another_process_is_left_alone(tmp_path):
+    def act(holder):
+        time.sleep(0.01)
+        holder.wall, holder.steps, holder.late = time.time(), time.perf_counter(), time.monotonic()
+        holder.rate = 0.5
+
+    old, fresh, lost = resumed(lambda: Holder(wall=0.5, steps=0.5, rate=0.1), act, tmp_path)
+    assert not lost
+    assert (fresh.wall, fresh.steps, fresh.rate) == (0.5, 0.5, 0.5)
+    assert fresh.late == old.late
+
+
+class Strange:
+    """Raises whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __eq__(self, other):
+        return np.zeros(3) == 0
+
+    __hash__ = None
+
+
+class Pretends:
+    """Says that it is something else."""
+
+    @property
+    def __class__(self):
+        return torch.Tensor
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("asked")
+
+
+def test_strange_objects_do_no_harm(tmp_path):
+    def make():
+        circle = [1]
+        circle.append(circle)
+        return Holder(
+            *(), circle=circle, strange=Strange(), pretends=Pretends(), mock=MagicMock(), file=io.StringIO(),
+            lambdas=[lambda: 3], objects=np.array([object()]), sparse=torch.eye(2).to_sparse(), kind=dict, mod=np,
+            count=0,
+            meta=torch.empty(2, device="meta"), count_from=itertools.count(), ring=None, partial=collections.ChainMap(),
+        )  # fmt: skip
+
+    old, fresh = make(), make()
+    old.ring, fresh.ring = old, fresh
+    attributes = Attributes({"it": old})
+    assert fingerprints({"it": old}) == fingerprints({"it": fresh})
+    assert attributes.changes() == {"values": {}, "lost": {}}
+    old.count = 1
+    changes = attributes.changes()
+    assert list(changes["values"]) == ["it.count"]
+    assert not put_back({"it": fresh}, changes)
+    for name in ("circle", "strange", "sparse", "file"):
+        setattr(old, name, make().__dict__[name])
+    next(old.count_from)
+    lost = attributes.changes()["lost"]
+    assert lost["it.file"] == "_io.StringIO"
+    assert lost["it.sparse"] == "torch.Tensor"
+    assert lost["it.count_from"] == "itertools.count"
+
+
+def test_what_is_no_data_is_said_with_its_place():
+    holder = Holder(history=[1], table={})
+    attributes = Attributes({"it": holder})
+    holder.history.append(lambda: 3)
+    holder.table["objects"] = [Holder()]
+    holder.lock = io.StringIO()
+    assert attributes.changes() == {
+        "values": {},
+        "lost": {
+            "it.history.1": "function",
+            "it.table.objects.0": f"{__name__}.Holder",
+            "it.lock": "_io.StringIO",
+        },
+    }
+
+
+def test_functions_in_a_container_stay_and_the_rest_of_it_goes_on(tmp_path):
+    def act(holder):
+        holder.settings["seen"] += 1
+
+    _, fresh, lost = resumed(lambda: Holder(settings={"act": torch.relu, "seen": 0}), act, tmp_path)
+    assert not lost
+    assert fresh.settings == {"act": torch.relu, "seen": 1}
+
+
+def test_too_much_is_said_largest_first():
+    holder = Holder()
+    attributes = Attributes({"it": holder})
+    holder.small, holder.large, holder.huge = torch.zeros(2), torch.zeros(10 * 2**20), torch.zeros(17 * 2**20)
+    holder.half = torch.zeros(7 * 2**20)
+    changes = attributes.changes()
+    assert set(changes["values"]) == {"it.small", "it.half"}
+    assert set(changes["lost"]) == {"it.large", "it.huge"}
+    assert changes["lost"]["it.large"].startswith("40 MiB")
+
+
+def test_a_view_does_not_take_its_storage_along():
+    holder = Holder()
+    attributes = Attributes({"it": holder})
+    holder.view = torch.zeros(2**20)[:3]
+    data = attributes.changes()["values"]["it.view"]["value"]["data"]
+    assert data.untyped_storage().nbytes() == 12
+
+
+def test_large_values_are_compared_by_a_sample():
+    holder = Holder(tensor=torch.zeros(2**20), numbers=list(range(50_000)), ring=deque(range(20_000), maxlen=20_000))
+    attributes = Attributes({"it": holder})
+    assert not attributes.changes()["values"]
+    holder.tensor[12345] = 1  # no sample meets it, its version tells
+    assert set(attributes.changes()["values"]) == {"it.tensor"}
+    holder.ring.append(3)
+    holder.numbers.reverse()
+    assert set(attributes.changes()["values"]) == {"it.tensor", "it.ring", "it.numbers"}
+
+
+def test_what_is_no_longer_there_is_reported():
+    old = Holder(inner=Holder(x=1), other=Holder(y=1), z=1)
+    attributes = Attributes({"it": old, "gone": Holder()})
+    old.inner.x = old.other.y = old.z = 2
+    fresh = Holder(inner=None, other=Holder(y=1), z=1)
+    assert put_back({"it": fresh}, attributes.changes()) == {"it.inner": "it is not there"}
+    assert (fresh.other.y, fresh.z) == (2, 2)
+
+
+def test_names_can_be_left_out():
+    def skipped(value):
+        return ("secret", "state_dict") if isinstance(value, Holder) else ()
+
+    old = Holder(secret=1, shown=1)
+    attributes = Attributes(lambda: {"it": old}, skipped=skipped)
+    old.secret = old.shown = 2
+    changes = attributes.changes()
+    assert list(changes["values"]) == ["it.shown"]
+
+
+def test_the_baseline_keeps_nothing_alive():
+    import weakref
+
+    holder = Holder(tensor=torch.zeros(3), array=np.zeros(3), inner=Holder(), kept={"a": torch.zeros(3)})
+    references = [weakref.ref(value) for value in (holder.tensor, holder.array, holder.inner, holder.kept["a"])]
+    attributes = Attributes({"it": holder})
+    vars(holder).clear()
+    assert [reference() for reference in references] == [None] * 4
+    assert {change["value"]["kind"] for change in attributes.changes()["values"].values()} == {"deleted"}
