@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,9 @@ class TrickCallback(Callback):
 
     def go_on_in_epoch(self, state: dict[str, Any]) -> None:
         """Take up what `state_in_epoch` returned; the random streams are about to be restored, too."""
+
+    def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
+        """Hear from `AutoResume`, when it has resumed a fit, which places are other than they were saved."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another Lightning and a second callback of the type; leave out the hooks that would do nothing."""

@@ -23,7 +23,9 @@ from tests.contract.lab import Lab  # noqa: E402
 torch.set_num_threads(1)
 
 # Lightning 2.5.0 wraps them while it asks for loaders, and leaves them wrapped where that raises
-_WRAPPED = [(owner, name) for owner in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")]
+_WRAPPED = [
+    (owner, name) for owner in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")
+]
 _PLAIN = [getattr(owner, name) for owner, name in _WRAPPED]
 
 
@@ -36,8 +38,8 @@ def _leave_no_trace(monkeypatch, tmp_path):
         yield
     for logger, level in levels.items():
         logger.setLevel(level)
-    for (owner, name), plain in zip(_WRAPPED, _PLAIN, strict=True):
-        setattr(owner, name, plain)
+    for (owner, name), method in _WRAPPED.items():
+        setattr(owner, name, method)
 
 
 def pytest_collection_modifyitems(items):

@@ -63,11 +63,17 @@ class FitWatcher:
         """The epoch whose order the samplers shall give, where the Trainer thinks of `epoch`."""
         return epoch
 
+    def loaders_come(self, kind: str) -> None:
+        """The "training" or "validation" loaders are about to be asked for."""
+
     def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """The training loaders are there, their iterators not yet."""
 
     def validation_loaders_ready(self, loaders: list[Any]) -> None:
         """The validation loaders are there, their iterators not yet."""
+
+    def epoch_hooks_come(self) -> None:
+        """The hooks of an epoch's start come next."""
 
     def is_resumed(self) -> bool:
         """Whether the epoch that begins goes on where another process was stopped."""
@@ -95,6 +101,8 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
             for owner, name in (
                 (signals, "register_signal_handlers"),
                 (fit, "_load_combined_loader_states"),
+                (fit, "setup_data"),
+                (fit, "on_advance_start"),
                 (validation, "setup_data"),
                 (epoch, "reset"),
                 (epoch, "on_run_start"),
@@ -103,7 +111,9 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
         }
     except (AttributeError, ImportError) as error:
         raise unknown_lightning("AutoResume", error) from error
-    plain = {name: function for (_, name), function in replaced.items()}
+    plain = {name: function for (owner, name), function in replaced.items() if (owner, name) != (fit, "setup_data")}
+    setup_train_data = replaced[fit, "setup_data"]
+    advancing: list[bool] = []
     seen: list[Any] = []  # the validation loaders that were followed
 
     def register_signal_handlers() -> None:
@@ -119,7 +129,23 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
         watcher.train_loaders_ready(parts, all(sized_len(part) is not None for part in parts))
         plain["_load_combined_loader_states"]()
 
+    def setup_data_of_fit() -> None:
+        if fit._combined_loader is None or fit._should_reload_train_dl:
+            watcher.loaders_come("training")
+        setup_train_data()
+        if advancing:
+            watcher.epoch_hooks_come()
+
+    def on_advance_start() -> None:
+        advancing.append(True)
+        try:
+            plain["on_advance_start"]()
+        finally:
+            advancing.clear()
+
     def setup_data() -> None:
+        if validation._combined_loader is None or validation._should_reload_val_dl:
+            watcher.loaders_come("validation")
         plain["setup_data"]()
         loader: Any = validation._combined_loader
         if loader is not None and seen != [loader]:
@@ -139,7 +165,16 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
         watcher.batch_done()
         plain["on_advance_end"](fetcher)
 
-    watching = (register_signal_handlers, load_combined_loader_states, setup_data, reset, on_run_start, on_advance_end)
+    watching = (
+        register_signal_handlers,
+        load_combined_loader_states,
+        setup_data_of_fit,
+        on_advance_start,
+        setup_data,
+        reset,
+        on_run_start,
+        on_advance_end,
+    )
     for (owner, name), function in zip(replaced, watching, strict=True):
         setattr(owner, name, function)
 
@@ -148,6 +183,30 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
             vars(owner).pop(name, None)
 
     return undo
+
+
+def begin_epoch_again(trainer: Trainer) -> None:
+    """Call the hooks of an epoch's start, of callbacks and module, in the epoch that runs."""
+    from lightning.pytorch.trainer import call
+
+    try:
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    except AttributeError as error:
+        if error.obj is not call:
+            raise
+        raise unknown_lightning("AutoResume", error) from error
+
+
+def make_iterators_again(trainer: Trainer) -> None:
+    """Ask the training loaders for their iterators once more, at the same place of the epoch."""
+    try:
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        fetched = fetcher.fetched
+        iter(fetcher)
+        fetcher.fetched = fetched
+    except AttributeError as error:
+        raise unknown_lightning("AutoResume", error) from error
 
 
 def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
@@ -252,6 +311,27 @@ def is_between_steps(trainer: Trainer) -> bool:
         return not (loop._should_accumulate() or 0 <= loop.max_steps <= loop.global_step)
     except AttributeError as error:
         raise unknown_lightning("AutoResume", error) from error
+
+
+def is_tuning(trainer: Trainer) -> bool:
+    """Whether the Trainer's `Tuner` runs, which looks for a learning rate or a batch size and then leaves the fit."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def skip_finders(trainer: Trainer) -> Callable[[], None]:
+    """Keep callbacks from looking for a learning rate or a batch size once more; return what ends that."""
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    finders = [one for one in callbacks if isinstance(one, LearningRateFinder | BatchSizeFinder)]
+    for finder in finders:
+        vars(finder)["on_fit_start"] = lambda *_: None
+
+    def undo() -> None:
+        for finder in finders:
+            vars(finder).pop("on_fit_start", None)
+
+    return undo
 
 
 def skip_sanity_check(trainer: Trainer) -> None:

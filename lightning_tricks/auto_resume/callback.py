@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks.auto_resume.checkpoint_io import install_durable_io
 from lightning_tricks.auto_resume.fit import GuardedFit
@@ -139,7 +140,7 @@ class AutoResume(TrickCallback):
     def _before_loggers(self, module: LightningModule) -> None:
         trainer = module.trainer
         self._release()
-        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or is_tuning(trainer):  # type: ignore[attr-defined]
             return
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
@@ -157,6 +158,8 @@ class AutoResume(TrickCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
+        if is_tuning(trainer):
+            return  # the fit comes later
         self._refuse(trainer, pl_module)
         if self._surroundings is None:  # `setup` was called by hand
             self._before_loggers(pl_module)

@@ -14,6 +14,7 @@ from lightning_tricks._lightning_compat.fit import (
     batches_done,
     begun_again,
     load_states_of_loaders,
+    make_iterators_again,
     mark_begun_again,
     skip_train_batches,
     train_iterators,
@@ -42,6 +43,8 @@ class LoadersOfFit:
         # when loaders that are read anew were asked for an iterator, and for their first batch
         self._streams: dict[str, torch.Tensor] = {}
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
+        self._waits = False  # with the iterators, until the hooks of the epoch's start were called again
+        self.differences: list[str] = []  # sentences that say in what the data is other than in the stopped run
 
     def release(self) -> None:
         """Leave the loaders as they were."""
@@ -69,12 +72,10 @@ class LoadersOfFit:
             return
         if self._replays:
             self._streams = dict(saved["streams"])
-            unpack_streams(self._streams["iterator"])
         for loader, state in zip(self._train, saved["train"], strict=True):
             _compare_workers(loader, state["n_workers"])
-            loader.restore_generators(state["generators"])
-            if state["place"] is not None:
-                loader.resume(state["place"])
+            loader.spare()
+        self._waits = True
 
     def follow_validation(self, loaders: Sequence[Any]) -> None:
         """Follow the validation loaders: the streams of workers that live on are part of where the run is."""
@@ -96,11 +97,24 @@ class LoadersOfFit:
         if self._replays:
             self._streams[moment] = pack_streams()
 
-    def skip_what_was_seen(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
-        """Take loaders that are not followed to where they were; the followed ones are there."""
+    def make_iterators(self, trainer: Trainer, saved: Mapping[str, Any]) -> bool:
+        """Make the iterators of followed loaders at their places; return whether that was still to be done."""
+        waits, self._waits = self._waits, False
+        if waits and self._train:
+            for loader, state in zip(self._train, saved["train"], strict=True):
+                loader.restore_generators(state["generators"])
+                loader.resume(state["place"])
+            make_iterators_again(trainer)
+        return waits
+
+    def return_to_places(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+        """Take the training loaders to where they were when the run was stopped."""
+        waits = self.make_iterators(trainer, saved)
         if not self._train:
             load_states_of_loaders(trainer)
-        if self._replays:
+        if waits and self._replays:
+            unpack_streams(self._streams["iterator"])
+            make_iterators_again(trainer)
             unpack_streams(self._streams["batch"])
             skip_train_batches(trainer, batches_done(trainer))
         if len(saved["begun_again"]) == len(begun_again(trainer)):

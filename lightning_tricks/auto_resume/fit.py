@@ -15,20 +15,24 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import (
     FitWatcher,
     batches_done,
     checkpoint_of,
     choose_what_to_resume,
     end_workers,
+    forget_restart,
     is_at_end_of_epoch,
     is_between_steps,
+    skip_finders,
     skip_sanity_check,
     slurm_requeue_signal,
     watch_fit,
 )
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks.auto_resume.agreement import Agreement
+from lightning_tricks.auto_resume.comparison import differing
 from lightning_tricks.auto_resume.data import LoadersOfFit
 from lightning_tricks.auto_resume.functional import (
     FORMAT,
@@ -39,8 +43,11 @@ from lightning_tricks.auto_resume.functional import (
 from lightning_tricks.auto_resume.progress import identity, shape_differences
 from lightning_tricks.auto_resume.rank import RankState
 from lightning_tricks.auto_resume.reading import objects_in, read_as_data
+from lightning_tricks.auto_resume.replay import replay_epoch_start
 from lightning_tricks.auto_resume.saved_objects import describe_object
 from lightning_tricks.auto_resume.signals import StopRequest, send_output_to
+from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
+from lightning_tricks.auto_resume.structure import make_room
 from lightning_tricks.checkpoint_remapping.errors import CheckpointError
 from lightning_tricks.seeding.functional import restore_rng_state
 
@@ -50,6 +57,9 @@ if TYPE_CHECKING:
 
 KEY = "auto_resume"  # in a checkpoint
 _SECONDS_BETWEEN_STATUS = 10.0
+
+# Written anew by each save
+_NOT_COMPARED = (KEY, "epoch", "global_step", "loops", "pytorch-lightning_version", "hparams_name", "hyper_parameters")
 
 # Moments of a save
 _AFTER_BATCH, _AT_EPOCH_START, _AT_END = "after a batch", "at an epoch's start", "at the end"
@@ -79,16 +89,20 @@ class GuardedFit(FitWatcher):
         self.loaders = LoadersOfFit(self.request)
         self.rank: RankState
         self.agreement: Agreement
+        self._identity: Mapping[str, Any] = {}
         self._runs = False  # before that, a tuner may train in a fit of its own
         self._moment = ""  # of the checkpoint that is to be taken up; empty once that is done
         self._own: Mapping[str, Any] = {}  # this rank's part of it
+        self._shared: Mapping[str, Any] = {}  # the part of all ranks
+        self._made: dict[str, Any] = {}  # what loaders were made from: "training" and "validation"
+        self._epoch_streams: Any = None  # when the hooks of the epoch's start were called
         self._narrowed: Mapping[str, Any] | None = None  # weights that were loaded in another precision
         self._last_step = self._saved_step = -1
         self._told_objects: set[str] = set()
         self._saved_at = self._told_at = time.monotonic()
         choosing = choose_what_to_resume(trainer, self._choose)
         watching = watch_fit(trainer, self)
-        self._undo = (choosing, watching, self.loaders.release, self.request.end)
+        self._undo = [choosing, watching, self.loaders.release, self.request.end]
 
     def release(self) -> None:
         """Leave the Trainer and its loaders as they were."""
@@ -99,6 +113,8 @@ class GuardedFit(FitWatcher):
 
     def _choose(self, given: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint on all ranks, and see that it is this run's."""
+        self._identity = identity(self.module, os.environ.get("PL_GLOBAL_SEED"))
+        self.rank = RankState(self.trainer, self.module)
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
             try:
@@ -129,7 +145,7 @@ class GuardedFit(FitWatcher):
         return newer
 
     def _compare(self, manifest: Manifest, path: Path) -> None:
-        found = differences(manifest.run, identity(self.module, os.environ.get("PL_GLOBAL_SEED")))
+        found = differences(manifest.run, self._identity)
         shapes = [phrase for phrase in found if phrase.startswith("parameters was")]
         if shapes:
             found.remove(shapes[0])
@@ -158,14 +174,23 @@ class GuardedFit(FitWatcher):
 
     def _take(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep what is restored later than the Trainer's own part."""
+        written = checkpoint[KEY]["format"]
+        if written != FORMAT:
+            raise MisconfigurationException(
+                f"AutoResume: the checkpoints in {self.folder.path} are of format {written}, this release writes "
+                f"{FORMAT}. Choose another dirpath, or finish the run with the release that began it."
+            )
         ranks: Sequence[Mapping[str, Any]] = checkpoint[KEY]["ranks"]
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         self._moment, self._own = checkpoint[KEY]["moment"], ranks[rank % len(ranks)]
+        self._shared, self._made = checkpoint[KEY]["shared"], dict(self._own["made"])
+        make_room(self.module, checkpoint["state_dict"], self._shared["buffers"])
+        self._undo.append(skip_finders(self.trainer))
         own, saved = _tensors(self.module.state_dict()), _tensors(checkpoint["state_dict"])
         if any(name in own and own[name].dtype != value.dtype for name, value in saved.items()):
             self._narrowed = saved
         if len(ranks) != world_size:
-            self._own = {**self._own, "modules": {}, "trainer": {**self._own["trainer"], "results": []}}
+            self._own = {**self._own, "buffers": {}, "trainer": {**self._own["trainer"], "results": []}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and goes on with {world_size}. Weights, optimizer and "
                 "position are restored. The shares of samples and the random numbers of the ranks are others than they "
@@ -177,7 +202,7 @@ class GuardedFit(FitWatcher):
         if self.trainer.is_global_zero:
             self.around.fit_starts(self.resumed)
         self.agreement = Agreement()
-        self.rank = RankState(self.trainer, self.module)
+        self.rank.fit_starts(self._shared)
         narrowed, self._narrowed = self._narrowed, None
         if narrowed is not None:
             with torch.no_grad():
@@ -191,6 +216,7 @@ class GuardedFit(FitWatcher):
         if not self.request.listen():
             rank_zero_warn("AutoResume: signals can be heeded in the main thread only; periodic saves go on.")
         if self._moment == _AT_END:
+            self.rank.restore_structure(self._shared)
             self.rank.restore_results(self._own)
             self._withdraw()
             skip_sanity_check(self.trainer)
@@ -198,6 +224,14 @@ class GuardedFit(FitWatcher):
     def epoch_of_loaders(self, epoch: int) -> int:
         """The epoch that is taken up, also where the loaders are made before the Trainer's loops know of it."""
         return int(self._own["loaders"]["epoch"]) if self._moment else epoch
+
+    def loaders_come(self, kind: str) -> None:
+        """Note what loaders are made from, or put that back: streams, and attributes such as a batch size."""
+        if not self._moment:
+            self._made[kind] = {"streams": pack_streams(), "attributes": self.rank.attributes()}
+        elif kind in self._made:
+            self.rank.restore_attributes(self._made[kind]["attributes"])
+            unpack_streams(self._made[kind]["streams"])
 
     def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Follow the loaders, or take them to where they were."""
@@ -211,11 +245,19 @@ class GuardedFit(FitWatcher):
         """Go on after the end of a fit that was given more epochs."""
         if self._moment == _AT_END:
             self._moment = ""
-            self.rank.restore(self._own, in_epoch=False)
+            forget_restart(self.trainer)
+            self.loaders.make_iterators(self.trainer, self._own["loaders"])
+            self.rank.restore_structure(self._shared)
+            self.rank.restore(self._own)
 
     def is_resumed(self) -> bool:
         """Whether the epoch that begins goes on where another process was stopped."""
         return self._runs and bool(self._moment)
+
+    def epoch_hooks_come(self) -> None:
+        """Note what the hooks of the epoch's start draw from."""
+        if not self._moment:
+            self._epoch_streams = pack_streams()
 
     def epoch_starts(self) -> None:
         """Note what the epoch's order comes from."""
@@ -228,10 +270,7 @@ class GuardedFit(FitWatcher):
             return
         moment, self._moment = self._moment, ""
         if moment:
-            self.loaders.skip_what_was_seen(self.trainer, self._own["loaders"])
-            self.rank.restore(self._own, in_epoch=True)
-            self._withdraw()
-            self._own = {}
+            self._go_on_in_epoch()
             self._last_step = self._saved_step = self.trainer.global_step
             if moment == _AFTER_BATCH:
                 finish_batch()
@@ -243,6 +282,58 @@ class GuardedFit(FitWatcher):
             self._save(_AT_EPOCH_START)
         if asked:
             self._leave()
+
+    def _go_on_in_epoch(self) -> None:
+        """Bring the epoch to where it was: its hooks are called again, its loaders skip, all else is put back."""
+        trainer, own = self.trainer, self._own
+        forget_restart(trainer)
+        self.rank.restore_structure(self._shared)
+        self.rank.restore_attributes(own["attributes"], before_hooks=True)
+        if own["epoch"] is not None:
+            unpack_streams(own["epoch"])
+            replay_epoch_start(trainer, self.module, self._load_again)
+            self._epoch_streams = own["epoch"]
+            self.rank.restore_structure(self._shared)
+            self.rank.restore_attributes(own["attributes"])
+        self.loaders.return_to_places(trainer, own["loaders"])
+        self.rank.restore(own)
+        self._say_what_differs()
+        self._withdraw()
+        self._own = self._shared = {}
+
+    def _load_again(self) -> None:
+        """Load weights and the states of the optimizers from the checkpoint that is resumed."""
+        checkpoint = self._read(self._path_resumed())
+        self.module.load_state_dict(checkpoint["state_dict"], strict=False)
+        for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def _path_resumed(self) -> Path:
+        if self.resumed is None:
+            raise RuntimeError("no checkpoint is resumed.")
+        return self.folder.path / self.resumed.file
+
+    def _say_what_differs(self) -> None:
+        """Compare what was restored with what was saved, and name what is not the same."""
+        own = {name: self._own[name] for name in ("rng", "trainer", "buffers", "gradients", "callbacks", "attributes")}
+        found = [*self.rank.failed, *differing(own, self.rank.collect())]
+        now = checkpoint_of(self.trainer)
+        if self.trainer.is_global_zero:
+            saved = self._read(self._path_resumed())
+            found += differing({name: value for name, value in saved.items() if name not in _NOT_COMPARED}, now)
+        ranks = gather_objects(([*found, *self._own["not_saved"]], self.loaders.differences))
+        places = list(dict.fromkeys(place for found, _ in ranks for place in found))
+        sentences = list(dict.fromkeys(sentence for _, differences in ranks for sentence in differences))
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, TrickCallback):
+                callback.resumed(self.trainer, [*places, *("the data" for _ in sentences[:1])])
+        if places:
+            sentences.append(
+                f"not restored: {summed_up(places)}. The run goes on and may diverge from the one that was never "
+                "stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
+            )
+        for sentence in sentences:
+            rank_zero_warn(f"AutoResume: {sentence}")
 
     # -- saving
 
@@ -290,11 +381,16 @@ class GuardedFit(FitWatcher):
         trainer = self.trainer
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         at_end = moment == _AT_END or (moment == _AFTER_BATCH and is_at_end_of_epoch(trainer))
-        ranks = gather_objects({**self.rank.collect(), "loaders": self.loaders.state(trainer, at_end)})
+        own = self.rank.collect()
+        own |= {"made": self._made, "epoch": self._epoch_streams, "loaders": self.loaders.state(trainer, at_end)}
+        own["not_saved"] = self.rank.not_saved(own)
+        ranks = gather_objects(own)
+        self._tell_not_saved(ranks)
         checkpoint = checkpoint_of(trainer)
         failure = ""
         if trainer.is_global_zero:
-            checkpoint[KEY] = {"format": FORMAT, "moment": moment, "ranks": ranks}
+            shared = self.rank.shared()
+            checkpoint[KEY] = {"format": FORMAT, "moment": moment, "shared": shared, "ranks": ranks}
             failure = self._write(checkpoint, finished=moment == _AT_END)
         failure = trainer.strategy.broadcast(failure)
         if failure and self.settings.on_failed_save == "raise":
@@ -317,7 +413,7 @@ class GuardedFit(FitWatcher):
                 batches=batches_done(trainer),
                 finished=finished,
                 loggers=self.around.loggers.records(),
-                run=identity(self.module, os.environ.get("PL_GLOBAL_SEED")),
+                run=self._identity,
             )
             self.around.saved(manifest)
             self._ended = manifest if finished else None
@@ -327,6 +423,18 @@ class GuardedFit(FitWatcher):
             return (
                 f"AutoResume: step {trainer.global_step} could not be saved in {self.folder.path}: {error}. The "
                 "checkpoint before it is whole."
+            )
+
+    def _tell_not_saved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Say what a resumed run will lack, once."""
+        found = dict.fromkeys(place for own in ranks for place in own["not_saved"])
+        new = [place for place in found if place not in self._told_objects]
+        self._told_objects.update(new)
+        if new:
+            rank_zero_warn(
+                f"AutoResume: changed in this fit, and cannot be saved: {summed_up(new)}. A resumed run begins with "
+                "them anew. Keep plain values, tensors or what has a state_dict there, or save them in "
+                "on_save_checkpoint."
             )
 
     def _objects_saved(self, path: Path) -> str:
@@ -375,6 +483,12 @@ class GuardedFit(FitWatcher):
 
     def _detach(self) -> None:
         send_output_to(self.folder.log_path)
+
+
+def summed_up(places: Sequence[str], most: int = 5) -> str:
+    """Return the first of many names, and how many there are beside them."""
+    more = len(places) - most
+    return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:

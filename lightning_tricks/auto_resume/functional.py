@@ -20,7 +20,7 @@ import torch
 
 from lightning_tricks._shared.files import PARTIAL, replacing
 
-FORMAT = 1  # of the manifests and of what AutoResume adds to a checkpoint
+FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
 PRIVATE = ".auto_resume"  # the folder, in a directory of checkpoints, of what nobody else reads or writes
 _CORRUPT = ".corrupt"
 _MANIFEST = ".json"

@@ -68,6 +68,7 @@ class FollowedLoader:
         self._loader = ref(loader)
         self.reads_ahead, self.signals, self.stopping = reads_ahead, signals, stopping
         self._resumed: Mapping[str, Any] | None = None
+        self._spares = False
         vars(loader)["_get_iterator"] = self._get_iterator
 
     @property
@@ -93,12 +94,20 @@ class FollowedLoader:
         for generator, state in zip(_generators(self.loader), states, strict=False):
             generator.set_state(state)
 
-    def resume(self, place: Mapping[str, Any]) -> None:
+    def spare(self) -> None:
+        """Make the next iterator an empty one, which `resume` replaces."""
+        self._spares = True
+
+    def resume(self, place: Mapping[str, Any] | None) -> None:
         """Make the next iterator one that goes on at a place; the process' streams are wherever that left them."""
-        self._resumed = place
+        self._resumed, self._spares = place, False
+        if is_persistent(self.loader):
+            self.loader._iterator = None
 
     def _get_iterator(self) -> Any:
         place, self._resumed = self._resumed, None
+        if self._spares:
+            return iter(())
         if place is None:
             return _Place.of_new_iterator(self)
         if place["at_end"] and not is_persistent(self.loader):

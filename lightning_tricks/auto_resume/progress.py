@@ -10,26 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric
 
-_METRIC_STATE = ("_update_count", "_computed", "_forward_cache")
-
-
-def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the states of the torchmetrics metrics inside a module, which are no buffers: name -> state -> value."""
-    return {
-        name: {state: getattr(part, state) for state in (*part._defaults, *_METRIC_STATE)}
-        for name, part in module.named_modules()
-        if isinstance(part, Metric)
-    }
-
-
-def restore_metric_states(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put the states of metrics back, on the devices where the metrics are."""
-    for name, part in module.named_modules():
-        if isinstance(part, Metric) and name in states:
-            for state, value in states[name].items():
-                setattr(part, state, on_device(value, part.device))
+from lightning_tricks.auto_resume.structure import make_room
 
 
 def versions_of_unsaved(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -64,11 +46,11 @@ def buffers_beyond(
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Put buffers back, in place where they have the same shape."""
+    make_room(module, saved, list(saved))
     own = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in saved.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
+            own[name].copy_(value)
 
 
 def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
@@ -77,7 +59,7 @@ def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
         "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
-        "arguments": _as_json(dict(module.hparams)),
+        "arguments": _as_json(dict(module.hparams_initial)),  # which a search for a learning rate leaves alone
         "seed": seed,
     }
 

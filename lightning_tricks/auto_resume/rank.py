@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+)
 from torch import nn
 
+from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
-from lightning_tricks._lightning_compat.fit import forget_restart
 from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
+from lightning_tricks.auto_resume.attributes import Attributes, put_back
 from lightning_tricks.auto_resume.progress import (
     buffer_digests,
     buffers_beyond,
-    metric_states,
     on_device,
     restore_buffers,
-    restore_metric_states,
     versions_of_unsaved,
+)
+from lightning_tricks.auto_resume.structure import (
+    Structure,
+    gradients_of,
+    restore_flags,
+    restore_gradients,
+    restore_groups,
+    restore_masks,
 )
 from lightning_tricks.seeding.functional import capture_rng_state, restore_rng_state
 
+# Whose attributes are of the process, or are restored by their own part of this room
+_LEFT_ALONE = (
+    BatchSizeFinder,
+    Checkpoint,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    TrickCallback,
+)
+
 
 class RankState:
-    """Collects and restores random streams, logged values, metrics, buffers and callbacks of a rank.
+    """Collects and restores what a rank knows: streams, logged values, attributes, buffers, structure, callbacks.
+
+    What changed is told from what was there when this was made, before the hooks of the fit.
 
     Args:
-        trainer: That fits, right before its first step.
+        trainer: That fits.
         module: That is fitted.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
+        self._structure = Structure(self._modules())
+        self._attributes = Attributes(self._owners, skipped=_of_lightning)
+        self._unsaved: dict[str, Any] = {}
+        self.failed: list[str] = []  # what could not be put back, and why
+
+    def fit_starts(self, shared: Mapping[str, Any]) -> None:
+        """Note the optimizers' groups, or put them back, before their states are loaded; `shared` is of the save."""
         self._unsaved = {name: versions_of_unsaved(part) for name, part in self._modules().items()}
+        self._structure.note_groups(self.module, self.trainer.optimizers)
+        if shared.get("groups"):
+            restore_groups(self.module, self.trainer.optimizers, shared["groups"])
+
+    def shared(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, as tensors on the CPU and plain values."""
+        changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
+        return dict(on_device(changes, "cpu"))
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes that changed, as tensors and plain values."""
+        return dict(self._attributes.changes())
 
     def collect(self) -> dict[str, Any]:
         """Return the state as tensors on the CPU and plain values; all ranks have to call it."""
@@ -45,38 +96,58 @@ class RankState:
         state = {
             "rng": rng,
             "trainer": place_in_fit(self.trainer),
-            "modules": {
-                name: {
-                    "metrics": metric_states(module),
-                    "buffers": buffers_beyond(module, self._unsaved.get(name, {}), rank_zeros.get(name, {})),
-                }
+            "buffers": {
+                name: buffers_beyond(module, self._unsaved.get(name, {}), rank_zeros.get(name, {}))
                 for name, module in modules.items()
             },
+            "gradients": {} if self.module.automatic_optimization else gradients_of(self.module),
             "callbacks": self._states_of_callbacks(of_each_rank=several),
         }
-        return dict(on_device(state, "cpu"))
+        return {**on_device(state, "cpu"), "attributes": self.attributes()}
+
+    def not_saved(self, state: Mapping[str, Any]) -> list[str]:
+        """Say what changed and can neither be saved nor be made again."""
+        found = [f"{place} ({kind})" for place, kind in state["attributes"]["lost"].items()]
+        return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
+
+    def restore_attributes(self, changes: Mapping[str, Any], *, before_hooks: bool = False) -> None:
+        """Put attributes back.
+
+        With `before_hooks`, leave those out that belong to an object which lacks others: a flag that says that
+        something was made would keep the hooks from making it.
+        """
+        if before_hooks:
+            lacking = {place.rpartition(".")[0] for place in changes["lost"]}
+            values = {place: one for place, one in changes["values"].items() if one["of"] not in lacking}
+            changes = {**changes, "values": values}
+        failed = put_back(self._owners(), changes, skipped=_of_lightning)
+        self.failed = [f"{place} ({why})" for place, why in failed.items()]
+
+    def restore_structure(self, shared: Mapping[str, Any]) -> None:
+        """Put back masks, groups, modes, and what takes gradients."""
+        if shared:
+            restore_masks(self.module, shared["masks"])
+            if shared["groups"]:
+                restore_groups(self.module, self.trainer.optimizers, shared["groups"])
+            restore_flags(self._modules(), shared)
 
     def restore_results(self, state: Mapping[str, Any]) -> None:
-        """Put logged values, metrics and buffers back."""
+        """Put logged values, attributes, metrics among them, and buffers back."""
         return_to_place(self.trainer, on_device(state["trainer"], self.trainer.strategy.root_device))
+        self.restore_attributes(state["attributes"])
         for name, module in self._modules().items():
-            if name in state["modules"]:
-                restore_metric_states(module, state["modules"][name]["metrics"])
-                restore_buffers(module, state["modules"][name]["buffers"])
+            if name in state["buffers"]:
+                restore_buffers(module, state["buffers"][name])
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelCheckpoint):
                 memory = state["callbacks"].get(callback.state_key, {}).get("in_epoch", {})
                 restore_memory_of_checkpointing(callback, on_device(memory, self.module.device))
 
-    def restore(self, state: Mapping[str, Any], *, in_epoch: bool) -> None:
-        """Put all back and let the loops go on; `in_epoch` says that the epoch which runs began before the save."""
-        forget_restart(self.trainer)
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if in_epoch and isinstance(callback, StochasticWeightAveraging):
-                _start_averaging(self.trainer, self.module, callback)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put all back; the streams last."""
         self.restore_results(state)
-        for callback in callbacks:
+        restore_gradients(self.module, state["gradients"])
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             states = on_device(state["callbacks"].get(callback.state_key, {}), self.module.device)
             if states.get("state_dict"):
                 callback.load_state_dict(states["state_dict"])
@@ -90,6 +161,19 @@ class RankState:
         for number, callback in enumerate(self.trainer.callbacks):  # type: ignore[attr-defined]
             held = {f"{number}.{name}": value for name, value in vars(callback).items() if isinstance(value, nn.Module)}
             found |= {name: value for name, value in held.items() if value is not self.module}
+        return found
+
+    def _owners(self) -> dict[str, object]:
+        """Return those whose attributes go on."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        found: dict[str, object] = {"module": self.module}
+        if datamodule is not None:
+            found["datamodule"] = datamodule
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if not isinstance(callback, _LEFT_ALONE):
+                name = type(callback).__qualname__
+                alike = sum(one.startswith(f"callbacks.{name}") for one in found)
+                found[f"callbacks.{name}{alike or ''}"] = callback
         return found
 
     def _states_of_callbacks(self, of_each_rank: bool) -> dict[str, Any]:
@@ -112,10 +196,20 @@ def _state_beside(callback: Callback) -> dict[str, Any]:
     return tells() if tells is not None else {}
 
 
-def _start_averaging(trainer: Trainer, module: LightningModule, averaging: StochasticWeightAveraging) -> None:
-    """Let it put its scheduler in place of the module's, which it does at the start of an epoch only."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    averaging.on_train_epoch_start(trainer, module)
-    for group, values in zip(groups, before, strict=True):
-        group.update(values)  # a new scheduler sets the learning rate
+def _of_lightning(owner: object) -> Collection[str]:
+    """Return the names of the attributes that are Lightning's, or callbacks, which are asked by themselves."""
+    for kind in (LightningModule, LightningDataModule):
+        if isinstance(owner, kind):
+            callbacks = {name for name, value in vars(owner).items() if _is_callbacks(value)}
+            return _own_attributes(kind) | {"forward"} | callbacks  # DDP binds `forward` for each step
+    return ("log", "log_dict") if isinstance(owner, Callback) else ()
+
+
+def _is_callbacks(value: object) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return bool(parts) and all(isinstance(part, Callback) for part in parts)
+
+
+@cache
+def _own_attributes(kind: type) -> frozenset[str]:
+    return frozenset(vars(kind()))

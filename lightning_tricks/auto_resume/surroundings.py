@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,8 +25,10 @@ from lightning_tricks.auto_resume.journal import FileJournal, digest_of_link
 from lightning_tricks.auto_resume.lock import DirectoryLock, me
 from lightning_tricks.auto_resume.loggers import LoggersOfFit
 from lightning_tricks.auto_resume.progress import identity
+from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
 
 _START = "start.json"  # where the loggers were when a fit began that has no checkpoint yet
+_STREAMS = "streams.json"  # the random streams before `setup`, which may make or split data
 _PROCESSES = "processes.json"
 _MOST_PROCESSES = 1000
 _END = " at its end"  # of a journal's base: what came then is part of the run
@@ -52,6 +57,7 @@ class Surroundings:
         self._undo: list[Callable[[], None]] = []
         self._records: Any = ()  # of the loggers, before this process
         self._is_first = True  # no checkpoint was ever written
+        self._streams = ""
         self.problem = ""
 
     def enter(self) -> None:
@@ -72,6 +78,7 @@ class Surroundings:
                 return
         manifests, start = self.folder.manifests(), self.folder.read_private(_START)
         self._is_first = not manifests
+        self._note_streams()
         self._records = manifests[0].loggers if manifests else ()
         if not manifests and start.get("run") == self._run and isinstance(start.get("loggers"), list):
             self._records = start["loggers"]
@@ -81,6 +88,17 @@ class Surroundings:
             self._spare_config()
         if writes and self._is_first:
             self._say(self.loggers.restore(self._records, before_fit=True))
+
+    def _note_streams(self) -> None:
+        """Let what `setup` draws be what it drew when the run began; ranks draw alike only where they are seeded."""
+        if self.trainer.world_size > 1:
+            return
+        if self._is_first:
+            self._streams = base64.b64encode(pack_streams().numpy().tobytes()).decode()
+            return
+        with suppress(KeyError, TypeError, ValueError):  # not written, or by another version
+            packed = base64.b64decode(self.folder.read_private(_STREAMS)["streams"])
+            unpack_streams(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
     def _lock_directory(self) -> list[Any]:
         """Return the processes that were here before."""
@@ -114,6 +132,7 @@ class Surroundings:
             rank_zero_warn(f"AutoResume: {'; '.join(others)}. What was logged before is not withdrawn.")
         if self._is_first:
             self.folder.write_private(_START, {"run": self._run, "loggers": self.loggers.records()})
+            self.folder.write_private(_STREAMS, {"streams": self._streams})
 
     def fit_starts(self, resumed: Manifest | None) -> None:
         """Put files of ModelCheckpoint back to where they were at the save that is resumed, and follow them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +108,13 @@ class RunFingerprint(TrickCallback):
                 if recorder.path.exists():
                     rank_zero_info(f"RunFingerprint replaces what is in {recorder.path}.")
                 fit.begin(trainer.global_step, trainer.current_epoch)
+
+    def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
+        """Write down what `AutoResume` could not restore: `fingerprint diff` names it where the runs diverge."""
+        fit = self._fit
+        if fit is not None and not_restored:
+            with self._recording(fit):
+                fit.recorder.note_resume(trainer.global_step, trainer.current_epoch, not_restored)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find layers and weights anew."""

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from lightning_tricks.run_fingerprint.record import Column, Record, RecordError, Row
+from lightning_tricks.run_fingerprint.record import Column, Record, RecordError, Resume, Row
 
 _KINDS = ("start", "data", "forward", "gradient", "update")
 _KIND_OF = {"loss": "forward", "weights": "update"}
@@ -99,17 +99,20 @@ class Comparison:
         parting: Their first difference, or None.
         batches: How many batches were compared and are equal, over all ranks.
         longer: The run that goes on where the other ends, "A", "B" or "".
+        resumes: The run, "A" or "B", and what it lacked when it was resumed, before the first difference.
     """
 
     parting: Parting | None
     batches: int
     longer: str = ""
+    resumes: tuple[tuple[str, Resume], ...] = ()
 
     def __str__(self) -> str:
         equal = f"{self.batches:,} {'batch is' if self.batches == 1 else 'batches are'} equal"
         if self.parting is not None:
-            return f"{self.parting}\n{equal} before it."
-        return f"No difference: {equal}, bit for bit.{f' {self.longer} goes on after that.' if self.longer else ''}"
+            return "\n".join([str(self.parting), *map(_sentence, self.resumes), f"{equal} before it."])
+        more = f" {self.longer} goes on after that." if self.longer else ""
+        return "\n".join([f"No difference: {equal}, bit for bit.{more}", *map(_sentence, self.resumes)])
 
 
 def compare(left: Sequence[Record], right: Sequence[Record]) -> Comparison:
@@ -125,7 +128,21 @@ def compare(left: Sequence[Record], right: Sequence[Record]) -> Comparison:
     found = [_compare_ranks(*records) for records in zip(left, right, strict=True)]
     partings = [each.parting for each in found if each.parting is not None]
     first = min(partings, key=lambda p: (p.step, p.epoch, p.batch, _KINDS.index(p.kind), p.rank), default=None)
-    return Comparison(parting=first, batches=sum(each.batches for each in found), longer=found[0].longer)
+    last = None if first is None else first.step
+    resumes = tuple(
+        (name, resume)
+        for name, records in (("A", left), ("B", right))
+        for resume in dict.fromkeys(one for record in records for one in record.resumes)
+        if last is None or resume.step <= last
+    )
+    return Comparison(
+        parting=first, batches=sum(each.batches for each in found), longer=found[0].longer, resumes=resumes
+    )
+
+
+def _sentence(lacking: tuple[str, Resume]) -> str:
+    run, resume = lacking
+    return f"{run} was resumed at step {resume.step}, where this was not restored: {', '.join(resume.not_restored)}."
 
 
 def _compare_ranks(left: Record, right: Record) -> Comparison:

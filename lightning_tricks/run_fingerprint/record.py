@@ -89,12 +89,29 @@ class Row:
         return {column: int(value) for column, value in zip(self.columns, self.values, strict=True) if value}
 
 
+class Resume(NamedTuple):
+    """A resume that could not restore all.
+
+    Attributes:
+        rows: How many rows were recorded before it.
+        step: Optimizer steps that were done.
+        epoch: The epoch that was resumed.
+        not_restored: What is other than it was saved, such as "module.history".
+    """
+
+    rows: int
+    step: int
+    epoch: int
+    not_restored: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Record:
-    """What was recorded of a rank: its origin and, in blocks of equal columns, its rows."""
+    """What was recorded of a rank: its origin, in blocks of equal columns its rows, and resumes that lack something."""
 
     origin: Origin
     blocks: list[tuple[tuple[Column, ...], NDArray[np.int64]]] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(len(table) for _, table in self.blocks)
@@ -112,7 +129,7 @@ class Record:
             if left > 0:
                 blocks.append((columns, table[:left]))
                 left -= len(table)
-        return replace(self, blocks=blocks)
+        return replace(self, blocks=blocks, resumes=[resume for resume in self.resumes if resume.rows < rows])
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
@@ -130,6 +147,7 @@ def write_record(path: Path, record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as staged, staged.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"format": _FORMAT, **asdict(record.origin)}) + "\n")
+        file.writelines(_line_of_resume(resume) for resume in record.resumes)
         before: tuple[Column, ...] = ()
         for columns, table in record.blocks:
             file.write(_lines(columns, table, before))
@@ -140,6 +158,12 @@ def append_rows(path: Path, columns: tuple[Column, ...], table: NDArray[np.int64
     """Append a block of rows; its columns are written where they are others than those `before`."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_lines(columns, table, before))
+
+
+def append_resume(path: Path, resume: Resume) -> None:
+    """Append what a resumed run lacks."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line_of_resume(resume))
 
 
 def read_record(path: Path) -> Record:
@@ -183,10 +207,17 @@ def _lines(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[
     return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
 
 
+def _line_of_resume(resume: Resume) -> str:
+    return json.dumps({"resume": resume}) + "\n"
+
+
 def _take_line(line: bytes, columns: tuple[Column, ...], record: Record, budget: Budget) -> tuple[Column, ...]:
     """Add a line's rows to a record; return the columns of those that follow."""
     budget.spend(512)
     content = parse_json(line, budget)
+    if "resume" in content:
+        record.resumes.append(_resume(*content["resume"]))
+        return columns
     if "columns" in content:
         return tuple(_column(*column) for column in content["columns"])
     table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
@@ -198,6 +229,12 @@ def _column(kind: Any, name: Any = "", call: Any = 1) -> Column:
     if kind not in _KINDS or not isinstance(name, str) or type(call) is not int:
         raise ValueError("a column that is none")
     return Column(kind, name, call)
+
+
+def _resume(rows: Any, step: Any, epoch: Any, not_restored: Any) -> Resume:
+    if not all(type(number) is int for number in (rows, step, epoch)):
+        raise ValueError("a resume that is none")
+    return Resume(rows, step, epoch, tuple(str(place)[:200] for place in not_restored))
 
 
 def _origin(path: Path, line: bytes, budget: Budget) -> Origin:

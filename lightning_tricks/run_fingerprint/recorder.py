@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from lightning_tricks.run_fingerprint.record import (
     Origin,
     Record,
     RecordError,
+    Resume,
+    append_resume,
     append_rows,
     read_record,
     write_record,
@@ -111,6 +113,14 @@ class Recorder:
         table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
         append_rows(self.path, columns, table, self._written_columns)
         self._written_columns = columns
+
+    def note_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
+        """Write down what a resumed run lacks.
+
+        Raises:
+            OSError: If that fails.
+        """
+        append_resume(self.path, Resume(self.rows, step, epoch, tuple(not_restored)))
 
     def _stacked(self) -> Tensor:
         devices = {value.device for value in self._values.values()}

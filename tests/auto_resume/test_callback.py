@@ -33,6 +33,7 @@ from lightning_tricks import (
     seed_everything,
 )
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, signals
+from lightning_tricks.auto_resume.functional import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -144,8 +145,8 @@ def test_arguments_of_any_plain_kind_are_compared(tmp_path):
 def test_a_later_release_is_refused(tmp_path):
     stop(AutoResume(tmp_path))
     path = tmp_path / f"{CheckpointFolder(tmp_path).manifests()[0].file}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(MisconfigurationException, match="has format 2, written by lightning_tricks"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(MisconfigurationException, match=f"has format {FORMAT + 1}, written by lightning_tricks"):
         fit(AutoResume(tmp_path))
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
-from lightning_tricks.auto_resume.functional import NewerFormatError, differences, folders_in
+from lightning_tricks.auto_resume.functional import FORMAT, NewerFormatError, differences, folders_in
 from tests.auto_resume.killing import die_after
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
@@ -127,7 +127,7 @@ def test_a_later_release_is_refused(tmp_path):
     manifest = folder.save(checkpoint(), **KNOWN)
     path = tmp_path / f"{manifest.file}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "unheard": "of"}))
-    with pytest.raises(NewerFormatError, match=r"has format 99.*formats up to 1.*Install that release"):
+    with pytest.raises(NewerFormatError, match=rf"has format 99.*formats up to {FORMAT}.*Install that release"):
         folder.newest(pytest.fail)
     assert (tmp_path / manifest.file).exists()
 

@@ -1,0 +1,76 @@
+"""Which of the values that were saved are other ones after they were put back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_A_DAY = 86400.0
+
+
+def differing(saved: Any, restored: Any, place: str = "") -> Iterator[str]:
+    """Yield the places, such as `state_dict.net.weight`, at which nested plain values and tensors differ.
+
+    Bits are compared: NaN equals itself. What only `restored` has is passed over, and so are readings of a clock.
+    """
+    if isinstance(saved, Tensor):
+        if not (isinstance(restored, Tensor) and _same_tensor(saved, restored)):
+            yield place
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            there = restored.get(key, _MISSING) if isinstance(restored, Mapping) else _MISSING
+            yield from differing(value, there, f"{place}.{key}" if place else str(key))
+    elif isinstance(saved, list | tuple):
+        if not isinstance(restored, list | tuple) or len(restored) != len(saved):
+            yield place
+        else:
+            for number, (one, other) in enumerate(zip(saved, restored, strict=True)):
+                yield from differing(one, other, f"{place}.{number}" if place else str(number))
+    elif not _same_value(saved, restored):
+        yield place
+
+
+class _Missing:
+    """Equal to nothing."""
+
+
+_MISSING = _Missing()
+
+
+def _same_tensor(saved: Tensor, restored: Tensor) -> bool:
+    here = restored.detach().to("cpu")
+    if saved.shape != here.shape or saved.layout != here.layout:
+        return False
+    if saved.layout != torch.strided or saved.is_quantized:
+        return True  # which have no plain bits
+    if saved.dtype != here.dtype:
+        here = here.to(saved.dtype)
+    there = saved.detach().to("cpu")
+    return torch.equal(there, here) or torch.equal(_bits(there), _bits(here))
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_value(saved: Any, restored: Any) -> bool:
+    if isinstance(saved, float) and isinstance(restored, int | float):
+        if math.isnan(saved):
+            return math.isnan(restored)
+        return saved == restored or (_is_now(saved) and _is_now(restored))
+    if isinstance(restored, Tensor):
+        return restored.numel() == 1 and bool(restored == saved)
+    try:
+        return type(saved) is not type(restored) or bool(saved == restored)
+    except Exception:  # an object's own comparison
+        return True
+
+
+def _is_now(value: float) -> bool:
+    """Whether a number looks like a reading of a clock of the last day."""
+    return any(0 <= clock() - value < _A_DAY for clock in (time.time, time.monotonic, time.perf_counter))

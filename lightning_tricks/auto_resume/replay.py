@@ -1,0 +1,68 @@
+"""The hooks of an epoch's start, called again in the process that goes on in the middle of that epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.fit import begin_epoch_again
+
+
+def replay_epoch_start(trainer: Trainer, module: LightningModule, reload: Callable[[], None]) -> None:
+    """Call `on_train_epoch_start` of callbacks and module, and undo what it does to what was restored already.
+
+    What the hooks set outside the model is what this is for: the epoch of a dataset, a factor of accumulation, a part
+    of the Trainer. Learning rates, momenta and schedulers are put back after it, and so are the weights and the states
+    of the optimizers where the hooks change them.
+
+    Args:
+        trainer: That fits; its random streams are those of the epoch's start.
+        module: That is fitted.
+        reload: Loads weights and optimizer states from the checkpoint once more.
+    """
+    optimizers = trainer.optimizers
+    groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    before = _versions(trainer, module)
+    with _muted(trainer.loggers):  # what was logged at the epoch's start is there
+        begin_epoch_again(trainer)
+    for optimizer, were in zip(optimizers, groups, strict=True):
+        del optimizer.param_groups[len(were) :]
+        for group, values in zip(optimizer.param_groups, were, strict=True):
+            group.update(values)
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
+    if _versions(trainer, module) != before:
+        reload()
+
+
+@contextmanager
+def _muted(loggers: Sequence[Logger]) -> Iterator[None]:
+    for logger in loggers:
+        vars(logger)["log_metrics"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            del vars(logger)["log_metrics"]
+
+
+def _versions(trainer: Trainer, module: LightningModule) -> list[tuple[int, int]]:
+    """Return what tells whether weights or states of optimizers were written to."""
+    return [(id(value), value._version) for value in _tensors(trainer, module)]
+
+
+def _tensors(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            values: Any = state.values() if isinstance(state, dict) else ()
+            yield from (value for value in values if isinstance(value, Tensor))
