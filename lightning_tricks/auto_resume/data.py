@@ -19,7 +19,8 @@ from lightning_tricks._lightning_compat.fit import (
     skip_train_batches,
     train_iterators,
 )
-from lightning_tricks.auto_resume.loaders import FollowedLoader, is_persistent, objection_to_following, place_of
+from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
+from lightning_tricks.auto_resume.places import is_persistent, place_of
 from lightning_tricks.auto_resume.signals import StopRequest
 from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
 from lightning_tricks.seeding.functional import isolated_rng
@@ -33,10 +34,14 @@ class LoadersOfFit:
 
     Args:
         request: Whose signals the workers pass over.
+
+    Attributes:
+        differences: Sentences on what is not as it was in the stopped run, as far as the loaders are taken up.
     """
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request
+        self.differences: list[str] = []
         self._train: list[FollowedLoader] = []
         self._validation: list[FollowedLoader] = []
         self._replays = False
@@ -62,7 +67,7 @@ class LoadersOfFit:
         unknown = _unknown(loaders)
         self._replays = bool(unknown)
         followed = [] if unknown else [loader for loader in loaders if not objection_to_following(loader)]
-        self._train = self._followed(followed, reads_ahead=not all_sized)
+        self._train = self._followed(followed, "the training loader", reads_ahead=not all_sized)
         self.note("iterator")
         if saved is None:
             return
@@ -83,7 +88,7 @@ class LoadersOfFit:
             loader.release()
         in_training = {id(loader.loader) for loader in self._train}
         known = [one for one in loaders if not objection_to_following(one) and id(one) not in in_training]
-        self._validation = self._followed(known)
+        self._validation = self._followed(known, "the validation loader")
         for loader, state in zip(self._validation, self._saved_validation, strict=False):
             if state["place"] is not None and is_persistent(loader.loader):
                 with isolated_rng():
@@ -141,9 +146,19 @@ class LoadersOfFit:
         pairs = zip(self._train, followed, strict=True)
         return [_state_of(loader, iterator, read_ahead, at_end) for loader, iterator in pairs]
 
-    def _followed(self, loaders: Sequence[Any], reads_ahead: bool = False) -> list[FollowedLoader]:
-        signals, stopping = self.request.numbers, self.request.stopping
-        return [FollowedLoader(one, reads_ahead=reads_ahead, signals=signals, stopping=stopping) for one in loaders]
+    def _followed(self, loaders: Sequence[Any], name: str, reads_ahead: bool = False) -> list[FollowedLoader]:
+        names = [name] if len(loaders) == 1 else [f"{name} {number}" for number in range(len(loaders))]
+        return [
+            FollowedLoader(
+                loader,
+                reads_ahead=reads_ahead,
+                signals=self.request.numbers,
+                stopping=self.request.stopping,
+                name=name,
+                differences=self.differences,
+            )
+            for loader, name in zip(loaders, names, strict=True)
+        ]
 
 
 def _unknown(loaders: Sequence[Any]) -> list[Any]:

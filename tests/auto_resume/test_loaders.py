@@ -8,25 +8,91 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following, place_of
+from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
+from lightning_tricks.auto_resume.places import place_of
 from lightning_tricks.auto_resume.streams import WorkerStreams, pack_streams, unpack_streams
 
 
 class Noisy(Dataset):
     """Numbers with noise from each stream; knows what was read in this process."""
 
+    read = 0  # in all
+    offset = 0
+
     def __init__(self, size):
-        self.size, self.read = size, []
+        self.size = size
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        self.read.append(index)
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+        Noisy.read += 1
+        return torch.tensor(
+            [index + self.offset, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64
+        )
+
+
+class Buffered(IterableDataset):
+    """Numbers through a shuffle buffer, drawn from each stream while it is read."""
+
+    offset = 0
+
+    def __init__(self, size, eager=False):
+        self.size, self.eager = size, eager
+
+    def __iter__(self):
+        shift = torch.rand(()).item() if self.eager else 0.0
+        return self.shuffled(shift)
+
+    def shuffled(self, shift):
+        info = get_worker_info()
+        left = list(range(info.id, self.size, info.num_workers) if info else range(self.size))
+        buffer, left = left[:6], left[6:]
+        while buffer:
+            chosen = buffer.pop(random.randrange(len(buffer)))
+            buffer += left[:1]
+            del left[:1]
+            yield torch.tensor(
+                [chosen + self.offset, shift, np.random.normal(), torch.rand(()).item()], dtype=torch.float64
+            )
+
+
+class Plain(IterableDataset):
+    """Numbers as they come."""
+
+    offset = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.arange(self.size) + self.offset)
+
+
+class Drawing(Sampler):
+    """Draws each index when it is asked for it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        for _ in range(self.size):
+            yield random.randrange(self.size)
 
 
 class Eager(Sampler):
@@ -42,37 +108,54 @@ class Eager(Sampler):
         return iter(torch.randperm(self.size).tolist())
 
 
-def draws(size, **options):
-    """Follow a loader over two epochs, and note the streams and the place after each batch."""
-    loader = DataLoader(Noisy(size), **options)
-    followed, batches, places = FollowedLoader(loader), [], []
-    for _ in range(2):
-        torch.rand(3)  # as a training step might
+def step():
+    """Draws as a training step might."""
+    return torch.rand(1), random.random(), np.random.normal()
+
+
+def draws(data, epochs=2, reads_ahead=False, **options):
+    """Follow a loader over epochs, and note the streams and the place after each batch."""
+    loader = DataLoader(data, **options)
+    followed, batches, places = FollowedLoader(loader, reads_ahead=reads_ahead), [], []
+    for _ in range(epochs):
+        torch.rand(3)
         iterator = iter(loader)
         torch.rand(2)
-        for batch in iterator:
+        ahead = [next(iterator)] if reads_ahead else []
+        while True:
+            fetched = next(iterator, None)
+            if fetched is None and not ahead:
+                break
+            batch = ahead.pop() if ahead else fetched
+            ahead += [fetched] if reads_ahead and fetched is not None else []
             batches.append(batch)
-            places.append((place_of(iterator), followed.generator_states(), pack_streams()))
-            torch.rand(1)
+            step()
+            places.append((place_of(iterator, len(ahead)), followed.generator_states(), pack_streams()))
+            step()
     followed.release()
     return batches, places
 
 
-def go_on(size, state, count, **options):
+def go_on(data, state, count, reads_ahead=False, **options):
+    """Take a loader of a fresh process to a place; return its next batches, and how many samples that alone read."""
     place, generators, streams = state
-    loader = DataLoader(Noisy(size), **options)
-    followed = FollowedLoader(loader)
+    loader = DataLoader(data, **options)
+    followed = FollowedLoader(loader, reads_ahead=reads_ahead)
     followed.resume(place)
+    read = Noisy.read
     iterator = iter(loader)
-    read = list(loader.dataset.read)
+    read = Noisy.read - read
+    ahead = [next(iterator)] if reads_ahead and count else []
     followed.restore_generators(generators)
     unpack_streams(streams)
-    torch.rand(1)
+    step()
     batches = []
     for _ in range(count):
-        batches.append(next(iterator))
-        torch.rand(1)
+        ahead.append(next(iterator, None))
+        batches.append(ahead.pop(0))
+        step(), step()
     followed.release()
+    assert followed.differences == []
     return batches, read
 
 
@@ -80,7 +163,7 @@ def go_on(size, state, count, **options):
     st.integers(1, 30),
     st.integers(1, 7),
     st.booleans(),
-    st.sampled_from(["shuffle", "order", "generator", "weights", "eager", "alone", "batches"]),
+    st.sampled_from(["shuffle", "order", "generator", "weights", "eager", "drawing", "alone", "batches"]),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
@@ -88,6 +171,8 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
     def options():
         if kind == "weights":
             return {"sampler": WeightedRandomSampler([1.0 + i for i in range(size)], size), "batch_size": batch_size}
+        if kind == "drawing":
+            return {"sampler": Drawing(size), "batch_size": batch_size}
         if kind == "eager":
             return {"sampler": Eager(size), "batch_size": batch_size}
         if kind == "alone":
@@ -98,14 +183,14 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
         return {"batch_size": batch_size, "shuffle": kind != "order", "drop_last": drop_last, **own}
 
     with isolated_rng(seed=chance.randrange(100)):
-        batches, places = draws(size, **options())
+        batches, places = draws(Noisy(size), **options())
         if not batches:
             return
         per_epoch = len(batches) // 2
         at = chance.randrange(len(batches))
         rest = per_epoch * (1 + at // per_epoch) - at - 1
-        again, read = go_on(size, places[at], rest, **options())
-    assert read == []
+        again, read = go_on(Noisy(size), places[at], rest, **options())
+    assert read <= batch_size  # the first batch, to compare it
     assert len(again) == rest
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=False))
 
@@ -115,25 +200,104 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
 def test_workers_go_on_with_their_streams(persistent, at):
     options = {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
     with isolated_rng(seed=3):
-        batches, places = draws(21, **options)
+        batches, places = draws(Noisy(21), **options)
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(21, places[at], rest, **options)
+        again, _ = go_on(Noisy(21), places[at], rest, **options)
     assert len(batches) == 14
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
 
+@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
+def test_a_stream_that_draws_while_it_is_read(reads_ahead, eager, at):
+    """The training step draws from the same streams in between."""
+    with isolated_rng(seed=3):
+        batches, places = draws(Buffered(21, eager), reads_ahead=reads_ahead, batch_size=3)
+        rest = 7 * (1 + at // 7) - at - 1
+        again, _ = go_on(Buffered(21, eager), places[at], rest, reads_ahead, batch_size=3)
+    assert len(batches) == 14
+    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
+
+
+@pytest.mark.parametrize("at", [0, 4, 9])
+def test_a_sampler_that_draws_while_workers_are_ahead(at):
+    options = {"batch_size": 3, "num_workers": 2, "persistent_workers": True}
+    with isolated_rng(seed=3):
+        batches, places = draws(Noisy(21), sampler=Drawing(21), **options)
+        rest = 7 * (1 + at // 7) - at - 1
+        again, _ = go_on(Noisy(21), places[at], rest, sampler=Drawing(21), **options)
+    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
+
+
+def test_only_what_the_data_needs_is_kept():
+    """Nothing of data that draws nothing, or that nobody disturbs; most often a position else."""
+
+    def kept(data, disturbed):
+        loader = DataLoader(data, batch_size=1)
+        followed = FollowedLoader(loader)
+        iterator = iter(loader)
+        for _ in range(40):
+            next(iterator)
+            torch.rand(1) if disturbed else None
+        followed.release()
+        return place_of(iterator)["draws"]
+
+    with isolated_rng(seed=1):
+        assert len(kept(Buffered(50), disturbed=False)["calls"]) == 0
+        assert len(kept(Plain(50), disturbed=True)["calls"]) == 0
+        of_torch = kept(Buffered(50), disturbed=True)
+        assert of_torch["calls"].tolist() == list(range(1, 40))
+        assert set(of_torch["streams"].tolist()) == {2}
+        assert len(of_torch["bytes"]) < 12_000
+
+
+def test_more_draws_than_are_kept_are_said(monkeypatch):
+    monkeypatch.setattr("lightning_tricks.auto_resume.draws.MAX_BYTES", 6_000)
+    with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the process' random streams"):
+        _, places = draws(Buffered(21), epochs=1, batch_size=3)
+    with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be kept"):
+        go_on(Buffered(21), places[5], 1, batch_size=3)
+
+
+def test_another_order_is_said():
+    def loader(seed):
+        sampler = RandomSampler(range(21), generator=torch.Generator().manual_seed(seed))
+        return {"sampler": sampler, "batch_size": 3, "num_workers": 2}
+
+    with isolated_rng(seed=3):
+        _, places = draws(Noisy(21), epochs=1, **loader(1))
+        places[3][0]["created"]["generators"] = []  # as of a sampler whose generator nobody finds
+        with pytest.raises(AssertionError, match="the loader gives the samples in another order than before"):
+            go_on(Noisy(21), places[3], 1, **loader(2))
+
+
+@pytest.mark.parametrize("kind", [Noisy, Buffered, Plain])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_data_is_said(kind, workers):
+    options = {"batch_size": 3, "num_workers": workers}
+    with isolated_rng(seed=3):
+        _, places = draws(kind(21), epochs=1, **options)
+        other = kind(21)
+        other.offset = 1
+        if kind is Noisy and workers:
+            pytest.skip("workers do not read the first batch again")
+        with pytest.raises(AssertionError, match="the loader gives another first batch of the epoch"):
+            go_on(other, places[3], 1, **options)
+
+
 def test_workers_that_are_others_keep_the_order():
     with isolated_rng(seed=3):
-        batches, places = draws(21, batch_size=3, shuffle=True)
-        again, _ = go_on(21, places[2], 4, batch_size=3, shuffle=True, num_workers=2)
+        batches, places = draws(Noisy(21), batch_size=3, shuffle=True)
+        again, _ = go_on(Noisy(21), places[2], 4, batch_size=3, shuffle=True, num_workers=2)
     assert [batch[:, 0].tolist() for batch in again] == [batch[:, 0].tolist() for batch in batches[3:7]]
 
 
 def test_a_shorter_loader_is_named():
     with isolated_rng(seed=3):
-        _, places = draws(21, batch_size=3)
+        _, places = draws(Noisy(21), batch_size=3)
         with pytest.raises(RuntimeError, match="stopped after 5 batches of an epoch, and its loader now has 2"):
-            go_on(6, places[4], 1, batch_size=3)
+            go_on(Noisy(6), places[4], 1, batch_size=3)
 
 
 def test_a_followed_loader_gives_what_it_gave():

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchmetrics import Accuracy
 
 from lightning_tricks import seed_everything
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "epochs": 3,
     "workers": 0,
     "persistent": False,
-    "iterable": "",  # "sized" or "unsized" for an IterableDataset
+    "iterable": "",  # "sized", "unsized" or "buffered" (unsized) for an IterableDataset
     "ranks": 1,
     "strategy": "ddp",
     "accumulate": 1,
@@ -95,6 +95,32 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self) -> int:
         return len(self.data)
+
+
+class Buffered(Stream):
+    """The stream through a shuffle buffer, from random numbers that the training step draws from, too."""
+
+    def __iter__(self):
+        buffer: list[Any] = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 10:
+                yield buffer.pop(random.randrange(10))
+        random.shuffle(buffer)
+        yield from buffer
+
+
+class DrawingSampler(Sampler):
+    """Draws each index when it is asked for it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        return (random.randrange(self.size) for _ in range(self.size))
 
 
 class Batches:
@@ -281,10 +307,12 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
         workers["persistent_workers"] = options["persistent"]
     data: Any = Digits(options["samples"] * options["ranks"])
     if options["iterable"]:
-        data = (SizedStream if options["iterable"] == "sized" else Stream)(data)
+        data = {"sized": SizedStream, "unsized": Stream, "buffered": Buffered}[options["iterable"]](data)
         train = DataLoader(data, batch_size=4, **workers)
     elif options["loader"] == "generator":
         train = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), **workers)
+    elif options["loader"] == "drawing":
+        train = DataLoader(data, batch_size=4, sampler=DrawingSampler(len(data)), **workers)
     elif options["loader"] == "two":  # the shorter one is begun again within an epoch
         shorter = DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)
         train = CombinedLoader([DataLoader(data, batch_size=4, shuffle=True, **workers), shorter], "max_size_cycle")
