@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,19 @@ def kill_at(phase: str, name: str, options: dict[str, Any], rank: int = 0) -> li
     return [hook, number(options), name, rank]
 
 
-def run(folder: Path, options: dict[str, Any], *, cpu_seconds: float = 0) -> int:
-    """Run the script in a fork of this process and return its exit status; kill it when it has worked for so long."""
+def run(
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    script: Callable[[Path, dict[str, Any]], Any] = train,
+    cpu_seconds: float = 0,
+) -> int:
+    """Run a script in a fork of this process and return its exit status; kill it when it has worked for so long."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
         die_after(cpu_seconds)
-        _be_a_script(folder, options)
+        _be_a_script(folder, options, script)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # workers that torch's watchdog does not end
@@ -66,7 +73,7 @@ def die_after(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
-def _be_a_script(folder: Path, options: dict[str, Any]) -> None:
+def _be_a_script(folder: Path, options: dict[str, Any], script: Callable[[Path, dict[str, Any]], Any]) -> None:
     status = 1
     os.setpgid(0, 0)  # a signal to its process group is not for us
     torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
@@ -84,7 +91,7 @@ def _be_a_script(folder: Path, options: dict[str, Any]) -> None:
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        train(folder, options)
+        script(folder, options)
         status = 0
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1

@@ -1,0 +1,297 @@
+"""Where scripts take their data from."""
+
+from __future__ import annotations
+
+import random
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from sklearn.datasets import make_classification
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
+
+OTHER_DATA = r"AutoResume: .*(samples|data).*"
+
+
+class OwnOrder(Sampler):
+    """Draws from a generator of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.generator = count, torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        return iter(torch.randperm(self.count, generator=self.generator).tolist())
+
+
+@scenario(workers=(0, 2))
+def sampler_with_generator(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(job.samples(), sampler=OwnOrder(36)))
+
+
+@scenario(workers=(0, 2))
+def sampler_with_state(job: Job) -> None:
+    class Stateful(OwnOrder):
+        given = 0
+
+        def __iter__(self):
+            for index in super().__iter__():
+                self.given += 1
+                yield (index + self.given) % self.count
+
+        def state_dict(self):
+            return {"given": self.given, "generator": self.generator.get_state()}
+
+        def load_state_dict(self, state):
+            self.given = state["given"]
+            self.generator.set_state(state["generator"])
+
+    job.seed()
+    job.fit(Net(), train=job.loader(job.samples(), sampler=Stateful(36)))
+
+
+@scenario(workers=(0, 2))
+def batch_sampler_with_random(job: Job) -> None:
+    class Buckets(BatchSampler):
+        def __init__(self) -> None:
+            self.chance = random.Random(5)
+
+        def __len__(self) -> int:
+            return BATCHES
+
+        def __iter__(self):
+            starts = list(range(0, 36, 4))
+            self.chance.shuffle(starts)
+            return ([start + offset for offset in range(4)] for start in starts)
+
+    job.seed()
+    job.fit(Net(), train=job.loader(job.samples(), batch_sampler=Buckets()))
+
+
+@scenario(workers=(0, 2))
+def weighted_sampler(job: Job) -> None:
+    job.seed()
+    generator = torch.Generator().manual_seed(9)
+    sampler = WeightedRandomSampler(torch.linspace(0.1, 1, 36).tolist(), 36, generator=generator)
+    job.fit(Net(), train=job.loader(job.samples(), sampler=sampler))
+
+
+@scenario()
+def subset_sampler_and_dict(job: Job) -> None:
+    class Two(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            pairs = zip(batch["first"], batch["second"], strict=True)
+            return super().training_step([torch.cat(pair) for pair in pairs], batch_idx)
+
+    job.seed()
+    first = job.loader(job.samples(), sampler=SubsetRandomSampler(range(36)))
+    second = job.loader(job.samples(20, seed=4), sampler=OwnOrder(20))
+    job.fit(Two(), train={"first": first, "second": second})
+
+
+class Counts(Dataset):
+    """Knows what it gave."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.given = data, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given += 1
+        x, y = self.data[index]
+        return x * (1 + 0.01 * self.given), y
+
+
+@scenario(workers=(0, 2))
+def dataset_that_counts(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(Counts(job.samples()), shuffle=True, persistent_workers=True))
+
+
+class Augmented(Counts):
+    """Draws from a generator of its own."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.chance = np.random.default_rng(3)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.data[index]
+        return x + float(self.chance.normal(0, 0.1)), y
+
+
+@scenario(workers=(0, 2))
+def dataset_with_generator(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(Augmented(job.samples()), shuffle=True))
+
+
+@scenario(workers=(2,))
+def dataset_with_generator_in_workers_that_stay(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(Augmented(job.samples()), shuffle=True, persistent_workers=True))
+
+
+class ShuffleBuffer(IterableDataset):
+    """A stream, shuffled in a buffer with the random numbers of the process, or with its own."""
+
+    def __init__(self, data: Any, chance: Any = random) -> None:
+        self.data, self.chance = data, chance
+
+    def __iter__(self):
+        info = get_worker_info()
+        part, parts = (info.id, info.num_workers) if info else (0, 1)
+        buffer: list[Any] = []
+        for index in range(part, len(self.data), parts):
+            buffer.append(self.data[index])
+            if len(buffer) > 8:
+                yield buffer.pop(self.chance.randrange(len(buffer)))
+        self.chance.shuffle(buffer)
+        yield from buffer
+
+
+@scenario(workers=(0, 2))
+def shuffle_buffer(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=job.loader(ShuffleBuffer(job.samples()), persistent_workers=True))
+
+
+@scenario(workers=(0, 2))
+def shuffle_buffer_with_generator(job: Job) -> None:
+    job.seed()
+    stream = ShuffleBuffer(job.samples(), random.Random(5))
+    job.fit(Net(), train=job.loader(stream, persistent_workers=True))
+
+
+@scenario(workers=(0, 2))
+def endless_stream_that_keeps_its_place(job: Job) -> None:
+    class Endless(IterableDataset):
+        def __init__(self, data: Any) -> None:
+            self.data, self.position = data, 0
+
+        def __iter__(self):
+            while True:
+                self.position += 1
+                yield self.data[self.position * 7 % len(self.data)]
+
+    job.seed()
+    train = job.loader(Endless(job.samples()), persistent_workers=True)
+    job.fit(Net(), train=train, limit_train_batches=BATCHES)
+
+
+class Reloading(LightningDataModule):
+    """Makes its training loader anew in each epoch, with another choice of samples."""
+
+    def __init__(self, job: Job, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.job, self.generator = job, generator
+
+    def train_dataloader(self):
+        chosen = torch.randperm(60, generator=self.generator)[:36].tolist()
+        data = self.job.samples(60)
+        return self.job.loader([data[index] for index in chosen], shuffle=True)
+
+    def val_dataloader(self):
+        return self.job.held_out()
+
+
+@scenario(workers=(0, 2))
+def reloaded_each_epoch(job: Job) -> None:
+    job.seed()
+    trainer = job.trainer(reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Net(), datamodule=Reloading(job, None))
+
+
+@scenario()
+def reloaded_with_generator(job: Job) -> None:
+    job.seed()
+    trainer = job.trainer(reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Net(), datamodule=Reloading(job, torch.Generator().manual_seed(4)))
+
+
+@scenario()
+def drawn_in_train_dataloader(job: Job) -> None:
+    job.seed()
+    job.trainer().fit(Net(), datamodule=Reloading(job, None))
+
+
+@scenario()
+def collated_with_random(job: Job) -> None:
+    class Mixes:
+        def __init__(self) -> None:
+            self.chance = random.Random(2)
+
+        def __call__(self, samples: list[Any]) -> list[torch.Tensor]:
+            x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+            return [x + self.chance.gauss(0, 0.1), y]
+
+    job.seed()
+    job.fit(Net(), train=job.loader(job.samples(), shuffle=True, collate_fn=Mixes()))
+
+
+@scenario(says=r"AutoResume: .*\bother\b")
+def second_iterator_of_the_module(job: Job) -> None:
+    class Mixed(Net):
+        def on_fit_start(self) -> None:
+            self.other = cycle(job.loader(job.samples(20, seed=4), shuffle=True))
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            loss = super().loss(batch)
+            return loss + super().loss(next(self.other)) if self.trainer.training else loss
+
+    job.seed()
+    job.fit(Mixed())
+
+
+@scenario(says=OTHER_DATA)
+def split_without_seed(job: Job) -> None:
+    train, _ = random_split(job.samples(60), [36, 24])
+    job.fit(Net(), train=job.loader(train, shuffle=True))
+
+
+@scenario(says=OTHER_DATA)
+def split_without_seed_in_setup(job: Job) -> None:
+    class Splits(LightningDataModule):
+        def setup(self, stage: str) -> None:
+            self.part, _ = random_split(job.samples(60), [36, 24])
+
+        def train_dataloader(self):
+            return job.loader(self.part, shuffle=True)
+
+        def val_dataloader(self):
+            return job.held_out()
+
+    job.trainer().fit(Net(), datamodule=Splits())
+
+
+@scenario(says=OTHER_DATA)
+def made_without_seed(job: Job) -> None:
+    x, y = make_classification(36, 6, n_informative=4, n_classes=3)
+    train = TensorDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y))
+    job.fit(Net(), train=job.loader(train, shuffle=True))
+
+
+@scenario()
+def split_with_generator(job: Job) -> None:
+    job.seed()
+    train, _ = random_split(job.samples(60), [36, 24], generator=torch.Generator().manual_seed(1))
+    job.fit(Net(), train=job.loader(train, shuffle=True))

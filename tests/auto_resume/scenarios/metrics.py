@@ -1,0 +1,262 @@
+"""Metrics of torchmetrics, alone, wrapped and in collections, and where scripts keep them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torchmetrics import Accuracy, F1Score, MeanMetric, MeanSquaredError, MetricCollection, Precision, Recall
+from torchmetrics.aggregation import CatMetric, RunningMean
+from torchmetrics.wrappers import (
+    BootStrapper,
+    ClasswiseWrapper,
+    MetricTracker,
+    MinMaxMetric,
+    MultioutputWrapper,
+    Running,
+)
+
+from tests.auto_resume.scenarios.frame import Job, Net, scenario
+
+KIND = {"task": "multiclass", "num_classes": 3}
+
+
+class Measured(Net):
+    """Gives each of its metrics what it predicts, in training and in validation."""
+
+    def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+        """Update and log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        self.measure("train", scores.detach(), batch[1])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.measure("val", self(batch[0]), batch[1])
+
+
+class _Kept(Measured):
+    """One metric for each part, logged as an object or by what `forward` gives."""
+
+    def __init__(self, make: Any, logs: str = "metric") -> None:
+        super().__init__()
+        self.kept = nn.ModuleDict({"training": make(), "validation": make()})
+        self.logs = logs
+
+    def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+        metric: Any = self.kept["training" if part == "train" else "validation"]
+        value = metric(scores, y)
+        if self.logs == "metric":
+            self.log(f"{part}_metric", metric, on_step=True, on_epoch=True)
+        elif self.logs == "collection":
+            self.log_dict(metric, on_step=False, on_epoch=True)
+        elif self.logs == "values":
+            self.log_dict({f"{part}_{name}": one for name, one in value.items()}, on_step=True, on_epoch=False)
+
+    def computed(self, part: str) -> None:
+        if self.logs == "metric":
+            return
+        values = self.kept[part].compute()
+        plain = values.items() if isinstance(values, dict) else [("value", values)]
+        for name, value in plain:
+            self.log(f"{part}/{name}", value.float().mean())
+
+    def on_train_epoch_end(self) -> None:
+        if self.logs in ("values", "nothing"):
+            self.computed("training")
+            self.kept["training"].reset()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.logs in ("values", "nothing"):
+            self.computed("validation")
+            self.kept["validation"].reset()
+
+
+def _collection() -> MetricCollection:
+    return MetricCollection([Accuracy(average="macro", **KIND), Precision(average="macro", **KIND), Recall(**KIND)])
+
+
+@scenario(ranks=(1, 2))
+def collection_with_groups(job: Job) -> None:
+    class Collected(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_metrics = _collection().clone(prefix="train/")
+            self.val_metrics = _collection().clone(prefix="val/")
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            metrics = getattr(self, f"{part}_metrics")
+            metrics.update(scores, y)
+            self.log_dict(metrics, on_step=False, on_epoch=True)
+
+    job.seed()
+    job.fit(Collected())
+
+
+@scenario()
+def collection_computed_by_hand(job: Job) -> None:
+    job.seed()
+    job.fit(_Kept(_collection, "values"))
+
+
+@scenario()
+def minimum_and_maximum(job: Job) -> None:
+    job.seed()
+    job.fit(_Kept(lambda: MinMaxMetric(Accuracy(**KIND)), "nothing"))
+
+
+@scenario()
+def running_metrics(job: Job) -> None:
+    class Runs(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = RunningMean(window=5)
+            self.accuracy = Running(Accuracy(**KIND), window=4)
+            self.all = CatMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss.detach())
+            self.all(loss.detach())
+            self.log("running", self.mean, on_step=True, on_epoch=False)
+            self.log("median", self.all.compute().median())
+            return loss
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            if part == "train":
+                self.accuracy(scores, y)
+                self.log("running_accuracy", self.accuracy, on_step=True, on_epoch=True)
+
+    job.seed()
+    job.fit(Runs())
+
+
+@scenario()
+def tracker(job: Job) -> None:
+    class Tracks(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tracker = MetricTracker(Accuracy(**KIND), maximize=True)
+            self.several = MetricTracker(_collection(), maximize=[True, True, True])
+
+        def on_train_epoch_start(self) -> None:
+            self.tracker.increment()
+            self.several.increment()
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            if part == "train":
+                self.tracker(scores, y)
+                self.several.update(scores, y)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("best", self.tracker.best_metric())
+            self.log_dict({f"best_{name}": value for name, value in self.several.best_metric().items()})
+            self.log("mean", self.tracker.compute_all().mean())
+
+    job.seed()
+    job.fit(Tracks())
+
+
+@scenario()
+def classwise(job: Job) -> None:
+    job.seed()
+    job.fit(_Kept(lambda: ClasswiseWrapper(Accuracy(average=None, **KIND), labels=["a", "b", "c"]), "values"))
+
+
+@scenario()
+def classwise_in_a_collection(job: Job) -> None:
+    def make() -> MetricCollection:
+        return MetricCollection(
+            {
+                "recall": ClasswiseWrapper(Recall(average=None, **KIND)),
+                "precision": ClasswiseWrapper(Precision(average=None, **KIND)),
+                "f1": F1Score(**KIND),
+            }
+        )
+
+    class Prefixed(_Kept):
+        def __init__(self) -> None:
+            super().__init__(make, "collection")
+            self.kept["training"].prefix, self.kept["validation"].prefix = "train/", "val/"
+
+    job.seed()
+    job.fit(Prefixed())
+
+
+@scenario()
+def wrappers_in_a_collection(job: Job) -> None:
+    def make() -> MetricCollection:
+        return MetricCollection({"range": MinMaxMetric(Accuracy(**KIND)), "run": Running(Recall(**KIND), window=3)})
+
+    job.seed()
+    job.fit(_Kept(make, "values"))
+
+
+@scenario()
+def several_outputs(job: Job) -> None:
+    class Regression(_Kept):
+        def __init__(self) -> None:
+            super().__init__(lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=3), "nothing")
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            super().measure(part, scores, nn.functional.one_hot(y, 3).float())
+
+    job.seed()
+    job.fit(Regression())
+
+
+@scenario()
+def bootstrapped(job: Job) -> None:
+    job.seed()
+    job.fit(_Kept(lambda: BootStrapper(Accuracy(**KIND), num_bootstraps=3), "nothing"))
+
+
+@scenario(ranks=(1, 2))
+def metric_of_a_callback(job: Job) -> None:
+    class Measures(Callback):
+        def __init__(self) -> None:
+            self.mean = MeanMetric()
+            self.by_name = {"recall": Recall(**KIND), "f1": F1Score(**KIND)}
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+        ) -> None:
+            self.mean.update(outputs["loss"].detach())
+            for metric in self.by_name.values():
+                metric.update(batch[0][:, :3], batch[1])
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.log("callback/mean", self.mean.compute())
+            self.mean.reset()
+            for name, metric in self.by_name.items():
+                pl_module.log(f"callback/{name}", metric.compute())
+                metric.reset()
+
+    job.seed()
+    job.fit(Net(), Measures())
+
+
+@scenario()
+def metrics_in_plain_containers(job: Job) -> None:
+    class Hidden(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_part = {"train": Accuracy(**KIND), "val": Accuracy(**KIND)}
+            self.others = [MeanMetric()]
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            self.by_part[part].update(scores, y)
+            self.others[0].update(scores.norm())
+
+        def on_train_epoch_end(self) -> None:
+            self.log("accuracy", self.by_part["train"].compute())
+            self.log("norms", self.others[0].compute())
+            self.by_part["train"].reset()
+
+    job.seed()
+    job.fit(Hidden())
