@@ -21,8 +21,8 @@ test: $(VENV)/installed-test ## Run the tests
 test-oldest: $(OLDEST)/installed ## Run the tests with the oldest supported Lightning
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests
 
-soak: $(VENV)/installed-test ## Kill 400 runs in all phases, and compare each with the undisturbed one
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400
+soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
 
 fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, and see that none takes long or much
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.fuzz --minutes 5

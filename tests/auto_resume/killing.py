@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import traceback
@@ -131,6 +132,13 @@ def resumed_at(folder: Path) -> list[int]:
     """The steps at which the runs in a folder went on, as they said."""
     lines = (folder / "output.txt").read_text().splitlines()
     return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run goes on at" in line]
+
+
+def said(folder: Path, wanted: str) -> bool:
+    """Whether a run said something after the first time that it went on, as a regular expression."""
+    output = (folder / "output.txt").read_text()
+    _, _, later = output.partition("AutoResume: the run goes on at")
+    return re.search(wanted, later or output) is not None
 
 
 def phases_of(options: dict[str, Any]) -> list[str]:

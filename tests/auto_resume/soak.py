@@ -1,6 +1,7 @@
 """Kill runs of all kinds in all phases, chain after chain, and compare each with the undisturbed run.
 
-`python -m tests.auto_resume.soak --kills 400` is what `make soak` runs; it ends with status 1 at the first difference.
+`python -m tests.auto_resume.soak --kills 400` is what `make soak` runs; it ends with status 1 if any run differed, or
+did not say what it had to. With `--result FILE` it writes what it found as tables.
 """
 
 from __future__ import annotations
@@ -9,15 +10,46 @@ import argparse
 import random
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import lightning
 import torch
+import torchmetrics
 
-from tests.auto_resume.killing import PHASES, STOPPED, differences, random_kill, resumed_at, run
+from tests.auto_resume.killing import PHASES, STOPPED, differences, random_kill, resumed_at, run, said
+from tests.auto_resume.scenarios import BATCHES, SCENARIOS
+from tests.auto_resume.training import train
+
+SCRIPT = "the script of training.py"
 
 
-def random_options(chance: random.Random) -> dict[str, object]:
+@dataclass(frozen=True)
+class Task:
+    """What is killed: a script with its options, and what it has to say, if anything."""
+
+    name: str
+    options: dict[str, Any]
+    script: Callable[[Path, dict[str, Any]], Any]
+    says: str = ""
+    phases_like: dict[str, Any] = field(default_factory=dict)  # options of training.py whose phases it has
+
+
+@dataclass
+class Found:
+    """What the runs of one name did."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    runs: int = 0
+    exact: int = 0
+    said: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def random_options(chance: random.Random) -> dict[str, Any]:
     """Choose a way to train."""
     workers = chance.choice((0, 0, 2))
     return {
@@ -33,44 +65,128 @@ def random_options(chance: random.Random) -> dict[str, object]:
     }
 
 
-def chain(folder: Path, options: dict[str, object], chance: random.Random, counts: Counter[str], goal: int) -> None:
-    """Kill one run several times, take it to its end, and compare."""
+def tasks(chance: random.Random) -> Iterator[Task]:
+    """Each scenario with each number of ranks and workers in turn, over and over, and other ways to train between."""
+    like = {"samples": 4 * BATCHES, "validate": "epoch"}
+    deck = [
+        Task(name, {"ranks": ranks, "workers": workers}, one, one.says, like)
+        for name, one in SCENARIOS.items()
+        for ranks in one.ranks
+        for workers in one.workers
+        if one.is_there
+    ]
+    while True:
+        chance.shuffle(deck)
+        for task in deck:
+            every = chance.choice((1, 2, 3))
+            places = {"first": chance.random() < 0.5, "resume": {"every_n_train_steps": every}}
+            yield Task(task.name, {**task.options, **places}, task.script, task.says, task.phases_like)
+            if chance.random() < 0.3:
+                options = random_options(chance)
+                yield Task(SCRIPT, options, train, "", options)
+
+
+def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: Callable[[], list[str]]) -> int:
+    """Kill one run several times, take it to its end, and compare; return how often it was taken up."""
     whole, killed = folder / "whole", folder / "killed"
-    if run(whole, {**options, "guarded": False}) != 0:
+    if not task.says and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
         sys.exit((whole / "output.txt").read_text()[-3000:])
+    kills = []
     for _ in range(3):
-        kill = random_kill(options, chance)
-        short = [phase for phase in PHASES if counts[phase] < goal]
-        while short and kill["phase"] not in short and chance.random() < 0.9:
-            kill = random_kill(options, chance)
-        status = run(killed, {**options, "kill": kill["kill"]})
-        if status in (-9, STOPPED) or (status == 1 and options["ranks"] == 2):
-            counts[kill["phase"]] += 1
-    if run(killed, options) != 0:
-        sys.exit((killed / "output.txt").read_text()[-3000:])
-    found = differences(killed, whole)
-    if found:
-        sys.exit(f"{options}: {found[:10]}")
+        kill = random_kill(task.phases_like, chance)
+        while short() and kill["phase"] not in short() and chance.random() < 0.9:
+            kill = random_kill(task.phases_like, chance)
+        status = run(killed, {**task.options, "kill": kill["kill"]}, script=task.script)
+        if status in (-9, STOPPED) or (status == 1 and task.options["ranks"] == 2):
+            found.kills[kill["phase"]] += 1
+            kills.append([kill["phase"], kill["kill"][2]])
+    found.runs += 1
+    problem = ""
+    if run(killed, task.options, script=task.script) != 0:
+        problem = (killed / "output.txt").read_text()[-1500:]
+    elif task.says:
+        has_said = not resumed_at(killed) or said(killed, task.says)
+        found.said += has_said
+        problem = "" if has_said else f"does not say {task.says!r}"
+    else:
+        differing = differences(killed, whole)
+        found.exact += not differing
+        problem = f"{differing[:5]}" if differing else ""
+    if problem:
+        found.problems.append(f"{task.options}, killed {kills}: {problem}")
+        sys.stdout.write(f"{task.name}: {found.problems[-1]}\n")
+    return len(resumed_at(killed))
+
+
+def as_tables(found: dict[str, Found]) -> str:
+    """Return the result as Markdown."""
+    versions = f"lightning {lightning.__version__}, torch {torch.__version__}, torchmetrics {torchmetrics.__version__}"
+    total = sum(one.kills.total() for one in found.values())
+    runs = sum(one.runs for one in found.values())
+    lines = [
+        "# What `make soak` found",
+        "",
+        f"{total} kills of {runs} runs, each killed up to three times and taken to its end; {versions}.",
+        "*Exact* counts runs that ended as the undisturbed one, bit for bit; *said* those that cannot be, and said so.",
+        "The columns after that count kills by phase:",
+        "",
+        *(f"{number}. {phase}" for number, phase in enumerate(PHASES, 1)),
+        "",
+        f"| scenario | runs | exact | said | {' | '.join(str(number) for number in range(1, len(PHASES) + 1))} |",
+        f"|---|{'---:|' * (3 + len(PHASES))}",
+    ]
+    for name in sorted(found):
+        one = found[name]
+        counts = " | ".join(str(one.kills[phase]) for phase in PHASES)
+        lines.append(f"| {name} | {one.runs} | {one.exact} | {one.said} | {counts} |")
+    sums = [sum(one.kills[phase] for one in found.values()) for phase in PHASES]
+    exact, has_said = sum(one.exact for one in found.values()), sum(one.said for one in found.values())
+    lines.append(f"| **sum** | {runs} | {exact} | {has_said} | {' | '.join(map(str, sums))} |")
+    problems = [f"- {name}: {problem}" for name in sorted(found) for problem in found[name].problems]
+    return "\n".join([*lines, *(["", "Problems:", "", *problems] if problems else []), ""])
 
 
 def main() -> None:
-    """Run chains until there were enough kills, in each phase as well."""
+    """Run chains until there were enough kills, in each phase as well, and every scenario had its turn."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=400)
     parser.add_argument("--each", type=int, default=25, help="kills in each phase at least (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--result", type=Path, help="a file for the tables")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    chance, counts, number, resumed = random.Random(arguments.seed), Counter(), 0, 0
-    while counts.total() < arguments.kills or min(counts[phase] for phase in PHASES) < arguments.each:
+    chance, number, resumed = random.Random(arguments.seed), 0, 0
+    found: dict[str, Found] = defaultdict(Found)
+    ways = {
+        (name, ranks, workers)
+        for name, one in SCENARIOS.items()
+        if one.is_there
+        for ranks in one.ranks
+        for workers in one.workers
+    }
+
+    def kills(phase: str) -> int:
+        return sum(one.kills[phase] for one in found.values())
+
+    def short() -> list[str]:
+        return [phase for phase in PHASES if kills(phase) < arguments.each]
+
+    for task in tasks(chance):
         number += 1
         with tempfile.TemporaryDirectory() as folder:
-            chain(Path(folder), random_options(chance), chance, counts, arguments.each)
-            resumed += len(resumed_at(Path(folder) / "killed"))
+            resumed += chain(Path(folder), task, chance, found[task.name], short)
+        ways.discard((task.name, task.options["ranks"], task.options["workers"]))
+        total = sum(kills(phase) for phase in PHASES)
         if number % 10 == 0:
-            sys.stdout.write(f"{number} runs, {counts.total()} kills, {resumed} times taken up within a run\n")
+            sys.stdout.write(f"{number} runs, {total} kills, {resumed} times taken up within a run\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{number} runs as undisturbed, bit for bit; kills: {dict(counts)}\n")
+        if not (ways or short()) and total >= arguments.kills:
+            break
+    if arguments.result:
+        arguments.result.write_text(as_tables(found))
+    differing = sum(len(one.problems) for one in found.values())
+    sys.stdout.write(f"{number} runs, {total} kills: {differing} not as they must be\n")
+    sys.exit(differing > 0)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def accumulation_by_hand(job: Job) -> None:
             self.log("loss", loss, on_step=True, on_epoch=True)
             head.step()
             head.zero_grad()
-            if (batch_idx + 1) % 4 == 0:  # its gradients are kept over the head's steps
+            if (batch_idx + 1) % 5 == 0:  # its gradients are kept over the head's steps
                 body.step()
                 body.zero_grad()
 

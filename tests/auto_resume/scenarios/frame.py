@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "guarded": True,
     "kill": None,  # hook, which of its calls, signal, rank
     "resume": {"every_n_train_steps": 2},
+    "first": False,  # whether AutoResume stands before the script's own callbacks
 }
 
 
@@ -68,6 +69,8 @@ def scenario(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], 
     """Enter a script in the table."""
 
     def enter(run: Callable[[Job], None]) -> Callable[[Job], None]:
+        if run.__name__ in SCENARIOS:
+            raise ValueError(f"two scenarios are called {run.__name__}.")
         SCENARIOS[run.__name__] = Scenario(run, **about)
         return run
 
@@ -100,7 +103,8 @@ class Job:
         several = self.options["ranks"] > 1
         others: list[Callback] = [*callbacks]
         if self.options["guarded"]:
-            others.append(AutoResume(self.folder / "resume", **self.options["resume"]))
+            place = 0 if self.options["first"] else len(others)
+            others.insert(place, AutoResume(self.folder / "resume", **self.options["resume"]))
         others.append(End(self.folder))
         if self.options["kill"]:
             others.append(Kill(*self.options["kill"]))

@@ -1,0 +1,57 @@
+"""Training scripts as strangers write them: killed and started again they end as undisturbed, or say what differs.
+
+`make soak` kills them all in all phases; here each is killed once.
+"""
+
+import pytest
+
+from tests.auto_resume.killing import differences, kill_at, resumed_at, run, said
+from tests.auto_resume.scenarios import BATCHES, SCENARIOS
+
+MIDDLE = "in the middle of an epoch"
+ELSEWHERE = {  # where it shows more
+    "kl_annealing": "at an epoch's end",
+    "queue_that_grows": "just after validation",
+    "stop_plateau_and_checkpoint": "just before validation",
+    "plateau_of_training_loss": "at an epoch's end",
+    "swa_from_an_epoch": "at an epoch's start",
+    "test_of_the_best": "after the last step",
+    "averaging_by_epochs": "after the last step",
+    "tracker": "just before validation",
+    "reloaded_with_generator": "at an epoch's start",
+}
+SEVERAL = {  # (ranks, workers), where that makes a difference
+    "kl_annealing": (2, 2),
+    "queue_that_grows": (2, 0),
+    "outputs_gathered": (2, 0),
+    "swa_from_an_epoch": (2, 0),
+    "metric_of_a_callback": (2, 0),
+    "sampler_with_state": (1, 2),
+    "dataset_with_generator_in_workers_that_stay": (1, 2),
+    "shuffle_buffer_with_generator": (1, 2),
+}
+CASES = [(name, 1, 0) for name, one in SCENARIOS.items() if one.workers[0] == 0]
+CASES += [(name, *way) for name, way in SEVERAL.items()]
+
+
+@pytest.mark.parametrize(("name", "ranks", "workers"), CASES)
+def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, name, ranks, workers):
+    scenario = SCENARIOS[name]
+    if not scenario.is_there:
+        pytest.skip(f"needs Lightning {scenario.since}")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    options = {"ranks": ranks, "workers": workers}
+    kill = kill_at(ELSEWHERE.get(name, MIDDLE), "SIGKILL", {"samples": 4 * BATCHES})
+    assert run(killed, {**options, "kill": kill}, script=scenario) != 0
+    assert run(killed, options, script=scenario) == 0, (killed / "output.txt").read_text()[-3000:]
+    assert resumed_at(killed) or "was at its end" in (killed / "output.txt").read_text()
+    if scenario.says:
+        assert said(killed, scenario.says)
+        return
+    assert run(whole, {**options, "guarded": False}, script=scenario) == 0
+    assert differences(killed, whole) == []
+
+
+def test_special_cases_are_in_the_table():
+    assert {*ELSEWHERE, *SEVERAL} <= {*SCENARIOS}
+    assert all(ranks in SCENARIOS[name].ranks for name, (ranks, _) in SEVERAL.items())
