@@ -23,10 +23,8 @@ from tests.contract.lab import Lab  # noqa: E402
 torch.set_num_threads(1)
 
 # Lightning 2.5.0 wraps them while it asks for loaders, and leaves them wrapped where that raises
-_WRAPPED = [
-    (owner, name) for owner in (DataLoader, BatchSampler) for name in ("__init__", "__setattr__", "__delattr__")
-]
-_PLAIN = [getattr(owner, name) for owner, name in _WRAPPED]
+_METHODS = ("__init__", "__setattr__", "__delattr__")
+_WRAPPED = {(owner, name): getattr(owner, name) for owner in (DataLoader, BatchSampler) for name in _METHODS}
 
 
 @pytest.fixture(autouse=True)
