@@ -52,10 +52,17 @@ class AutoResume(TrickCallback):
 
     The n-th fit of an instance goes on with the n-th fit of the stopped run. A `fast_dev_run` is left alone.
 
-    Not exact, as nobody can know it: Python attributes of modules, datasets and callbacks that are in no
-    `state_dict` or `on_save_checkpoint`; generators that a dataset keeps for itself; an `IterableDataset` whose order
-    is not the same each time (it is read anew up to its place); a loader of an unknown kind, likewise; gradients that
-    manual optimization keeps from batch to batch.
+    In an epoch that is resumed, `on_train_epoch_start` of module and callbacks is called again, with the random numbers
+    that it had and without what it logs. Then all that is known is put back: what takes gradients, modes, groups of
+    parameters, masks of pruning, buffers of any shape, gradients that manual optimization keeps, metrics, and those
+    attributes of module, datamodule, callbacks, datasets and samplers that changed in the fit and are plain values,
+    tensors, random generators or objects of these. What was saved is compared with what was restored, and what differs
+    is named in one warning, with what to do; what cannot be saved is named at the first save.
+
+    Not exact, and said where it is seen: attributes that are other objects, such as open files; parameters that are
+    made while the fit runs; data that is made or split without a seed before the Trainer has it; samples that
+    other processes or services give; loaders with `in_order=False`. Readings of a clock are not put back. Attributes
+    over 64 MiB in all are not saved. What a hook does outside the process, it does again.
 
     Args:
         dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.

@@ -159,11 +159,11 @@ class GuardedFit(FitWatcher):
             )
         rank_zero_warn(f"AutoResume(force=True): {what} The run goes on from it.")
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, *, mmap: bool = False) -> dict[str, Any]:
         if self.settings.allow_pickle:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
             return checkpoint
-        checkpoint = _as_data(path)
+        checkpoint = _as_data(path, mmap=mmap)
         for place, kind in objects_in(checkpoint).items():
             raise MisconfigurationException(
                 f"AutoResume: {describe_object(self.trainer, self.module, place, kind)} in {path}. Objects are not "
@@ -319,7 +319,7 @@ class GuardedFit(FitWatcher):
         found = [*self.rank.failed, *differing(own, self.rank.collect())]
         now = checkpoint_of(self.trainer)
         if self.trainer.is_global_zero:
-            saved = self._read(self._path_resumed())
+            saved = self._read(self._path_resumed(), mmap=True)
             found += differing({name: value for name, value in saved.items() if name not in _NOT_COMPARED}, now)
         ranks = gather_objects(([*found, *self._own["not_saved"]], self.loaders.differences))
         places = list(dict.fromkeys(place for found, _ in ranks for place in found))
@@ -496,8 +496,8 @@ def _tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
 
 
-def _as_data(path: Path) -> dict[str, Any]:
+def _as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
-        return read_as_data(path)
+        return read_as_data(path, mmap=mmap)
     except CheckpointError as error:
         raise MisconfigurationException(f"AutoResume: {error}") from error

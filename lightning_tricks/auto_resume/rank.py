@@ -54,6 +54,9 @@ _LEFT_ALONE = (
 )
 
 
+_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
+
+
 class RankState:
     """Collects and restores what a rank knows: streams, logged values, attributes, buffers, structure, callbacks.
 
@@ -68,6 +71,7 @@ class RankState:
         self.trainer, self.module = trainer, module
         self._structure = Structure(self._modules())
         self._attributes = Attributes(self._owners, skipped=_of_lightning)
+        self._settings = self._settings_of_trainer()
         self._unsaved: dict[str, Any] = {}
         self.failed: list[str] = []  # what could not be put back, and why
 
@@ -81,6 +85,8 @@ class RankState:
     def shared(self) -> dict[str, Any]:
         """Return what is the same on all ranks, as tensors on the CPU and plain values."""
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
+        now = self._settings_of_trainer()
+        changes["settings"] = {name: value for name, value in now.items() if value != self._settings[name]}
         return dict(on_device(changes, "cpu"))
 
     def attributes(self) -> dict[str, Any]:
@@ -120,8 +126,14 @@ class RankState:
             lacking = {place.rpartition(".")[0] for place in changes["lost"]}
             values = {place: one for place, one in changes["values"].items() if one["of"] not in lacking}
             changes = {**changes, "values": values}
-        failed = put_back(self._owners(), changes, skipped=_of_lightning)
-        self.failed = [f"{place} ({why})" for place, why in failed.items()]
+        owners = self._owners()
+        failed = put_back(owners, changes, skipped=_of_lightning)
+        gone = {
+            place
+            for place in failed
+            if place.startswith("callbacks.") and place not in owners and place.count(".") == 1
+        }
+        self.failed = [f"{place} ({why})" for place, why in failed.items() if place not in gone]  # a callback taken out
 
     def restore_structure(self, shared: Mapping[str, Any]) -> None:
         """Put back masks, groups, modes, and what takes gradients."""
@@ -130,6 +142,8 @@ class RankState:
             if shared["groups"]:
                 restore_groups(self.module, self.trainer.optimizers, shared["groups"])
             restore_flags(self._modules(), shared)
+            for name, value in shared["settings"].items():
+                setattr(self.trainer, name, value)
 
     def restore_results(self, state: Mapping[str, Any]) -> None:
         """Put logged values, attributes, metrics among them, and buffers back."""
@@ -155,6 +169,10 @@ class RankState:
                 callback.go_on_in_epoch(states["in_epoch"])
         restore_rng_state(state["rng"])
 
+    def _settings_of_trainer(self) -> dict[str, Any]:
+        """Return what callbacks set at the Trainer while it runs."""
+        return {name: getattr(self.trainer, name) for name in _SETTINGS}
+
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained and those that callbacks hold, such as metrics and averaged weights."""
         found: dict[str, nn.Module] = {"": self.module}
@@ -171,7 +189,7 @@ class RankState:
             found["datamodule"] = datamodule
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(callback, _LEFT_ALONE):
-                name = type(callback).__qualname__
+                name = type(callback).__name__
                 alike = sum(one.startswith(f"callbacks.{name}") for one in found)
                 found[f"callbacks.{name}{alike or ''}"] = callback
         return found

@@ -261,6 +261,41 @@ def test_an_exact_resume_leaves_the_file_of_one_run(tmp_path, every):
     assert run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved")) == whole, "nothing was left to do"
 
 
+@pytest.mark.filterwarnings("ignore:AutoResume:UserWarning")  # which is about what the file says
+def test_what_a_resume_could_not_restore_stands_in_the_file(tmp_path):
+    class Weighted(ConvNet):
+        def __init__(self):
+            super().__init__()
+            self.weights = (0.5**n for n in range(99))  # nobody can copy a generator
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"] * next(self.weights)
+
+        def on_train_epoch_start(self):
+            self.weights = (0.5**n for n in range(99))
+
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step in (13, 16):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(path, *callbacks):
+        seed_everything(1, verbose=False)
+        trainer = Trainer(callbacks=[RunFingerprint(path), *callbacks], **{"max_epochs": 2, **QUIET})
+        trainer.fit(Weighted(), DataLoader(digits(), batch_size=4, shuffle=True))
+
+    run(tmp_path / "whole.jsonl")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"), Stops())
+    run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"))
+    comparison = compare(read_ranks(tmp_path / "whole.jsonl"), read_ranks(tmp_path / "killed.jsonl"))
+    assert comparison.parting.step == 13
+    assert comparison.parting.kind == "forward"
+    assert "\nB was resumed at step 13, where this was not restored: module.weights (generator).\n" in str(comparison)
+    assert [one.step for one in read_record(tmp_path / "killed.jsonl").resumes] == [13, 16]
+
+
 def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
     class Stops(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
