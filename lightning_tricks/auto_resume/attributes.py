@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -103,7 +103,7 @@ class Attributes:
         self._roots, self._skipped = roots, skipped
         self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
-        self._marks = {path: _Mark.of(slot, walk) for path, slot in walk.slots.items()}
+        self._marks = dict(_marks(walk, dict(walk.places)))
         self._states = {path: _state_mark(value) for path, value in walk.stateful.items()}
         self._owners = {path: name_of(type(owner)) for path, owner in walk.owners.items()}
         self._modules = set(walk.modules)
@@ -114,10 +114,8 @@ class Attributes:
         found = _Found(dict.fromkeys(walk.cut, "it is one object too many, or lies too deep"))
         # what a fresh process has as well, or will have when it comes to a later path
         known = {number: path for number, path in walk.places.items() if path in self._owners}
-        for path, slot in walk.slots.items():
-            self._take(path, slot, walk, known, found)
-            if is_mutable(type(slot.value)):
-                known.setdefault(id(slot.value), path)
+        for path, mark in _marks(walk, known):
+            self._take(path, walk.slots[path], mark, Room(MOST_BYTES, walk.registered, known), found)
         for path, mark in self._marks.items():
             owner, name = mark.place
             if path not in walk.slots and owner in walk.owners:
@@ -130,21 +128,20 @@ class Attributes:
     def _walk(self) -> Walk:
         return Walk.over(self._roots() if callable(self._roots) else self._roots, self._skipped)
 
-    def _take(self, path: str, slot: Slot, walk: Walk, known: Mapping[int, str], found: _Found) -> None:
-        """Note an attribute that changed; `known` is where other values are."""
-        mark, before = _Mark.of(slot, walk), self._marks.get(path)
+    def _take(self, path: str, slot: Slot, mark: _Mark, room: Room, found: _Found) -> None:
+        """Note an attribute that changed."""
+        before = self._marks.get(path)
         if is_a(type(slot.value), *IGNORED) or (before is not None and not before.differs(mark, slot.value)):
             return
         rebound = before is None or not before.is_of(slot.value)
         alias = slot.target if slot.target != path else ""
         if not alias and rebound and not slot.target:
-            alias = known.get(id(slot.value), "")
+            alias = mark.shared
         if alias:
             found.add(path, slot, {"kind": "same", "path": alias})
         elif type(slot.value) is float and self._is_clock(slot.value):
             found.add(path, slot, {"kind": "clock", "value": slot.value})
         else:
-            room = Room(MOST_BYTES, walk.registered, known)
             self._encode(path, slot, room, mark, found)
 
     def _encode(self, path: str, slot: Slot, room: Room, mark: _Mark, found: _Found) -> None:
@@ -269,14 +266,15 @@ class _Mark:
     whole: bool
     holes: set[tuple[tuple[str, ...], str]]
     target: str
+    shared: str
     identity: int
     reference: Any
 
     @classmethod
-    def of(cls, slot: Slot, walk: Walk) -> _Mark:
+    def of(cls, slot: Slot, walk: Walk, shared: str) -> _Mark:
         value, digest = slot.value, _digest(slot.value, walk)
         place = slot.owner_path, slot.name
-        return cls(place, int(digest), digest.whole, digest.holes, slot.target, id(value), _reference(value))
+        return cls(place, int(digest), digest.whole, digest.holes, slot.target, shared, id(value), _reference(value))
 
     @property
     def is_opaque(self) -> bool:
@@ -288,7 +286,17 @@ class _Mark:
     def differs(self, now: _Mark, value: Any) -> bool:
         if self.target or now.target:
             return (self.target, self.digest) != (now.target, now.digest)
-        return self.digest != now.digest or (not self.whole and not self.is_of(value))
+        is_other = not self.whole or self.shared != now.shared  # it may look the same and be another
+        return self.digest != now.digest or (is_other and not self.is_of(value))
+
+
+def _marks(walk: Walk, known: dict[int, str]) -> Iterator[tuple[str, _Mark]]:
+    """Yield path and mark of each attribute, and let `known` know where its value is for those that come later."""
+    for path, slot in walk.slots.items():
+        mutable = is_mutable(type(slot.value))
+        yield path, _Mark.of(slot, walk, known.get(id(slot.value), "") if mutable else "")
+        if mutable:
+            known.setdefault(id(slot.value), path)
 
 
 @dataclass

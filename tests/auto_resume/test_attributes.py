@@ -19,6 +19,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
+from torchmetrics.wrappers import (
+    BootStrapper,
+    ClasswiseWrapper,
+    MetricTracker,
+    MinMaxMetric,
+    MultioutputWrapper,
+    Running,
+)
 
 from lightning_tricks.auto_resume.attributes import Attributes, fingerprints, put_back
 from lightning_tricks.auto_resume.plain_values import Room, decode, encode
@@ -509,3 +524,65 @@ def test_the_baseline_keeps_nothing_alive():
     vars(holder).clear()
     assert [reference() for reference in references] == [None] * 4
     assert {change["value"]["kind"] for change in attributes.changes()["values"].values()} == {"deleted"}
+
+
+def _collection():
+    return MetricCollection([MulticlassPrecision(3), MulticlassRecall(3), MulticlassAccuracy(3, average="micro")])
+
+
+METRICS = {
+    "min and max": lambda: MinMaxMetric(MulticlassAccuracy(3)),
+    "running": lambda: Running(MeanSquaredError(), window=3),
+    "running list": lambda: Running(CatMetric(), window=3),
+    "tracker": lambda: MetricTracker(MulticlassAccuracy(3)),
+    "tracker of a collection": lambda: MetricTracker(_collection(), maximize=[True, True, True]),
+    "collection": _collection,
+    "class-wise": lambda: ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
+    "bootstrap": lambda: BootStrapper(MeanSquaredError(), num_bootstraps=3),
+    "several outputs": lambda: MultioutputWrapper(MeanSquaredError(), 2),
+    "list": lambda: MulticlassAUROC(3),
+    "sum": lambda: MeanSquaredError() + MeanMetric(),
+}
+
+
+def _feed(metric, name, batch):
+    generator = torch.Generator().manual_seed(batch)
+    torch.manual_seed(batch)  # of the bootstrap
+    if isinstance(metric, MetricTracker) and batch % 2 == 0:
+        metric.increment()
+    scores, targets = torch.rand(8, 3, generator=generator).softmax(-1), torch.randint(3, (8,), generator=generator)
+    if name in ("running", "bootstrap"):
+        scores, targets = scores[:, 0], targets.float()
+    elif name == "several outputs":
+        scores, targets = scores[:, :2], scores[:, 1:]
+    elif name == "sum":
+        metric.metric_a.update(scores[:, 0], targets.float())
+        metric.metric_b.update(scores[:, 0])
+        return metric.compute()
+    elif name == "running list":
+        return metric(scores[:, 0])
+    return metric(scores, targets) if batch % 3 else metric.update(scores, targets)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 4])
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_metrics_go_on(name, batches, tmp_path):
+    def act(holder):
+        for batch in range(batches):
+            _feed(holder.metric, name, batch)
+        if batches == 3:
+            holder.metric.compute()
+
+    old, fresh, lost = resumed(lambda: Holder(metric=METRICS[name]()), act, tmp_path)
+    assert not lost
+    for batch in range(batches, 8):
+        assert str(_feed(fresh.metric, name, batch)) == str(_feed(old.metric, name, batch))
+        assert str(fresh.metric.compute()) == str(old.metric.compute())
+    if isinstance(old.metric, MetricTracker):
+        assert fresh.metric.n_steps == old.metric.n_steps
+        assert str(fresh.metric.compute_all()) == str(old.metric.compute_all())
+        assert fresh.metric.best_metric(return_step=True) == old.metric.best_metric(return_step=True)
+    old.metric.reset()
+    fresh.metric.reset()
+    assert str(_feed(fresh.metric, name, 8)) == str(_feed(old.metric, name, 8))
