@@ -20,6 +20,7 @@ from lightning_tricks.auto_resume.digests import IGNORED, Digest
 from lightning_tricks.auto_resume.object_walk import (
     Slot,
     Walk,
+    can_be_built,
     delete_attribute,
     is_entered,
     set_attribute,
@@ -28,7 +29,9 @@ from lightning_tricks.auto_resume.plain_values import (
     MISSING,
     CannotRestoreError,
     Room,
+    There,
     TooLargeError,
+    class_named,
     decode,
     encode,
     is_a,
@@ -112,6 +115,7 @@ class Attributes:
         """Return what changed since the start."""
         walk = self._walk()
         found = _Found(dict.fromkeys(walk.cut, "it is one object too many, or lies too deep"))
+        self._take_modules(walk, found)
         # what a fresh process has as well, or will have when it comes to a later path
         known = {number: path for number, path in walk.places.items() if path in self._owners}
         for path, mark in _marks(walk, known):
@@ -122,7 +126,6 @@ class Attributes:
                 found.add(path, Slot(None, owner, name, None), {"kind": "deleted"})
         for path, stateful in walk.stateful.items():
             self._take_state(path, stateful, found)
-        self._take_modules(walk, found)
         return found.within(MOST_BYTES)
 
     def _walk(self) -> Walk:
@@ -145,16 +148,17 @@ class Attributes:
             self._encode(path, slot, room, mark, found)
 
     def _encode(self, path: str, slot: Slot, room: Room, mark: _Mark, found: _Found) -> None:
-        before = self._marks.get(path)
+        before, is_copied = self._marks.get(path), any(slot.owner_path.startswith(copy) for copy in found.copied)
         try:
             encoded = encode(slot.value, room)
         except TooLargeError:
             found.lost[path] = _too_large(f"over {MOST_BYTES >> 20} MiB")
             return
         # what an object or a container had at the start stands in a fresh process in the same place
-        had_them = slot.owner_path not in self._owners or bool(slot.target) or (before and not before.whole)
+        had_them = is_copied or bool(slot.target) or (before and not before.whole)
         new = set() if had_them else room.holes - (before.holes if before else set())
-        if mark.is_opaque and slot.owner_path in self._owners:
+        new = {hole for hole in new if not can_be_built(room.kinds.get(hole[1], object), slot.owner)}
+        if mark.is_opaque and not is_copied:
             found.lost[path] = name_of(type(slot.value))
         elif new:
             place, kind = min(new)
@@ -191,6 +195,7 @@ class Attributes:
             like = self._like(walk, parent, walk.owners[path])
             if like and path not in self._owners:
                 found.add(path, Slot(None, parent, name, None), {"kind": "module", "type": kind, "like": like})
+                found.copied.append(path)
             else:
                 found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
         for path in self._modules - walk.modules.keys():
@@ -233,7 +238,9 @@ def put_back(
     later = ("same", "module")
     for path, change in values.items():
         if change["name"] != _STATE and _kind(change) not in later:
+            n_built = walk.built
             _attempt(_restore, path, change, walk, failed)
+            walk = Walk.over(roots, skipped) if walk.built > n_built else walk
     for path, change in values.items():
         if _kind(change) == "same":
             _attempt(_share, path, change, walk, failed)
@@ -304,6 +311,7 @@ class _Found:
     lost: dict[str, str]
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)  # modules that come again as copies
 
     def add(self, path: str, slot: Slot, value: Any, size: int = 0, in_place: bool = False) -> None:
         self.values[path] = {"of": slot.owner_path, "name": slot.name, "value": value, "in_place": in_place}
@@ -399,7 +407,7 @@ def _restore(path: str, change: Any, walk: Walk) -> None:
         if type(present) is not float:
             set_attribute(owner, name, change["value"]["value"])
         return
-    value = decode(change["value"], present, lambda shared: _found_at(shared, walk))
+    value = decode(change["value"], present, _There(walk, owner))
     if value is present or ((change["in_place"] or not name) and replace_content(present, value)):
         return
     if not name:
@@ -409,16 +417,29 @@ def _restore(path: str, change: Any, walk: Walk) -> None:
 
 
 def _share(path: str, change: Any, walk: Walk) -> None:
-    value = _found_at(change["value"]["path"], walk)
+    value = _There(walk, None).known(change["value"]["path"])
     set_attribute(walk.owners[change["of"]], change["name"], value)
 
 
-def _found_at(path: str, walk: Walk) -> Any:
-    if path in walk.owners:
-        return walk.owners[path]
-    if path in walk.slots:
-        return walk.slots[path].value
-    raise CannotRestoreError(f"it holds {path}, which is not there")
+class _There(There):
+    """What fresh objects have to offer."""
+
+    def __init__(self, walk: Walk, owner: Any) -> None:
+        self._walk, self._owner = walk, owner
+
+    def known(self, path: str) -> Any:
+        if path in self._walk.owners:
+            return self._walk.owners[path]
+        if path in self._walk.slots:
+            return self._walk.slots[path].value
+        return super().known(path)
+
+    def build(self, name: str) -> Any:
+        kind = class_named(name if "." in name else f"__main__.{name}", object)
+        if not can_be_built(kind, self._owner):
+            return super().build(name)
+        self._walk.built += 1
+        return object.__new__(kind)
 
 
 def _load(path: str, change: Any, walk: Walk) -> None:

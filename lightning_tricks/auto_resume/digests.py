@@ -206,6 +206,8 @@ def _position(value: Any, kind: type) -> str:
     """Return how far an iterator is, as far as it tells."""
     if is_a(kind, _BaseDataLoaderIter):
         return str(value._num_yielded)
+    if kind.__module__ == "multiprocessing.sharedctypes":
+        return repr(value.get_obj().value)
     if is_a(kind, itertools.count):
         return repr(value)
     if is_a(kind, types.GeneratorType):

@@ -23,9 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.digests import MOST_ENTRIES
-from lightning_tricks.auto_resume.plain_values import MISSING, SCALARS, container_base, entries, is_a, label
+from lightning_tricks.auto_resume.plain_values import MISSING, SCALARS, container_base, entries, is_a, is_mutable, label
 
 MOST_OBJECTS = 20_000
+_IS_HEAP_TYPE = 1 << 9  # of a class statement
+_NUMBERS = frozenset({bool, int, float})
 DEEPEST_OBJECT = 40  # attributes of attributes
 DEEPEST_ENTRY = 4  # containers in containers in which objects are sought
 _MACHINERY = frozenset(vars(nn.Module()))
@@ -78,6 +80,7 @@ class Walk:
         registered: Ids of parameters and buffers.
         places: Id of each object -> its path.
         cut: Paths of objects that were left out because of the bounds.
+        built: Number of objects that were made since.
     """
 
     skipped: Callable[[Any], Collection[str]]
@@ -88,6 +91,7 @@ class Walk:
     registered: set[int] = field(default_factory=set)
     places: dict[int, str] = field(default_factory=dict)
     cut: list[str] = field(default_factory=list)
+    built: int = 0
 
     @classmethod
     def over(cls, roots: Mapping[str, Any], skipped: Callable[[Any], Collection[str]]) -> Walk:
@@ -121,7 +125,18 @@ class Walk:
         for name, part in attributes(value):
             if name not in skipped:
                 self._hold(Slot(value, path, name, part), f"{path}.{name}", depth + 1)
+        for kind in type(value).__mro__:
+            if id(kind) not in self.places and is_written_here(kind):
+                self._enter_class(kind, f"{path}.{kind.__name__}", depth, skipped)
         return path
+
+    def _enter_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
+        """Take what all objects of a class share and change: its numbers and containers."""
+        self.places[id(kind)] = path
+        self.owners[path] = kind
+        for name, part in tuple(vars(kind).items()):
+            if not name.startswith("__") and name not in skipped and (type(part) in _NUMBERS or is_mutable(type(part))):
+                self._hold(Slot(kind, path, name, part), f"{path}.{name}", depth + 1)
 
     def _enter_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
         own = attribute_dict(module) or {}
@@ -183,6 +198,31 @@ def _is_entered(kind: type) -> bool:
     return (not known or module.startswith(_ENTERED_OF_TORCH)) and _has_attributes(kind)
 
 
+def is_written_here(kind: type) -> bool:
+    """Whether a class is the user's own and not of something that was installed."""
+    if not (is_entered(kind) or is_a(kind, nn.Module)) or not isinstance(kind.__module__, str):
+        return False
+    if kind.__module__.partition(".")[0] in _FOREIGN | sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def can_be_built(kind: type, owner: Any) -> bool:
+    """Whether an object of a class can be made for an owner without running anything, as its attributes are all it is.
+
+    The class has to be one that the modules in which the owner's classes are defined define, or know, by itself or by
+    its module: a file cannot name any other.
+    """
+    if not is_entered(kind) or is_a(kind, nn.Module) or hasattr(kind, "__del__"):
+        return False
+    if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
+        return False  # made in C, with more to it than attributes
+    modules = (sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_written_here(part))
+    names = [named for module in modules if module is not None for named in vars(module).values()]
+    return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
+
+
 def is_stateful(kind: type) -> bool:
     """Whether a type's objects give and take a state, as samplers of torchdata do."""
     if is_a(kind, nn.Module, *_NEVER):
@@ -241,7 +281,9 @@ def _slot(value: Any, name: str) -> Any:
 def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, past what `__setattr__` and properties of the class do."""
     own = attribute_dict(owner)
-    if own is None or name in _slots(type(owner)):
+    if is_a(type(owner), type):
+        type.__setattr__(owner, name, value)
+    elif own is None or name in _slots(type(owner)):
         object.__setattr__(owner, name, value)
     else:
         own[name] = value
@@ -250,7 +292,9 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute, past what `__delattr__` of the class does."""
     own = attribute_dict(owner)
-    if own is None or name in _slots(type(owner)):
+    if is_a(type(owner), type):
+        type.__delattr__(owner, name)
+    elif own is None or name in _slots(type(owner)):
         object.__delattr__(owner, name)
     else:
         del own[name]

@@ -55,6 +55,7 @@ class Room:
     registered: Collection[int] = ()
     known: Mapping[int, str] = field(default_factory=dict)
     holes: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
+    kinds: dict[str, type] = field(default_factory=dict)  # of holes
     inside: set[int] = field(default_factory=set)  # containers that are being walked
 
     def take(self, size: int) -> None:
@@ -131,6 +132,7 @@ def encode(value: Any, room: Room, place: tuple[str, ...] = ()) -> Any:
         found = None
     if found is None:
         room.holes.add((place, name_of(kind)))
+        room.kinds[name_of(kind)] = kind
         return {"kind": "hole", "type": name_of(kind)}
     return found
 
@@ -279,34 +281,49 @@ def _checked(value: Any, kind: type) -> Any:
     return value
 
 
-def _nothing_known(path: str) -> Any:
-    raise CannotRestoreError(f"it holds {path}, which is not there")
+class There:
+    """What a process has to offer to values that come into it; here, nothing."""
+
+    def known(self, path: str) -> Any:
+        """Return what is kept elsewhere.
+
+        Raises:
+            CannotRestoreError: If it is not there.
+        """
+        raise CannotRestoreError(f"it holds {path}, which is not there")
+
+    def build(self, name: str) -> Any:
+        """Return a new object of a class, without attributes.
+
+        Raises:
+            CannotRestoreError: If none can be made without running code of the class.
+        """
+        raise CannotRestoreError(f"it holds a {name}, which is no plain data")
 
 
-def decode(encoded: Any, present: Any = MISSING, known: Callable[[str], Any] = _nothing_known) -> Any:
+def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> Any:
     """Return the value that was encoded.
 
     Args:
         encoded: By `encode`, through a file.
         present: What stands in its place in this process; it fills holes, and tells classes and devices.
-        known: Gives what is kept elsewhere, by its path.
+        there: Gives what neither holds.
 
     Raises:
         CannotRestoreError: If the value needs something that is not there.
     """
     if type(encoded) is list:
-        return _decode_container({"kind": "list", "items": encoded}, present, known)
+        return _decode_container({"kind": "list", "items": encoded}, present, there or There())
     if type(encoded) is not dict:
         return encoded
-    kind = encoded["kind"]
+    kind, there = encoded["kind"], there or There()
     if kind == "hole":
-        if present is MISSING or name_of(type(present)) != encoded["type"]:
-            raise CannotRestoreError(f"it holds a {encoded['type']}, which is no plain data")
-        return present
+        is_there = present is not MISSING and name_of(type(present)) == encoded["type"]
+        return present if is_there else there.build(encoded["type"])
     if kind == "same":
-        return known(encoded["path"])
+        return there.known(encoded["path"])
     if "items" in encoded:
-        return _decode_container(encoded, present, known)
+        return _decode_container(encoded, present, there)
     if kind in ("tensor", "parameter"):
         return _decode_tensor(encoded, present)
     if kind in ("array", "scalar"):
@@ -325,19 +342,19 @@ def decode(encoded: Any, present: Any = MISSING, known: Callable[[str], Any] = _
     return _READERS[kind](encoded["value"])
 
 
-def _decode_container(encoded: dict[str, Any], present: Any, known: Callable[[str], Any]) -> Any:
+def _decode_container(encoded: dict[str, Any], present: Any, there: There) -> Any:
     base = next(base for base in _BASES if base.__name__ == encoded["kind"])
     kind = class_named(encoded["class"], base, present) if "class" in encoded else base
     ordered = present is not MISSING and is_a(type(present), base) and not is_a(base, set, frozenset)
-    there = dict(entries(present, base)) if ordered else {}
+    here = dict(entries(present, base)) if ordered else {}
     if is_a(base, dict):
-        keys = [decode(key, known=known) for key, _ in encoded["items"]]
+        keys = [decode(key, there=there) for key, _ in encoded["items"]]
         pairs = [
-            (key, decode(part, there.get(key, MISSING), known))
+            (key, decode(part, here.get(key, MISSING), there))
             for key, (_, part) in zip(keys, encoded["items"], strict=True)
         ]
         return _new_dict(kind, base, pairs, encoded, present)
-    parts = [decode(part, there.get(number, MISSING), known) for number, part in enumerate(encoded["items"])]
+    parts = [decode(part, here.get(number, MISSING), there) for number, part in enumerate(encoded["items"])]
     if base in (tuple, frozenset):
         return base.__new__(kind, parts)
     value: Any = base.__new__(kind)

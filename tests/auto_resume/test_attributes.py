@@ -11,6 +11,7 @@ import random
 import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -52,6 +53,26 @@ class Level(enum.IntEnum):
 
 class Words(list):
     """A user's list."""
+
+
+class Ends:
+    """Acts when it ends, so that none is made from a file."""
+
+    def __del__(self):
+        pass
+
+
+class Meter:
+    """Of which a defaultdict makes as many as it is asked for."""
+
+    names: ClassVar[list[str]] = []
+    made: ClassVar[int] = 0
+
+    def __init__(self):
+        assert not Meter.forbidden
+        self.seen, self.parts = [], {}
+
+    forbidden: ClassVar[str] = ""
 
 
 class Holder:
@@ -444,13 +465,13 @@ def test_what_is_no_data_is_said_with_its_place():
     holder = Holder(history=[1], table={})
     attributes = Attributes({"it": holder})
     holder.history.append(lambda: 3)
-    holder.table["objects"] = [Holder()]
+    holder.table["objects"] = [Ends()]
     holder.lock = io.StringIO()
     assert attributes.changes() == {
         "values": {},
         "lost": {
             "it.history.1": "function",
-            "it.table.objects.0": f"{__name__}.Holder",
+            "it.table.objects.0": f"{__name__}.Ends",
             "it.lock": "_io.StringIO",
         },
     }
@@ -586,3 +607,53 @@ def test_metrics_go_on(name, batches, tmp_path):
     old.metric.reset()
     fresh.metric.reset()
     assert str(_feed(fresh.metric, name, 8)) == str(_feed(old.metric, name, 8))
+
+
+@dataclasses.dataclass
+class Transition:
+    state: torch.Tensor
+    reward: float = 0.0
+
+
+def test_objects_that_were_made_in_the_fit_are_made_again_without_running_their_code(tmp_path, monkeypatch):
+    def act(holder):
+        holder.meters["loss"].seen.append(0.5)
+        holder.meters["loss"].parts["inner"] = Transition(torch.ones(2))
+        holder.replay.extend(Transition(torch.full((2,), float(step)), step) for step in range(4))
+        holder.best = holder.meters["loss"]
+        monkeypatch.setattr(Meter, "forbidden", "yes")
+
+    _, fresh, lost = resumed(
+        lambda: Holder(meters=defaultdict(Meter), replay=deque(maxlen=3), best=None), act, tmp_path
+    )
+    assert not lost
+    assert type(fresh.meters["loss"]) is Meter
+    assert fresh.meters["loss"].seen == [0.5]
+    assert fresh.meters["loss"].parts["inner"].state.tolist() == [1, 1]
+    assert [(step.state.tolist(), step.reward) for step in fresh.replay] == [([n, n], n) for n in (1, 2, 3)]
+    assert fresh.best is fresh.meters["loss"]
+
+
+def test_a_file_names_no_class_that_its_owner_does_not_know():
+    holder = Holder(x=1)
+    attributes = Attributes({"it": holder})
+    holder.x = 2
+    changes = attributes.changes()
+    for name in ("tempfile._TemporaryFileCloser", "subprocess.Popen", f"{__name__}.Ends", "torchmetrics.MeanMetric"):
+        changes["values"]["it.x"]["value"] = {"kind": "hole", "type": name}
+        assert list(put_back({"it": holder}, changes)) == ["it.x"]
+        assert holder.x == 2
+
+
+def test_what_a_class_shares_goes_on(monkeypatch):
+    old = Meter()
+    attributes = Attributes({"it": old})
+    old.names.append("loss")
+    Meter.made += 2
+    changes = attributes.changes()
+    old.names.clear()
+    Meter.made = 0
+    assert not put_back({"it": Meter()}, changes)
+    assert (Meter.names, Meter.made) == (["loss"], 2)
+    Meter.names.clear()
+    Meter.made = 0
