@@ -7,44 +7,36 @@ them, and `put_back` gives it to the same objects in a fresh process.
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from torch import nn
-
 from lightning_tricks.auto_resume.digests import IGNORED, Digest
 from lightning_tricks.auto_resume.object_walk import (
+    Skipped,
     Slot,
     Walk,
     can_be_built,
-    delete_attribute,
     is_entered,
-    set_attribute,
+    nothing_skipped,
 )
 from lightning_tricks.auto_resume.plain_values import (
     MISSING,
-    CannotRestoreError,
     Room,
-    There,
     TooLargeError,
-    class_named,
-    decode,
     encode,
     is_a,
     is_mutable,
     name_of,
-    replace_content,
 )
+from lightning_tricks.auto_resume.putting_back import STATE, put_back
 
 MOST_BYTES = 64 * 2**20
-_STATE = "state_dict()"
+_NAME_OF_CLOCK = re.compile(r"time|clock|start|begin|began|since|stamp|tick|tic\b|\bt0|last|prev|_at\b", re.IGNORECASE)
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-
-Skipped = Callable[[Any], Collection[str]]
 
 
 class Changes(TypedDict):
@@ -57,11 +49,6 @@ class Changes(TypedDict):
 
     values: dict[str, Any]
     lost: dict[str, str]
-
-
-def nothing_skipped(_: Any) -> Collection[str]:
-    """Leave no attribute out."""
-    return ()
 
 
 class Attributes:
@@ -119,7 +106,7 @@ class Attributes:
         # what a fresh process has as well, or will have when it comes to a later path
         known = {number: path for number, path in walk.places.items() if path in self._owners}
         for path, mark in _marks(walk, known):
-            self._take(path, walk.slots[path], mark, Room(MOST_BYTES, walk.registered, known), found)
+            self._take(path, walk.slots[path], mark, self._room(path, walk, known), found)
         for path, mark in self._marks.items():
             owner, name = mark.place
             if path not in walk.slots and owner in walk.owners:
@@ -142,13 +129,13 @@ class Attributes:
             alias = mark.shared
         if alias:
             found.add(path, slot, {"kind": "same", "path": alias})
-        elif type(slot.value) is float and self._is_clock(slot.value):
+        elif type(slot.value) is float and room.is_clock("", slot.value):
             found.add(path, slot, {"kind": "clock", "value": slot.value})
         else:
             self._encode(path, slot, room, mark, found)
 
     def _encode(self, path: str, slot: Slot, room: Room, mark: _Mark, found: _Found) -> None:
-        before, is_copied = self._marks.get(path), any(slot.owner_path.startswith(copy) for copy in found.copied)
+        before, is_copied = self._marks.get(path), found.is_copied(slot.owner_path)
         try:
             encoded = encode(slot.value, room)
         except TooLargeError:
@@ -167,9 +154,15 @@ class Attributes:
             in_place = before is not None and before.is_of(slot.value)
             found.add(path, slot, encoded, MOST_BYTES - room.left, in_place)
 
-    def _is_clock(self, value: float) -> bool:
+    def _room(self, path: str, walk: Walk, known: Mapping[int, str]) -> Room:
+        name = path.rpartition(".")[2]
+        return Room(MOST_BYTES, walk.registered, known, lambda entry, value: self._is_clock(f"{name}.{entry}", value))
+
+    def _is_clock(self, name: str, value: float) -> bool:
         spans = zip(self._clocks, _CLOCKS, strict=True)
-        return not value.is_integer() and any(start <= value <= clock() for start, clock in spans)
+        read = {clock for start, clock in spans if start <= value <= clock()}
+        # seconds since 1970 are hardly anything else; seconds since the machine started could be a sum of losses
+        return not value.is_integer() and (time.time in read or (bool(read) and bool(_NAME_OF_CLOCK.search(name))))
 
     def _take_state(self, path: str, stateful: Any, found: _Found) -> None:
         state = _state_of(stateful)
@@ -179,12 +172,12 @@ class Attributes:
         try:
             encoded = encode(state, room)
         except TooLargeError:
-            found.lost[f"{path}.{_STATE}"] = _too_large(f"over {MOST_BYTES >> 20} MiB")
+            found.lost[f"{path}.{STATE}"] = _too_large(f"over {MOST_BYTES >> 20} MiB")
             return
         if room.holes:
-            found.lost |= {".".join((path, _STATE, *place)): kind for place, kind in room.holes}
+            found.lost |= {".".join((path, STATE, *place)): kind for place, kind in room.holes}
         else:
-            found.add(f"{path}.{_STATE}", Slot(stateful, path, _STATE, state), encoded, MOST_BYTES - room.left)
+            found.add(f"{path}.{STATE}", Slot(stateful, path, STATE, state), encoded, MOST_BYTES - room.left)
 
     def _take_modules(self, walk: Walk, found: _Found) -> None:
         """Note modules that came and went. One without weights comes again as a copy of one beside it."""
@@ -209,45 +202,6 @@ class Attributes:
         beside = ((name, path) for path, (owner, name) in walk.modules.items() if owner == parent)
         same = (name for name, path in beside if self._owners.get(path) == name_of(type(module)))
         return next(same, "")
-
-
-def put_back(
-    roots: Mapping[str, Any], changes: Mapping[str, Any], *, skipped: Skipped = nothing_skipped
-) -> dict[str, str]:
-    """Give objects the attributes that others had in another process.
-
-    What changed in place there changes in place here, as far as size and type allow; what was set there is set here,
-    and attributes that shared a value share it again, also with what lies in a container. Two containers that share a
-    part which is no attribute do not. Floats that were
-    readings of a clock are set only where the object has no such attribute: a timer of another process is not this
-    one's. Nothing of the user's code is called but `load_state_dict`.
-
-    Args:
-        roots: Fresh objects, by the names that they had.
-        changes: Of `Attributes.changes`, also from a file that `read_as_data` read.
-        skipped: As `Attributes` had it.
-
-    Returns:
-        Path -> why it could not be put back.
-    """
-    values, failed = changes["values"], dict[str, str]()
-    walk = Walk.over(roots, skipped)
-    for path, change in values.items():
-        if _kind(change) == "module" and _attempt(_grow, path, change, walk, failed):
-            walk = Walk.over(roots, skipped)
-    later = ("same", "module")
-    for path, change in values.items():
-        if change["name"] != _STATE and _kind(change) not in later:
-            n_built = walk.built
-            _attempt(_restore, path, change, walk, failed)
-            walk = Walk.over(roots, skipped) if walk.built > n_built else walk
-    for path, change in values.items():
-        if _kind(change) == "same":
-            _attempt(_share, path, change, walk, failed)
-    for path, change in values.items():
-        if change["name"] == _STATE:
-            _attempt(_load, path, change, walk, failed)
-    return failed
 
 
 def fingerprints(roots: Mapping[str, Any], *, skipped: Skipped = nothing_skipped) -> dict[str, int]:
@@ -317,6 +271,10 @@ class _Found:
         self.values[path] = {"of": slot.owner_path, "name": slot.name, "value": value, "in_place": in_place}
         self.sizes[path] = size
 
+    def is_copied(self, path: str) -> bool:
+        """Whether an object is one of a copied module."""
+        return any(path == copy or path.startswith(f"{copy}.") for copy in self.copied)
+
     def within(self, most: int) -> Changes:
         """Return all, without the largest where they are too much."""
         whole = sum(self.sizes.values())
@@ -364,83 +322,4 @@ def _state_mark(stateful: Any) -> int | None:
     return None if state is MISSING else _digest_of(state)
 
 
-def _kind(change: Mapping[str, Any]) -> str:
-    value = change["value"]
-    return str(value.get("kind", "")) if isinstance(value, dict) else ""
-
-
-def _attempt(
-    act: Callable[[str, Any, Walk], object], path: str, change: Any, walk: Walk, failed: dict[str, str]
-) -> bool:
-    owner = change["of"]
-    if any(owner == known or owner.startswith(f"{known}.") for known in failed):
-        return False
-    if owner not in walk.owners and (change["name"] or owner not in walk.slots):
-        failed[owner] = "it is not there"
-        return False
-    try:
-        act(path, change, walk)
-    except Exception as error:  # the changes come from a file, and the objects are the user's
-        failed[path] = f"{error}" if isinstance(error, CannotRestoreError) else f"{type(error).__name__}: {error}"
-        return False
-    return True
-
-
-def _grow(path: str, change: Any, walk: Walk) -> None:
-    modules = vars(walk.owners[change["of"]])["_modules"]
-    if change["name"] in modules:
-        return
-    like = modules.get(change["value"]["like"])
-    if not is_a(type(like), nn.Module) or name_of(type(like)) != change["value"]["type"]:
-        raise CannotRestoreError(f"there is no {change['value']['type']} beside it")
-    modules[change["name"]] = deepcopy(like)
-
-
-def _restore(path: str, change: Any, walk: Walk) -> None:
-    present = walk.slots[path].value if path in walk.slots else MISSING
-    owner, name = walk.owners.get(change["of"]), change["name"]
-    if _kind(change) == "deleted":
-        if present is not MISSING:
-            delete_attribute(owner, name)
-        return
-    if _kind(change) == "clock":
-        if type(present) is not float:
-            set_attribute(owner, name, change["value"]["value"])
-        return
-    value = decode(change["value"], present, _There(walk, owner))
-    if value is present or ((change["in_place"] or not name) and replace_content(present, value)):
-        return
-    if not name:
-        raise CannotRestoreError(f"it is a {name_of(type(present))} that cannot be filled")
-    set_attribute(owner, name, value)
-    walk.slots[path] = Slot(owner, change["of"], name, value)
-
-
-def _share(path: str, change: Any, walk: Walk) -> None:
-    value = _There(walk, None).known(change["value"]["path"])
-    set_attribute(walk.owners[change["of"]], change["name"], value)
-
-
-class _There(There):
-    """What fresh objects have to offer."""
-
-    def __init__(self, walk: Walk, owner: Any) -> None:
-        self._walk, self._owner = walk, owner
-
-    def known(self, path: str) -> Any:
-        if path in self._walk.owners:
-            return self._walk.owners[path]
-        if path in self._walk.slots:
-            return self._walk.slots[path].value
-        return super().known(path)
-
-    def build(self, name: str) -> Any:
-        kind = class_named(name if "." in name else f"__main__.{name}", object)
-        if not can_be_built(kind, self._owner):
-            return super().build(name)
-        self._walk.built += 1
-        return object.__new__(kind)
-
-
-def _load(path: str, change: Any, walk: Walk) -> None:
-    walk.stateful[change["of"]].load_state_dict(decode(change["value"]))
+__all__ = ["Attributes", "Changes", "fingerprints", "put_back"]

@@ -23,7 +23,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.digests import MOST_ENTRIES
-from lightning_tricks.auto_resume.plain_values import MISSING, SCALARS, container_base, entries, is_a, is_mutable, label
+from lightning_tricks.auto_resume.plain_values import (
+    MISSING,
+    SCALARS,
+    CannotRestoreError,
+    container_base,
+    entries,
+    is_a,
+    is_mutable,
+    label,
+)
 
 MOST_OBJECTS = 20_000
 _IS_HEAP_TYPE = 1 << 9  # of a class statement
@@ -39,13 +48,21 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, col
 _ENTERED_OF_TORCH = ("torch.utils.data.", "torch.distributions.")
 # whose objects are handles to something else, or have ways of their own to be kept
 _FOREIGN_NAMES = (
-    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL plotly wandb "
+    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities lightning_tricks matplotlib PIL "
+    "plotly wandb "
     "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
     "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
 )
 _FOREIGN = frozenset(_FOREIGN_NAMES.split())
 _entered: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+Skipped = Callable[[Any], Collection[str]]
+
+
+def nothing_skipped(_: Any) -> Collection[str]:
+    """Leave no attribute out."""
+    return ()
 
 
 @dataclass
@@ -83,7 +100,7 @@ class Walk:
         built: Number of objects that were made since.
     """
 
-    skipped: Callable[[Any], Collection[str]]
+    skipped: Skipped
     slots: dict[str, Slot] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -94,7 +111,7 @@ class Walk:
     built: int = 0
 
     @classmethod
-    def over(cls, roots: Mapping[str, Any], skipped: Callable[[Any], Collection[str]]) -> Walk:
+    def over(cls, roots: Mapping[str, Any], skipped: Skipped) -> Walk:
         """Walk over objects by name."""
         walk = cls(skipped)
         for name, root in roots.items():
@@ -279,8 +296,16 @@ def _slot(value: Any, name: str) -> Any:
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, past what `__setattr__` and properties of the class do."""
+    """Set an attribute, past what `__setattr__` and properties of the class do.
+
+    Raises:
+        CannotRestoreError: If a module has a parameter, a buffer or a module under that name.
+    """
     own = attribute_dict(owner)
+    if is_a(type(owner), nn.Module) and any(
+        name in (own or {}).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
+    ):
+        raise CannotRestoreError("it is registered in the module here")
     if is_a(type(owner), type):
         type.__setattr__(owner, name, value)
     elif own is None or name in _slots(type(owner)):

@@ -48,12 +48,14 @@ class Room:
         left: Bytes.
         registered: Ids of parameters and buffers, which are no part of a value.
         known: Id -> path of what is kept elsewhere.
+        is_clock: Tells the readings of a clock, by name and value, among attributes and entries of dicts.
         holes: Place of each value that is no data, with the name of its type.
     """
 
     left: int
     registered: Collection[int] = ()
     known: Mapping[int, str] = field(default_factory=dict)
+    is_clock: Callable[[str, float], bool] = lambda name, value: False
     holes: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
     kinds: dict[str, type] = field(default_factory=dict)  # of holes
     inside: set[int] = field(default_factory=set)  # containers that are being walked
@@ -144,7 +146,9 @@ def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]
         parts: list[Any] = []
         for key, part in entries(value, base):
             inner = (*place, label(key))
-            parts.append([encode(key, room, inner), encode(part, room, inner)])
+            is_clock = type(part) is float and room.is_clock(".".join(inner), part)
+            encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, room, inner)
+            parts.append([encode(key, room, inner), encoded_part])
     else:
         by_value = is_a(base, set, frozenset)
         parts = [encode(part, room, (*place, label(part if by_value else at))) for at, part in entries(value, base)]
@@ -320,6 +324,8 @@ def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> 
     if kind == "hole":
         is_there = present is not MISSING and name_of(type(present)) == encoded["type"]
         return present if is_there else there.build(encoded["type"])
+    if kind == "clock":
+        return present if type(present) is float else encoded["value"]
     if kind == "same":
         return there.known(encoded["path"])
     if "items" in encoded:

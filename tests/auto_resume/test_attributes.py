@@ -1,13 +1,17 @@
 """Attributes that no state dict holds go on in another process, or are said to be lost."""
 
+import ast
 import collections
 import dataclasses
 import datetime
 import enum
 import io
 import itertools
+import multiprocessing
 import pathlib
 import random
+import subprocess
+import sys
 import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -20,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -399,13 +404,18 @@ def test_what_an_object_says_of_itself_goes_on(tmp_path):
 def test_a_clock_of_another_process_is_left_alone(tmp_path):
     def act(holder):
         time.sleep(0.01)
-        holder.wall, holder.steps, holder.late = time.time(), time.perf_counter(), time.monotonic()
-        holder.rate = 0.5
+        holder.wall, holder.started, holder.late_time = time.time(), time.perf_counter(), time.monotonic()
+        holder.rate, holder.loss = 0.5, time.perf_counter()
+        holder.times = {"a": time.time(), "b": time.time(), "n": 2}
 
-    old, fresh, lost = resumed(lambda: Holder(wall=0.5, steps=0.5, rate=0.1), act, tmp_path)
+    old, fresh, lost = resumed(
+        lambda: Holder(wall=0.5, started=0.5, rate=0.1, loss=0.0, times={"a": 0.5}), act, tmp_path
+    )
     assert not lost
-    assert (fresh.wall, fresh.steps, fresh.rate) == (0.5, 0.5, 0.5)
-    assert fresh.late == old.late
+    assert (fresh.wall, fresh.started, fresh.rate) == (0.5, 0.5, 0.5)
+    assert fresh.late_time == old.late_time
+    assert fresh.loss == old.loss
+    assert fresh.times == {"a": 0.5, "b": old.times["b"], "n": 2}
 
 
 class Strange:
@@ -657,3 +667,69 @@ def test_what_a_class_shares_goes_on(monkeypatch):
     assert (Meter.names, Meter.made) == (["loss"], 2)
     Meter.names.clear()
     Meter.made = 0
+
+
+_DIGESTS = """
+import sys
+import numpy as np, torch
+from torch.utils.data import TensorDataset, random_split
+from lightning_tricks.auto_resume.attributes import fingerprints
+class Words:
+    def __init__(self, first):
+        self.words = {first, "b", "c"}
+        self.table = {"x": np.arange(10**6), "f": print, "o": object()}
+        self.rng = np.random.default_rng()
+parts = random_split(TensorDataset(torch.arange(100)), [90, 10], torch.Generator().manual_seed(int(sys.argv[1])))
+print(fingerprints({"words": Words(sys.argv[2]), "train": parts[0]}))
+"""
+
+
+def test_fingerprints_are_the_same_in_every_process():
+    def run(*arguments):
+        done = subprocess.run([sys.executable, "-c", _DIGESTS, *arguments], capture_output=True, text=True, check=True)
+        return ast.literal_eval(done.stdout)
+
+    first, same, other = run("1", "a"), run("1", "a"), run("2", "z")
+    assert first == same
+    assert {path for path in first if first[path] != other[path]} == {"words.words", "train.indices"}
+    assert "train.dataset.tensors" in first
+
+
+def test_loaders_are_not_entered_and_data_sets_are():
+    data = Subset(TensorDataset(torch.arange(10)), [1, 2, 3])
+    loader = DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator()))
+    attributes = Attributes({"loader": loader, "train": data, "sampler": loader.sampler})
+    data.indices[0] = 5
+    list(loader)
+    assert set(attributes.changes()["values"]) == {"train.indices", "sampler.generator"}
+
+
+def test_a_list_of_modules_that_grew_is_said():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2, 2)])
+    model.head = nn.Linear(2, 2)
+    attributes = Attributes({"model": model})
+    model.layers.append(nn.Linear(2, 2))
+    model.head = nn.Identity()
+    assert attributes.changes()["lost"] == {
+        "model.layers.1": "torch.nn.modules.linear.Linear that was added in the fit",
+        "model.head": "torch.nn.modules.linear.Identity that was exchanged in the fit",
+    }
+
+
+def test_a_counter_that_workers_share_is_said():
+    holder = Holder(epoch=multiprocessing.get_context("spawn").Value("i", 0))
+    attributes = Attributes({"it": holder})
+    assert not attributes.changes()["lost"]
+    holder.epoch.value = 3
+    assert attributes.changes()["lost"] == {"it.epoch": "multiprocessing.sharedctypes.Synchronized"}
+
+
+def test_what_is_registered_here_is_not_hidden():
+    old, fresh = nn.Module(), nn.Module()
+    old.queue = torch.zeros(2)
+    fresh.register_buffer("queue", torch.zeros(2))
+    attributes = Attributes({"model": old})
+    old.queue = torch.ones(2)
+    assert put_back({"model": fresh}, attributes.changes()) == {"model.queue": "it is registered in the module here"}
+    assert "queue" not in vars(fresh)
