@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torchmetrics import Metric
 
 from lightning_tricks._lightning_compat._unknown import unknown_lightning
 
@@ -14,6 +18,7 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer remembers beside its checkpoints: what was logged in this epoch, and when it reloads."""
     try:
         connector, fit = trainer._logger_connector, trainer.fit_loop
+        places = {id(metric): place for place, metric in _metrics(trainer)}
         return {
             "logged": {
                 name: dict(getattr(connector, name))
@@ -24,7 +29,7 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
             "should_stop": bool(trainer.should_stop),
             "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
             "results": [
-                _plain_result(trainer, key, item)
+                _plain_result(trainer, key, item, places)
                 for key, item in fit.epoch_loop._results.items()
                 if item.meta.sync.group is None
             ],
@@ -34,7 +39,7 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
 
 
 def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
-    """Put back what `place_in_fit` returned."""
+    """Put back what `place_in_fit` returned, except metrics that are not there."""
     try:
         connector, fit = trainer._logger_connector, trainer.fit_loop
         for name, values in place["logged"].items():
@@ -43,8 +48,9 @@ def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
         trainer.should_stop = place["should_stop"]
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
         fit.epoch_loop._results.clear()
+        metrics = dict(_metrics(trainer))
         for item in place["results"]:
-            _add_result(trainer, item)
+            _add_result(trainer, item, metrics)
     except AttributeError as error:
         raise unknown_lightning("AutoResume", error) from error
 
@@ -52,7 +58,26 @@ def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
-def _plain_result(trainer: Trainer, key: str, item: Any) -> dict[str, Any]:
+def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
+    """Yield all metrics that may be logged, those of callbacks and in plain containers too: place, metric."""
+    yield from _metrics_in("", trainer.lightning_module)
+    for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        yield from _metrics_in(f"callbacks.{number}", vars(callback))
+    yield from _metrics_in("attributes", vars(trainer.lightning_module))
+
+
+def _metrics_in(place: str, value: Any) -> Iterator[tuple[str, Metric]]:
+    if isinstance(value, nn.Module):
+        parts = ((f"{place}.{name}".strip("."), part) for name, part in value.named_modules())
+        yield from ((name, part) for name, part in parts if isinstance(part, Metric))
+    elif isinstance(value, Mapping | list | tuple):
+        named = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in named:
+            if isinstance(part, nn.Module | Mapping | list | tuple):
+                yield from _metrics_in(f"{place}.{name}", part)
+
+
+def _plain_result(trainer: Trainer, key: str, item: Any, places: Mapping[int, str]) -> dict[str, Any]:
     meta, sync = item.meta, item.meta.sync
     plain = {name: getattr(meta, name) for name in _META}
     plain |= {"reduce_fx": meta.reduce_fx.__name__, "dataloader_idx": meta.dataloader_idx}
@@ -63,13 +88,14 @@ def _plain_result(trainer: Trainer, key: str, item: Any) -> dict[str, Any]:
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
         "reduces": sync.fn == trainer.strategy.reduce,
         "is_tensor": item.is_tensor,
+        "metric": None if item.is_tensor else places.get(id(getattr(item, "value", None))),
         "value": item.value if item.is_tensor else None,
         "cumulated_batch_size": getattr(item, "cumulated_batch_size", None),
         "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
     }
 
 
-def _add_result(trainer: Trainer, item: dict[str, Any]) -> None:
+def _add_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
     meta = _Metadata(**item["meta"])
@@ -77,8 +103,10 @@ def _add_result(trainer: Trainer, item: dict[str, Any]) -> None:
     result: Any = _ResultMetric(meta, item["is_tensor"])
     if item["is_tensor"]:
         result.value = item["value"]
-    elif not item["state"]["has_reset"] and meta.metric_attribute:
-        result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+    elif item["metric"] in metrics:
+        result.value = metrics[item["metric"]]
+    else:
+        return
     if item["cumulated_batch_size"] is not None:
         result.cumulated_batch_size = item["cumulated_batch_size"]
     vars(result).update(item["state"])

@@ -45,11 +45,11 @@ class _Kept(Measured):
 
     def __init__(self, make: Any, logs: str = "metric") -> None:
         super().__init__()
-        self.kept = nn.ModuleDict({"training": make(), "validation": make()})
+        self.kept = nn.ModuleDict({"for_train": make(), "for_val": make()})
         self.logs = logs
 
     def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
-        metric: Any = self.kept["training" if part == "train" else "validation"]
+        metric: Any = self.kept[f"for_{part}"]
         value = metric(scores, y)
         if self.logs == "metric":
             self.log(f"{part}_metric", metric, on_step=True, on_epoch=True)
@@ -61,20 +61,20 @@ class _Kept(Measured):
     def computed(self, part: str) -> None:
         if self.logs == "metric":
             return
-        values = self.kept[part].compute()
+        values = self.kept[f"for_{part}"].compute()
         plain = values.items() if isinstance(values, dict) else [("value", values)]
         for name, value in plain:
             self.log(f"{part}/{name}", value.float().mean())
 
     def on_train_epoch_end(self) -> None:
         if self.logs in ("values", "nothing"):
-            self.computed("training")
-            self.kept["training"].reset()
+            self.computed("train")
+            self.kept["for_train"].reset()
 
     def on_validation_epoch_end(self) -> None:
         if self.logs in ("values", "nothing"):
-            self.computed("validation")
-            self.kept["validation"].reset()
+            self.computed("val")
+            self.kept["for_val"].reset()
 
 
 def _collection() -> MetricCollection:
@@ -102,6 +102,19 @@ def collection_with_groups(job: Job) -> None:
 def collection_computed_by_hand(job: Job) -> None:
     job.seed()
     job.fit(_Kept(_collection, "values"))
+
+
+@scenario()
+def collection_updated_by_hand(job: Job) -> None:
+    class Updates(_Kept):
+        def __init__(self) -> None:
+            super().__init__(lambda: MetricCollection({"mean": _collection(), "f1": F1Score(**KIND)}), "nothing")
+
+        def measure(self, part: str, scores: torch.Tensor, y: torch.Tensor) -> None:
+            self.kept[f"for_{part}"].update(scores, y)
+
+    job.seed()
+    job.fit(Updates())
 
 
 @scenario()
@@ -182,7 +195,7 @@ def classwise_in_a_collection(job: Job) -> None:
     class Prefixed(_Kept):
         def __init__(self) -> None:
             super().__init__(make, "collection")
-            self.kept["training"].prefix, self.kept["validation"].prefix = "train/", "val/"
+            self.kept["for_train"].prefix, self.kept["for_val"].prefix = "train/", "val/"
 
     job.seed()
     job.fit(Prefixed())
@@ -239,6 +252,29 @@ def metric_of_a_callback(job: Job) -> None:
 
     job.seed()
     job.fit(Net(), Measures())
+
+
+@scenario()
+def metric_logged_by_a_callback(job: Job) -> None:
+    class Logs(Callback):
+        def __init__(self) -> None:
+            self.recall = Recall(**KIND)
+            self.several = {"f1": F1Score(**KIND), "first": MeanMetric()}
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.recall(batch[0][:, :3], batch[1])
+            pl_module.log("callback/recall", self.recall, on_step=True, on_epoch=True, metric_attribute="recall")
+            self.several["f1"](batch[0][:, :3], batch[1])
+            pl_module.log("callback/f1", self.several["f1"], on_step=False, on_epoch=True, metric_attribute="f1")
+            if trainer.current_epoch == 0 and batch_idx == 0:  # and never again
+                first = self.several["first"]
+                first(outputs["loss"].detach())
+                pl_module.log("callback/first", first, on_step=False, on_epoch=True, metric_attribute="first")
+
+    job.seed()
+    job.fit(Net(), Logs())
 
 
 @scenario()
