@@ -28,6 +28,7 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
             "first_loop_iter": connector._first_loop_iter,
             "should_stop": bool(trainer.should_stop),
             "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
+            "validated": dict(fit.epoch_loop.val_loop._seen_batches_per_dataloader),  # the steps of what it logs
             "results": [
                 _plain_result(trainer, key, item, places)
                 for key, item in fit.epoch_loop._results.items()
@@ -47,6 +48,8 @@ def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
         connector._current_fx, connector._first_loop_iter = place["current_fx"], place["first_loop_iter"]
         trainer.should_stop = place["should_stop"]
         fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
+        fit.epoch_loop.val_loop._seen_batches_per_dataloader.clear()
+        fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(place["validated"])
         fit.epoch_loop._results.clear()
         metrics = dict(_metrics(trainer))
         for item in place["results"]:

@@ -7,6 +7,7 @@ a run leaves to `FOLDER/end.<rank>.json`. With "kill" it sends itself a signal a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -234,16 +235,18 @@ class Kill(Callback):
     """Sends a rank, or its whole process group, a signal at the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
-        self.left, self.number, self.rank, self.again = number, getattr(signal, name), rank, again
-        setattr(self, hook, self._call)
+        calls = itertools.count(1)  # no attribute, or the next process would go on counting
 
-    def _call(self, trainer: Trainer, *args: Any) -> None:
-        self.left -= 1
-        if self.left == 0 and self.rank == "group":
-            os.killpg(0, self.number)
-        elif self.left == 0 and trainer.global_rank == self.rank:
-            for _ in range(1 + self.again):
-                os.kill(os.getpid(), self.number)
+        def call(trainer: Trainer, *args: Any) -> None:
+            if next(calls) != number:
+                return
+            if rank == "group":
+                os.killpg(0, getattr(signal, name))
+            elif trainer.global_rank == rank:
+                for _ in range(1 + again):
+                    os.kill(os.getpid(), getattr(signal, name))
+
+        setattr(self, hook, call)
 
 
 class End(Callback):

@@ -53,8 +53,6 @@ class _Kept(Measured):
         value = metric(scores, y)
         if self.logs == "metric":
             self.log(f"{part}_metric", metric, on_step=True, on_epoch=True)
-        elif self.logs == "collection":
-            self.log_dict(metric, on_step=False, on_epoch=True)
         elif self.logs == "values":
             self.log_dict({f"{part}_{name}": one for name, one in value.items()}, on_step=True, on_epoch=False)
 
@@ -192,13 +190,8 @@ def classwise_in_a_collection(job: Job) -> None:
             }
         )
 
-    class Prefixed(_Kept):
-        def __init__(self) -> None:
-            super().__init__(make, "collection")
-            self.kept["for_train"].prefix, self.kept["for_val"].prefix = "train/", "val/"
-
     job.seed()
-    job.fit(Prefixed())
+    job.fit(_Kept(make, "values"))
 
 
 @scenario()
