@@ -150,8 +150,12 @@ def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]
             encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, room, inner)
             parts.append([encode(key, room, inner), encoded_part])
     else:
-        by_value = is_a(base, set, frozenset)
-        parts = [encode(part, room, (*place, label(part if by_value else at))) for at, part in entries(value, base)]
+        parts = list(base.__iter__(value))  # type: ignore[attr-defined]
+        if not _are_plain(parts):
+            by_value = is_a(base, set, frozenset)
+            parts = [encode(part, room, (*place, label(part if by_value else at))) for at, part in enumerate(parts)]
+        else:
+            room.take(16 * len(parts) + sum(len(part) for part in parts if type(part) is str))
     if kind is list:
         return parts
     encoded: dict[str, Any] = {"kind": base.__name__, "items": parts}
@@ -162,6 +166,13 @@ def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]
     if base is defaultdict and value.default_factory in _FACTORIES.values():
         encoded["factory"] = value.default_factory.__name__
     return encoded
+
+
+def _are_plain(parts: list[Any]) -> bool:
+    kinds = set(map(type, parts))
+    return kinds <= SCALARS and (
+        int not in kinds or all(part.bit_length() < 1000 for part in parts if type(part) is int)
+    )
 
 
 def _encode_leaf(value: Any, kind: type, room: Room) -> dict[str, Any] | None:
