@@ -216,11 +216,12 @@ def _state_beside(callback: Callback) -> dict[str, Any]:
 
 def _of_lightning(owner: object) -> Collection[str]:
     """Return the names of the attributes that are Lightning's, or callbacks, which are asked by themselves."""
-    for kind in (LightningModule, LightningDataModule):
-        if isinstance(owner, kind):
-            callbacks = {name for name, value in vars(owner).items() if _is_callbacks(value)}
-            return _own_attributes(kind) | {"forward"} | callbacks  # DDP binds `forward` for each step
-    return ("log", "log_dict") if isinstance(owner, Callback) else ()
+    if isinstance(owner, LightningModule):
+        callbacks = {name for name, value in vars(owner).items() if _is_callbacks(value)}
+        return _own_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
+    if isinstance(owner, LightningDataModule):
+        return _own_attributes(LightningDataModule) | {"state_dict"}
+    return ("log", "log_dict", "state_dict") if isinstance(owner, Callback) else ()
 
 
 def _is_callbacks(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import pickle
 import re
@@ -174,15 +175,16 @@ def _guard(case: Case, callback: Any, lab: Lab) -> list[Any]:
 
 
 class Interrupts(Callback):
-    """Sends the process a real signal in its n-th step."""
+    """Sends the process a real signal in its n-th step, counted from its start."""
 
     def __init__(self, step: int) -> None:
-        self.left = step
+        steps = itertools.count(1)  # no attribute, or a resumed run would count on
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        def on_train_batch_end(*args):
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        self.on_train_batch_end = on_train_batch_end
 
 
 def safe_state(case: Case, lab: Lab) -> None:
