@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -292,10 +292,9 @@ def test_refusals(tmp_path):
 def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
     """Files are limited to a size that no checkpoint has: the old one stays."""
 
-    class Fills(Interrupts):
+    class Fills(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.left -= 1
-            if self.left == 0:
+            if trainer.global_step == 6:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -303,10 +302,10 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
     try:
         if choice == "raise":
             with pytest.raises(OSError, match=r"step 10 could not be saved .*File too large.*The checkpoint before"):
-                fit(guard, Fills(6))
+                fit(guard, Fills())
         else:
             with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*Training goes on"):
-                assert fit(guard, Fills(6)).global_step == 20
+                assert fit(guard, Fills()).global_step == 20
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [manifest.step for manifest in CheckpointFolder(tmp_path).manifests()] == [5]
@@ -326,13 +325,13 @@ def test_slurm_keeps_its_requeue_signal(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     heeded = {}
 
-    class Asks(Interrupts):
+    class Asks(Callback):
         def on_train_batch_end(self, trainer, *args):
             heeded[trainer] = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGUSR1", "SIGTERM")}
 
     for requeues in (True, False):
         trainer = fit(
-            AutoResume(tmp_path / str(requeues)), Asks(0), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1
+            AutoResume(tmp_path / str(requeues)), Asks(), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1
         )
         ours = {name: "StopRequest" in repr(handler) for name, handler in heeded[trainer].items()}
         assert ours == {"SIGUSR1": not requeues, "SIGTERM": True}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -16,7 +17,6 @@ from lightning_tricks.auto_resume import CheckpointFolder, lock
 from lightning_tricks.auto_resume.lock import DirectoryLock, is_gone, me
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.contract.checks import Interrupts
 from tests.contract.lab import same
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
@@ -159,16 +159,14 @@ def test_output_of_a_hangup_goes_to_a_file_of_its_own(tmp_path):
 # -- the lock
 
 
-class Holds(Interrupts):
+class Holds(Callback):
     """Starts another process on the same directory in the middle of a fit."""
 
     def __init__(self, folder):
-        super().__init__(3)
         self.folder = folder
 
     def on_train_batch_end(self, trainer, *args):
-        self.left -= 1
-        if self.left == 0:
+        if trainer.global_step == 3:
             self.status = run(self.folder, {"validate": "none"})
 
 
@@ -204,17 +202,16 @@ def test_a_second_run_of_two_ranks_is_refused(tmp_path):
 def test_two_fits_in_one_process(tmp_path):
     """At the same time: refused; one after the other, with one instance or several in turn: not."""
 
-    class FitsInside(Interrupts):
+    class FitsInside(Callback):
         def on_train_batch_end(self, trainer, *args):
-            self.left -= 1
-            if self.left == 0:
+            if trainer.global_step == 3:
                 with pytest.raises(MisconfigurationException, match="is in use by process"):
                     fit(AutoResume(tmp_path))
                 with pytest.raises(MisconfigurationException, match="is in use by process"):
                     fit(AutoResume(tmp_path))
 
     first, second = AutoResume(tmp_path), AutoResume(tmp_path)
-    fit(first, FitsInside(3), epochs=1)
+    fit(first, FitsInside(), epochs=1)
     assert fit(second, epochs=2).current_epoch == 2
     assert stop(AutoResume(tmp_path), epochs=4, step=3) == 75
     assert fit(AutoResume(tmp_path), epochs=4).current_epoch == 4

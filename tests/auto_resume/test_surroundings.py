@@ -7,6 +7,7 @@ import types
 from collections.abc import Mapping
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -82,11 +83,8 @@ def test_a_finished_run_started_again_leaves_its_rows_once(tmp_path):
 # -- within one process
 
 
-class Logs(Interrupts):
-    """Logs as users do before and in a fit; kills nothing."""
-
-    def __init__(self):
-        super().__init__(-1)
+class Logs(Callback):
+    """Logs as users do before and in a fit."""
 
     def on_fit_start(self, trainer, pl_module):
         for logger in trainer.loggers:
