@@ -19,6 +19,7 @@ from lightning_tricks._lightning_compat.fit import (
     skip_train_batches,
     train_iterators,
 )
+from lightning_tricks.auto_resume.loader_objects import Baselines
 from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
 from lightning_tricks.auto_resume.places import is_persistent, place_of
 from lightning_tricks.auto_resume.signals import StopRequest
@@ -42,6 +43,7 @@ class LoadersOfFit:
     def __init__(self, request: StopRequest) -> None:
         self.request = request
         self.differences: list[str] = []
+        self._baselines = Baselines()
         self._train: list[FollowedLoader] = []
         self._validation: list[FollowedLoader] = []
         self._replays = False
@@ -79,6 +81,7 @@ class LoadersOfFit:
             self._streams = dict(saved["streams"])
         for loader, state in zip(self._train, saved["train"], strict=True):
             _compare_workers(loader, state["n_workers"])
+            self._compare_data(loader, state)
             loader.spare()
         self._waits = True
 
@@ -94,7 +97,9 @@ class LoadersOfFit:
                 with isolated_rng():
                     loader.resume(state["place"])
                     loader.loader._iterator = loader.loader._get_iterator()
+            self._compare_data(loader, state)
             loader.restore_generators(state["generators"])
+            loader.objects.put_back(state["objects"])
         self._saved_validation = ()
 
     def note(self, moment: str) -> None:
@@ -108,6 +113,8 @@ class LoadersOfFit:
         if waits and self._train:
             for loader, state in zip(self._train, saved["train"], strict=True):
                 loader.restore_generators(state["generators"])
+                if state["place"] is None:
+                    loader.objects.put_back(state["objects"])
                 loader.resume(state["place"])
             make_iterators_again(trainer)
         return waits
@@ -127,11 +134,15 @@ class LoadersOfFit:
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the places of all loaders, as tensors and plain values; `at_end` says that the epoch is over."""
+        validation = [_state_of(one, vars(one.loader).get("_iterator")) for one in self._validation]
+        train = self._places(trainer, at_end)
+        for loader in (*self._train, *self._validation):
+            self._tell_what_is_lost(loader)
         return {
             "epoch": trainer.current_epoch,
             "begun_again": begun_again(trainer),
-            "train": self._places(trainer, at_end),
-            "validation": [_state_of(one, vars(one.loader).get("_iterator")) for one in self._validation],
+            "train": train,
+            "validation": validation or [dict(state) for state in self._saved_validation],
             "replays": self._replays,
             "streams": self._streams,
         }
@@ -146,6 +157,24 @@ class LoadersOfFit:
         pairs = zip(self._train, followed, strict=True)
         return [_state_of(loader, iterator, read_ahead, at_end) for loader, iterator in pairs]
 
+    def _tell_what_is_lost(self, loader: FollowedLoader) -> None:
+        for path, kind in loader.objects.newly_lost().items():
+            rank_zero_warn(
+                f"AutoResume: {path} of {loader.name} changed and is not saved ({kind}): a resumed run begins with a "
+                "fresh one. Keep plain values, tensors or random generators there, where the data depend on it."
+            )
+
+    def _compare_data(self, loader: FollowedLoader, state: Mapping[str, Any]) -> None:
+        """Say where the data are others than those of the stopped run."""
+        before, now = state.get("fingerprint", {}), loader.objects.fingerprint
+        others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
+        if before and others:
+            more = f" and {len(others) - 1} more attributes differ" if others[1:] else " differs"
+            loader.differs(
+                f"has other data than in the stopped run: {others[0]}{more}. Make them as before: split them with a "
+                "generator=torch.Generator().manual_seed(...), and call seed_everything before they are made"
+            )
+
     def _followed(self, loaders: Sequence[Any], name: str, reads_ahead: bool = False) -> list[FollowedLoader]:
         names = [name] if len(loaders) == 1 else [f"{name} {number}" for number in range(len(loaders))]
         return [
@@ -156,6 +185,7 @@ class LoadersOfFit:
                 stopping=self.request.stopping,
                 name=name,
                 differences=self.differences,
+                baselines=self._baselines,
             )
             for loader, name in zip(loaders, names, strict=True)
         ]
@@ -194,10 +224,14 @@ def _compare_workers(loader: FollowedLoader, before: int) -> None:
 
 
 def _state_of(loader: FollowedLoader, iterator: Any, read_ahead: int = 0, at_end: bool = True) -> dict[str, Any]:
+    place = None if iterator is None else place_of(iterator, read_ahead, at_end)
+    objects = loader.objects.changes() if place is None else place["objects"]
     return {
         "n_workers": loader.loader.num_workers,
         "generators": loader.generator_states(),
-        "place": None if iterator is None else place_of(iterator, read_ahead, at_end),
+        "objects": objects,
+        "fingerprint": loader.objects.fingerprint,
+        "place": place,
     }
 
 

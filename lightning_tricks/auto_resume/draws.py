@@ -132,16 +132,24 @@ class WatchedSampler:
         iterator: That gives the indices.
         draws: None where only the first index is drawn, from where the streams are then.
         order: Of what is given.
+
+    Attributes:
+        ended: Whether it was asked for more than it had.
     """
 
     def __init__(self, iterator: Iterator[Any], draws: Draws | None, order: Order) -> None:
         self.iterator, self.draws, self.order = iterator, draws, order
+        self.ended = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
+        try:
+            indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
+        except StopIteration:
+            self.ended = True
+            raise
         self.order.add(indices)
         return indices
 
@@ -153,8 +161,8 @@ def draws_at_first_only(sampler: Any) -> bool:
     return known and (inner is None or draws_at_first_only(inner))
 
 
-def digest_of_batch(batch: Any) -> str:
-    """Return a digest of what a batch holds; of a large one, some of it is looked at."""
+def digest_of(batch: Any) -> str:
+    """Return a digest of what a batch, or another value, holds; of a large one, some of it is looked at."""
     digest = Digest(here=False)
     digest.feed(batch)
     return f"{int(digest):016x}"

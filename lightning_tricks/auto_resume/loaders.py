@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_tricks.auto_resume.loader_objects import Baselines, LoaderObjects
 from lightning_tricks.auto_resume.moments import generators_of
 from lightning_tricks.auto_resume.places import Place, is_persistent
 
@@ -39,6 +40,10 @@ class FollowedLoader:
         stopping: See there.
         name: Of the loader, for sentences.
         differences: Takes sentences on what a resumed iteration finds to be another than it was.
+        baselines: Know what the data and the samplers were at the start.
+
+    Attributes:
+        objects: That the loader reads from.
     """
 
     def __init__(
@@ -50,11 +55,13 @@ class FollowedLoader:
         stopping: Any = None,
         name: str = "the loader",
         differences: list[str] | None = None,
+        baselines: Baselines | None = None,
     ) -> None:
         # weakly: in a circle, iterators would end late, or in a worker that was forked meanwhile
         self._loader = ref(loader)
         self.reads_ahead, self.signals, self.stopping = reads_ahead, signals, stopping
         self.name, self.differences = name, [] if differences is None else differences
+        self.objects = LoaderObjects(loader, baselines or Baselines())
         self._resumed: Mapping[str, Any] | None = None
         self._spares = False
         vars(loader)["_get_iterator"] = self._get_iterator
@@ -103,5 +110,6 @@ class FollowedLoader:
         if place is None:
             return Place.of_new_iterator(self)
         if place["at_end"] and not is_persistent(self.loader):
+            self.objects.put_back(place.get("objects", {}))
             return iter(())  # spares the workers: the next epoch asks for an iterator of its own
         return Place.of_resumed_iterator(self, place)

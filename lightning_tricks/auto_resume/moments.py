@@ -1,4 +1,4 @@
-"""What an iterator of a DataLoader is made from: random streams and generators, at one moment."""
+"""What an iterator of a DataLoader is made from, at one moment: streams, generators, and the loader's objects."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_tricks.auto_resume.loader_objects import LoaderObjects
 from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
 
 
 class Moment:
-    """The process' random streams and a loader's generators at one moment; packed when they are asked for.
+    """The process' random streams, a loader's generators and what it reads from; packed when they are asked for.
 
     Args:
         loader: Whose generators they are.
+        objects: Of the loader; None leaves them out.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
         self._packed: torch.Tensor | None = None
         self._raw: Any = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self.generators = [generator.get_state() for generator in generators_of(loader)]
+        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes()
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Moment:
         """Return what `as_dict` was made of."""
         moment = cls.__new__(cls)
         moment._packed, moment._raw, moment.generators = saved["process"], None, saved["generators"]
+        moment.objects = saved.get("objects", {})
         return moment
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,10 +43,12 @@ class Moment:
             _set_raw(self._raw)
             self._packed = pack_streams()
             unpack_streams(now)
-        return {"process": self._packed, "generators": self.generators}
+        return {"process": self._packed, "generators": self.generators, "objects": self.objects}
 
-    def restore(self, loader: DataLoader[Any]) -> None:
-        """Put streams and generators back to that moment."""
+    def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
+        """Put streams, generators and objects back to that moment."""
+        if objects is not None:
+            objects.put_back(self.objects)
         if self._packed is None:
             _set_raw(self._raw)
         else:

@@ -12,7 +12,8 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks.auto_resume.draws import Draws, Order, WatchedSampler, digest_of_batch, draws_at_first_only
+from lightning_tricks.auto_resume.draws import Draws, Order, WatchedSampler, digest_of, draws_at_first_only
+from lightning_tricks.auto_resume.loader_objects import DATA, different
 from lightning_tricks.auto_resume.moments import Moment
 from lightning_tricks.auto_resume.streams import RecordingCollate, WorkerStart, WorkerStreams
 from lightning_tricks.seeding.functional import isolated_rng
@@ -71,7 +72,7 @@ class Place:
     @classmethod
     def of_new_iterator(cls, followed: FollowedLoader) -> Any:
         """Make an iterator and follow it."""
-        place = cls(followed, Moment(followed.loader))
+        place = cls(followed, Moment(followed.loader, followed.objects))
         iterator, held = place._make()
         place._watch(iterator, None if held is None else held.iterator)
         place._follow(iterator)
@@ -84,32 +85,34 @@ class Place:
         """Make an iterator that goes on at a place."""
         loader = followed.loader
         created = Moment.of(saved["created"])
-        created.restore(loader)
+        created.restore(loader, followed.objects)
         place = cls(followed, created)
         place.started = saved["started"] and Moment.of(saved["started"])
         workers = saved["workers"] if len(saved["workers"]) == loader.num_workers else place.initial
         place.initial = list(workers)
         iterator, held = place._make()
         if place.started is not None:
-            place.started.restore(loader)
+            place.started.restore(loader, followed.objects)
         if held is not None and loader.num_workers and place.started is not None:
             held.iterator = iter(held.sampler)  # of a later iteration than the iterator's first
         place._watch(iterator, None if held is None else held.iterator, saved)
         place._follow(iterator)
         place._skip(iterator, saved)
         place._compare(saved)
+        place._leave_objects(saved)
         if held is not None:
             place._prime(iterator)
         if saved["before_last"] is not None:
             before_last = Moment.of(saved["before_last"])
-            _before_next(iterator, lambda: before_last.restore(loader))
+            _before_next(iterator, lambda: before_last.restore(loader, followed.objects))
         return iterator
 
     def as_dict(self, iterator: Any, read_ahead: int, at_end: bool) -> dict[str, Any]:
         """Return the place as tensors and plain values."""
         batches = iterator._num_yielded - read_ahead
         before_last = self.before_last if read_ahead else None
-        draws = None if self.draws is None else self.draws.as_dict(None if self.base else batches)
+        ended = not (self.base or read_ahead) and self._source(iterator).ended
+        draws = None if self.draws is None else self.draws.as_dict(None if self.base else batches + ended)
         return {
             "batches": batches,
             "at_end": at_end,
@@ -120,6 +123,8 @@ class Place:
             "draws": draws,
             "order": self.order.digest(batches),
             "first": self.first,
+            "ended": ended,
+            "objects": self.followed.objects.changes(),
         }
 
     def _worker_at(self, worker: int, batches: int) -> torch.Tensor | None:
@@ -137,6 +142,10 @@ class Place:
                 stacklevel=2,
             )
         return state
+
+    def _source(self, iterator: Any) -> Any:
+        """Return what knows its end, of an iterator in this process."""
+        return iterator._dataset_fetcher if self._reads_anew else iterator._sampler_iter
 
     @property
     def _reads_anew(self) -> bool:
@@ -190,7 +199,8 @@ class Place:
             fetch = iterator._next_data
 
             def fetch_noting() -> Any:
-                self.before_last = Moment(self.followed.loader)
+                objects = None if self._reads_anew else self.followed.objects
+                self.before_last = Moment(self.followed.loader, objects)
                 return fetch()
 
             iterator._next_data = fetch_noting
@@ -206,6 +216,8 @@ class Place:
             read += 1
         if not self._reads_anew:
             iterator._num_yielded = self.offset = batches
+        if saved.get("ended"):
+            next(iterator if self._reads_anew else iterator._sampler_iter, None)  # what follows the last is its, too
         if read < batches:
             raise RuntimeError(
                 f"the run was stopped after {batches} batches of an epoch, and its loader now has {read}. Give the "
@@ -225,6 +237,20 @@ class Place:
                 self.first = wanted  # draws from where we cannot take it
         fetcher.is_first = False
         moment.restore(self.followed.loader)
+
+    def _leave_objects(self, saved: Mapping[str, Any]) -> None:
+        """Leave the data as it was at the save; the samplers are there by themselves, and ahead where they were."""
+        objects, wanted = self.followed.objects, saved.get("objects", {})
+        if saved["before_last"] is not None:
+            return  # they come to that with the batch that is fetched once more
+        if self._reads_anew and not self.base:
+            others = different(objects.changes(DATA), wanted)
+            if others:
+                self.followed.differs(
+                    f"has read up to its place, and {others[0]} is not what it was, as something changed it between "
+                    "the batches. Let the data alone change it"
+                )
+        objects.put_back(wanted, DATA)
 
     def _compare(self, saved: Mapping[str, Any]) -> None:
         """Say where the epoch is another one than it was."""
@@ -247,11 +273,11 @@ class Place:
 
     def saw_first(self, batch: Any) -> None:
         """Note the first batch of the iteration."""
-        self.first = digest_of_batch(batch)
+        self.first = digest_of(batch)
 
     def begin_again(self, iterator: Any) -> None:
         """Start a persistent iterator's next iteration, and note where its workers are when they are idle."""
-        self.started = Moment(self.followed.loader)
+        self.started = Moment(self.followed.loader, self.followed.objects)
         with _attributes(iterator, {"_try_put_index": lambda: None}):
             type(iterator)._reset(iterator, self.followed.loader)
         for worker in range(len(self.base)):
@@ -271,7 +297,7 @@ class Place:
             iterator._try_put_index()
 
     def _note_start(self) -> None:
-        self.started = Moment(self.followed.loader)
+        self.started = Moment(self.followed.loader, self.followed.objects)
         if self.draws is not None:
             self.draws.begin()
 
@@ -281,16 +307,21 @@ class _WatchedFetcher:
 
     def __init__(self, fetcher: Any, place: Place) -> None:
         self._fetcher, self._place, self.is_first = fetcher, place, True
+        self.ended = False  # an iterable was asked for more than it had
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
         place = self._place
-        if place._reads_anew and place.draws is not None:
-            batch = place.draws.call(lambda: self._fetcher.fetch(indices))
-        else:
-            batch = self._fetcher.fetch(indices)
+        try:
+            if place._reads_anew and place.draws is not None:
+                batch = place.draws.call(lambda: self._fetcher.fetch(indices))
+            else:
+                batch = self._fetcher.fetch(indices)
+        except StopIteration:
+            self.ended = True
+            raise
         if self.is_first:
             self.is_first = False
             place.saw_first(batch)

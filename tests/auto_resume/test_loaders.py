@@ -20,8 +20,10 @@ from torch.utils.data import (
 )
 
 from lightning_tricks import isolated_rng
+from lightning_tricks.auto_resume.data import LoadersOfFit, _state_of
 from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
 from lightning_tricks.auto_resume.places import place_of
+from lightning_tricks.auto_resume.signals import StopRequest
 from lightning_tricks.auto_resume.streams import WorkerStreams, pack_streams, unpack_streams
 
 
@@ -67,6 +69,72 @@ class Buffered(IterableDataset):
             yield torch.tensor(
                 [chosen + self.offset, shift, np.random.normal(), torch.rand(()).item()], dtype=torch.float64
             )
+
+
+class Own(Dataset):
+    """Draws from generators that it keeps for itself, and counts."""
+
+    def __init__(self, size):
+        self.size, self.count, self.seen = size, 0, []
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        self.legacy, self.python = np.random.RandomState(3), random.Random(4)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.count += 1
+        self.seen = [*self.seen[-3:], index]
+        drawn = [self.numpy.normal(), self.legacy.normal(), self.python.gauss(0, 1)]
+        numbers = [index, self.count, sum(self.seen), torch.rand((), generator=self.torch).item(), *drawn]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+class OwnStream(IterableDataset):
+    """Gives another order in each epoch, and draws from what it keeps."""
+
+    def __init__(self, size):
+        self.data, self.epoch, self.position, self.order = Own(size), 0, 0, np.random.default_rng(5)
+
+    def __iter__(self):
+        self.epoch += 1
+        info = get_worker_info()
+        for index in self.order.permutation(self.data.size)[info.id if info else 0 :: info.num_workers if info else 1]:
+            self.position += 1
+            yield torch.cat([self.data[int(index)], torch.tensor([self.epoch, self.position])])
+        self.order.random(3)
+
+
+class OwnSampler(Sampler):
+    """Has a generator nobody else knows, an epoch of its own, and a state that says how far it is."""
+
+    def __init__(self, size):
+        self.size, self.numpy, self.epoch, self.given, self.begin = size, np.random.default_rng(6), 0, 0, 0
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        self.epoch += 1
+        order = self.numpy.permutation(self.size) if self.epoch > 1 else range(self.size)
+        self.given, self.begin = self.begin, 0
+        for index in list(order)[self.given :]:
+            self.given += 1
+            yield int(index + self.numpy.integers(2)) % self.size
+
+    def state_dict(self):
+        return {"begin": self.given}
+
+    def load_state_dict(self, state):
+        self.begin = state["begin"]
+
+
+class OwnCollate:
+    def __init__(self):
+        self.numpy = np.random.default_rng(6)
+
+    def __call__(self, samples):
+        return torch.stack(samples) * self.numpy.random()
 
 
 class Plain(IterableDataset):
@@ -118,26 +186,33 @@ def draws(data, epochs=2, reads_ahead=False, **options):
     loader = DataLoader(data, **options)
     followed, batches, places = FollowedLoader(loader, reads_ahead=reads_ahead), [], []
     for _ in range(epochs):
-        torch.rand(3)
-        iterator = iter(loader)
-        torch.rand(2)
-        ahead = [next(iterator)] if reads_ahead else []
-        while True:
-            fetched = next(iterator, None)
-            if fetched is None and not ahead:
-                break
-            batch = ahead.pop() if ahead else fetched
-            ahead += [fetched] if reads_ahead and fetched is not None else []
+        for batch, iterator, ahead in epoch_of(loader, reads_ahead):
             batches.append(batch)
             step()
-            places.append((place_of(iterator, len(ahead)), followed.generator_states(), pack_streams()))
+            places.append((place_of(iterator, ahead), followed.generator_states(), pack_streams()))
             step()
     followed.release()
     return batches, places
 
 
-def go_on(data, state, count, reads_ahead=False, **options):
-    """Take a loader of a fresh process to a place; return its next batches, and how many samples that alone read."""
+def epoch_of(loader, reads_ahead):
+    """Yield each batch with its iterator, and how many were fetched in advance."""
+    torch.rand(3)
+    iterator = iter(loader)
+    torch.rand(2)
+    ahead = [next(iterator)] if reads_ahead else []
+    while True:
+        fetched = next(iterator, None)
+        if fetched is not None:
+            ahead.append(fetched)
+        if not ahead:
+            return
+        batch = ahead.pop(0)
+        yield batch, iterator, len(ahead)
+
+
+def go_on(data, state, count, reads_ahead=False, epochs=0, **options):
+    """Take a loader of a fresh process to a place; return the next batches, and how many samples that alone read."""
     place, generators, streams = state
     loader = DataLoader(data, **options)
     followed = FollowedLoader(loader, reads_ahead=reads_ahead)
@@ -154,6 +229,11 @@ def go_on(data, state, count, reads_ahead=False, **options):
         ahead.append(next(iterator, None))
         batches.append(ahead.pop(0))
         step(), step()
+    assert next(iterator, None) is None or not epochs
+    for _ in range(epochs):
+        for batch, _, _ in epoch_of(loader, reads_ahead):
+            batches.append(batch)
+            step(), step()
     followed.release()
     assert followed.differences == []
     return batches, read
@@ -230,6 +310,42 @@ def test_a_sampler_that_draws_while_workers_are_ahead(at):
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
 
+@pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
+@pytest.mark.parametrize("kind", ["data", "stream", "sampler", "batches", "ahead", "collate"])
+def test_objects_that_keep_generators_and_counters(kind, at):
+    def made():
+        if kind == "stream":
+            return {"data": OwnStream(21), "batch_size": 3}
+        if kind == "ahead":
+            return {"data": OwnStream(21), "batch_size": 3, "reads_ahead": True}
+        if kind == "batches":
+            return {"data": Own(21), "batch_sampler": BatchSampler(OwnSampler(21), 3, drop_last=False)}
+        if kind == "collate":
+            return {"data": Noisy(21), "batch_size": 3, "collate_fn": OwnCollate()}
+        return {"data": Own(21), "batch_size": 3, **({"sampler": OwnSampler(21)} if kind == "sampler" else {})}
+
+    with isolated_rng(seed=3):
+        batches, places = draws(epochs=3, **made())
+        rest = 7 * (1 + at // 7) - at - 1
+        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // 7, **made())
+    assert len(batches) == 21
+    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
+def test_samplers_that_are_ahead_of_workers(persistent, at):
+    def made():
+        data = {"data": Noisy(21), "sampler": OwnSampler(21), "batch_size": 3}
+        return {**data, "num_workers": 2, "persistent_workers": persistent}
+
+    with isolated_rng(seed=3):
+        batches, places = draws(epochs=3, **made())
+        rest = 7 * (1 + at // 7) - at - 1
+        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // 7, **made())
+    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
+
+
 def test_only_what_the_data_needs_is_kept():
     """Nothing of data that draws nothing, or that nobody disturbs; most often a position else."""
 
@@ -284,6 +400,36 @@ def test_other_data_is_said(kind, workers):
             pytest.skip("workers do not read the first batch again")
         with pytest.raises(AssertionError, match="the loader gives another first batch of the epoch"):
             go_on(other, places[3], 1, **options)
+
+
+def test_other_data_are_named():
+    def followed(seed):
+        data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
+        loader = DataLoader(data, batch_size=3)
+        fit = LoadersOfFit(StopRequest([]))
+        return fit, loader
+
+    before, loader = followed(1)
+    before.follow([loader], True, None)
+    next(iter(loader))
+    saved = {"train": [_state_of(before._train[0], None)], "validation": [], "replays": False}
+    for seed in (1, 2):
+        fit, loader = followed(seed)
+        fit.follow([loader], True, saved)
+        if seed == 1:
+            assert fit.differences == []
+            assert loader.dataset.dataset.count == 3
+        else:
+            assert "the training loader has other data than in the stopped run: dataset.indices" in fit.differences[0]
+
+
+def test_what_is_not_kept_is_told_once():
+    data = Own(21)
+    followed = FollowedLoader(loader := DataLoader(data))
+    data.opened = (number for number in range(3))
+    assert followed.objects.changes()["dataset"]["lost"] == {"dataset.opened": "generator"}
+    assert [followed.objects.newly_lost() for _ in range(2)] == [{"dataset.opened": "generator"}, {}]
+    del loader
 
 
 def test_workers_that_are_others_keep_the_order():

@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "epochs": 3,
     "workers": 0,
     "persistent": False,
-    "iterable": "",  # "sized", "unsized" or "buffered" (unsized) for an IterableDataset
+    "iterable": "",  # "sized", "unsized", "buffered" or "own" (both unsized) for an IterableDataset
     "ranks": 1,
     "strategy": "ddp",
     "accumulate": 1,
@@ -109,6 +109,49 @@ class Buffered(Stream):
                 yield buffer.pop(random.randrange(10))
         random.shuffle(buffer)
         yield from buffer
+
+
+class OwnStream(Stream):
+    """The stream in an order of its own for each epoch."""
+
+    def __init__(self, data: Digits) -> None:
+        super().__init__(data)
+        self.epoch, self.generator = 0, np.random.default_rng(3)
+
+    def __iter__(self):
+        self.epoch += 1
+        part = list(super().__iter__())
+        for index in self.generator.permutation(len(part)):
+            x, y = part[index]
+            yield x * float(self.generator.uniform(0.8, 1.2)) + 0.1 * self.epoch, y
+
+
+class OwnDigits(Digits):
+    """Augmented from generators of its own, and ever harder."""
+
+    def __init__(self, count: int, offset: int = 0) -> None:
+        super().__init__(count, offset)
+        self.given, self.generator = 0, torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given += 1
+        x, y = super().__getitem__(index)
+        return x + 0.001 * self.given * torch.randn(64, generator=self.generator), y
+
+
+class OwnSampler(Sampler):
+    """Has a generator that nobody else knows."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.random = size, random.Random(5)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        order = list(range(self.size))
+        self.random.shuffle(order)
+        yield from order
 
 
 class DrawingSampler(Sampler):
@@ -310,12 +353,17 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
         workers["persistent_workers"] = options["persistent"]
     data: Any = Digits(options["samples"] * options["ranks"])
     if options["iterable"]:
-        data = {"sized": SizedStream, "unsized": Stream, "buffered": Buffered}[options["iterable"]](data)
+        data = {"sized": SizedStream, "unsized": Stream, "buffered": Buffered, "own": OwnStream}[options["iterable"]](
+            data
+        )
         train = DataLoader(data, batch_size=4, **workers)
     elif options["loader"] == "generator":
         train = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), **workers)
     elif options["loader"] == "drawing":
         train = DataLoader(data, batch_size=4, sampler=DrawingSampler(len(data)), **workers)
+    elif options["loader"] == "own":
+        data = OwnDigits(options["samples"])
+        train = DataLoader(data, batch_size=4, sampler=OwnSampler(len(data)), **workers)
     elif options["loader"] == "two":  # the shorter one is begun again within an epoch
         shorter = DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)
         train = CombinedLoader([DataLoader(data, batch_size=4, shuffle=True, **workers), shorter], "max_size_cycle")
