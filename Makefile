@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 OLDEST := $(CURDIR)/$(VENV)/oldest
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 DECLARED := pyproject.toml constraints.txt
+# In files of tests: Lightning itself, or what trains with it
+USES_LIGHTNING := lightning\.pytorch|import lightning$$|contract\.lab|\.(training|killing|scenarios)|_lightning_compat|\<cli\>
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest soak fuzz check fix bench constraints clean
@@ -15,11 +17,11 @@ help: ## Show this list
 demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
 	$(BIN)/lightning-tricks demo
 
-test: $(VENV)/installed-test ## Run the tests
-	$(BIN)/python -m pytest
+test: $(VENV)/installed-test ## Run the tests, or those in TESTS="tests/flops ..."
+	$(BIN)/python -m pytest $(TESTS)
 
-test-oldest: $(OLDEST)/installed ## Run the tests with the oldest supported Lightning
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests
+test-oldest: $(OLDEST)/installed ## Run the tests that use Lightning with the oldest supported one
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $$(grep -rlE '$(USES_LIGHTNING)' $(or $(TESTS),tests) --include='test_*.py')
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
