@@ -110,6 +110,10 @@ class LoaderObjects:
                 failed |= put_back({name: objects[name]}, changes, skipped=skipped)
         return failed
 
+    def note_lost(self, lost: Mapping[str, str]) -> None:
+        """Note what changed in a worker and is not kept."""
+        self._lost |= {f"{path} in a worker": kind for path, kind in lost.items()}
+
     def newly_lost(self) -> dict[str, str]:
         """Return path -> type or reason of what changed and is not kept, each once."""
         new = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from lightning_tricks.auto_resume.draws import Draws, Order, WatchedSampler, dig
 from lightning_tricks.auto_resume.loader_objects import DATA, different
 from lightning_tricks.auto_resume.moments import Moment
 from lightning_tricks.auto_resume.streams import RecordingCollate, WorkerStart, WorkerStreams
+from lightning_tricks.auto_resume.worker_data import ROOM, read_note
 from lightning_tricks.seeding.functional import isolated_rng
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.loaders import FollowedLoader
 
+_SECONDS_TO_BEGIN = 10.0
 _PLACE = "_lightning_tricks_place"  # attribute of an iterator that is followed
 
 
@@ -49,6 +52,8 @@ class Place:
         started: When its sampler was first asked, where that is a moment of its own.
         before_last: Before the batch that was fetched last, where the loop reads ahead.
         initial: The workers' streams at the start of the iteration; None for fresh ones.
+        initial_data: What their copies of the data kept then; None for fresh ones.
+        iteration: Of the workers, from 1.
         base: Batches that each worker had made at the start of the iteration.
         offset: Batches at which the sampler started in this process.
         draws: What the sampler, or an iterable in this process, draws batch by batch; None where nothing is watched.
@@ -64,7 +69,10 @@ class Place:
         self.initial: list[torch.Tensor | None] = [None] * loader.num_workers
         self.base = [0] * loader.num_workers
         self.offset = 0
-        self.streams = WorkerStreams(loader.num_workers, loader.prefetch_factor or 0)
+        self.initial_data: list[Any] = [None] * loader.num_workers
+        self.iteration = 1
+        self.streams = WorkerStreams(loader.num_workers, loader.prefetch_factor or 0, room=ROOM)
+        self.starts = WorkerStreams(loader.num_workers, 0, room=ROOM) if self._reads_anew else None
         self.draws: Draws | None = None
         self.order = Order()
         self.first = ""
@@ -90,6 +98,8 @@ class Place:
         place.started = saved["started"] and Moment.of(saved["started"])
         workers = saved["workers"] if len(saved["workers"]) == loader.num_workers else place.initial
         place.initial = list(workers)
+        data = saved.get("data", [])
+        place.initial_data = list(data) if len(data) == loader.num_workers else place.initial_data
         iterator, held = place._make()
         if place.started is not None:
             place.started.restore(loader, followed.objects)
@@ -113,13 +123,17 @@ class Place:
         before_last = self.before_last if read_ahead else None
         ended = not (self.base or read_ahead) and self._source(iterator).ended
         draws = None if self.draws is None else self.draws.as_dict(None if self.base else batches + ended)
+        places = [self._worker_at(worker, batches) for worker in range(len(self.base))]
+        for _, data in places:
+            self.followed.objects.note_lost({} if data is None else data["lost"])
         return {
             "batches": batches,
             "at_end": at_end,
             "created": self.created.as_dict(),
             "started": None if self.started is None else self.started.as_dict(),
             "before_last": None if before_last is None else before_last.as_dict(),
-            "workers": [self._worker_at(worker, batches) for worker in range(len(self.base))],
+            "workers": [streams for streams, _ in places],
+            "data": [data for _, data in places],
             "draws": draws,
             "order": self.order.digest(batches),
             "first": self.first,
@@ -127,21 +141,36 @@ class Place:
             "objects": self.followed.objects.changes(),
         }
 
-    def _worker_at(self, worker: int, batches: int) -> torch.Tensor | None:
-        if self._reads_anew:
-            return self.initial[worker]  # which the worker reads anew from
+    def _worker_at(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
+        """Return a worker's streams, and what its copy of the data keeps, at the last batch that was seen."""
+        if self._reads_anew:  # as the worker does, from the start of its iteration
+            self._note_iteration(worker)
+            return self.initial[worker], self.initial_data[worker]
         n_workers = len(self.base)
         made = len(range(self.offset + (worker - self.offset) % n_workers, batches, n_workers))
         if not made:
-            return self.initial[worker]
-        state = self.streams.read(worker, self.base[worker] + made)
+            return self.initial[worker], self.initial_data[worker]
+        count = self.base[worker] + made
+        state, data = self.streams.read(worker, count), read_note(self.streams.read_note(worker, count))
         if state is None:
             warnings.warn(
                 f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random numbers "
                 "are not saved, and a resumed run draws others.",
                 stacklevel=2,
             )
-        return state
+        return state, data
+
+    def _note_iteration(self, worker: int) -> None:
+        """Note where a worker was when it began its iteration, which it does as soon as it can."""
+        if self.starts is None or self.iteration == 1:
+            return
+        until = time.monotonic() + _SECONDS_TO_BEGIN
+        state = self.starts.read(worker, self.iteration)
+        while state is None and time.monotonic() < until:
+            time.sleep(0.001)
+            state = self.starts.read(worker, self.iteration)
+        self.initial[worker] = state
+        self.initial_data[worker] = read_note(self.starts.read_note(worker, self.iteration))
 
     def _source(self, iterator: Any) -> Any:
         """Return what knows its end, of an iterator in this process."""
@@ -158,9 +187,15 @@ class Place:
         replaced: dict[str, Any] = {}
         held = None
         if self.base:
-            replaced["collate_fn"] = RecordingCollate(loader.collate_fn, self.streams)
+            recording = RecordingCollate(loader.collate_fn, self.streams, self.starts)
+            replaced["collate_fn"] = recording
             replaced["worker_init_fn"] = WorkerStart(
-                loader.worker_init_fn, self.initial, self.followed.signals, self.followed.stopping
+                loader.worker_init_fn,
+                self.initial,
+                self.followed.signals,
+                self.followed.stopping,
+                recording,
+                self.initial_data,
             )
         if not self._reads_anew:
             batches = loader.batch_sampler is not None
@@ -282,10 +317,12 @@ class Place:
             type(iterator)._reset(iterator, self.followed.loader)
         for worker in range(len(self.base)):
             count = self.streams.last_count(worker)
-            if count:
+            if count and not self._reads_anew:
                 self.initial[worker] = self.streams.read(worker, count)
+                self.initial_data[worker] = read_note(self.streams.read_note(worker, count))
             self.base[worker] = count
         self.offset = 0
+        self.iteration += 1
         self._watch(iterator, None if self._reads_anew else iterator._sampler_iter)
         self._prime(iterator)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lightning_tricks.auto_resume.signals import LEAVING, STOPPING
+from lightning_tricks.auto_resume.worker_data import WorkerData, call_at_start
 
 _SECONDS_TO_SEE = 0.5  # whether a SIGTERM reached the training process, too
 
@@ -46,18 +47,25 @@ class WorkerStreams:
     Args:
         n_workers: Of the loader.
         prefetch: Batches that a worker is ahead at most (`prefetch_factor`).
+        room: Bytes for a note beside the streams.
     """
 
-    def __init__(self, n_workers: int, prefetch: int) -> None:
+    def __init__(self, n_workers: int, prefetch: int, room: int = 0) -> None:
         self.slots = prefetch + 3
+        self.notes = torch.zeros(n_workers, self.slots, 8 + room, dtype=torch.uint8)
         self.memory = torch.zeros(n_workers, self.slots, _layout().itemsize, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
+            self.notes.share_memory_()
 
-    def write(self, worker: int, count: int) -> None:
-        """Write down this process' streams after its `count`-th batch (from 1)."""
+    def write(self, worker: int, count: int, note: bytes = b"") -> None:
+        """Write down this process' streams after its `count`-th batch (from 1), and a note where there is room."""
         record = self._records(worker)[count % self.slots]
+        record["count"] = 0
         _write_streams(record)
+        row = self.notes[worker, count % self.slots].numpy()
+        row[:8].view(np.int64)[0] = len(note)
+        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
         record["count"] = count  # last: says that the rest is whole
 
     def read(self, worker: int, count: int) -> Tensor | None:
@@ -65,6 +73,12 @@ class WorkerStreams:
         record = self._records(worker)[count % self.slots]
         packed = self.memory[worker, count % self.slots].clone()
         return packed if record["count"] == count else None
+
+    def read_note(self, worker: int, count: int) -> bytes:
+        """Return the note that a worker wrote with its streams; nothing where they are not there."""
+        record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
+        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
+        return note if record["count"] == count else b""
 
     def last_count(self, worker: int) -> int:
         """Return how many batches a worker has made."""
@@ -100,6 +114,8 @@ class WorkerStart:
         states: Of `pack_streams`, for each worker; None leaves its fresh streams.
         signals: To pass over.
         stopping: A shared byte: one of `signals.GOING_ON`, `STOPPING` and `LEAVING`.
+        recording: That writes down what the worker makes.
+        data: What the copies of the data keep, for each worker, see `WorkerData`; None leaves it as it is.
     """
 
     def __init__(
@@ -108,8 +124,11 @@ class WorkerStart:
         states: Sequence[Tensor | None] = (),
         signals: Sequence[int] = (),
         stopping: Any = None,
+        recording: RecordingCollate | None = None,
+        data: Sequence[Any] = (),
     ) -> None:
         self.given, self.states, self.signals, self.stopping = given, list(states), list(signals), stopping
+        self.recording, self.data = recording, list(data)
 
     def __call__(self, worker: int) -> None:
         """Start a worker, in its process."""
@@ -118,6 +137,8 @@ class WorkerStart:
             self.given(worker)
         for number in self.signals:
             signal.signal(number, self._wait_and_see if number == signal.SIGTERM else signal.SIG_IGN)
+        if self.recording is not None:
+            self.recording.begin(self.data[worker] if worker < len(self.data) else None)
         state = self.states[worker] if worker < len(self.states) else None
         if state is not None:
             unpack_streams(state)
@@ -135,11 +156,38 @@ class WorkerStart:
 
 
 class RecordingCollate:
-    """A `collate_fn` that, in a worker, writes the streams down when a batch is made."""
+    """A `collate_fn` that, in a worker, writes down the streams and what the data keep, when a batch is made.
 
-    def __init__(self, given: Callable[[Any], Any], streams: WorkerStreams) -> None:
-        self.given, self.streams = given, streams
-        self.count = 0
+    Args:
+        given: The loader's own function.
+        streams: To write to after each batch.
+        starts: To write to whenever the worker's iterable dataset is asked for an iterator.
+    """
+
+    def __init__(
+        self, given: Callable[[Any], Any], streams: WorkerStreams, starts: WorkerStreams | None = None
+    ) -> None:
+        self.given, self.streams, self.starts = given, streams, starts
+        self.count = self.started = 0
+        self.data: WorkerData | None = None  # in the worker
+
+    def begin(self, changes: Any) -> None:
+        """Follow the data in the worker, from where another one left them."""
+        self.data = WorkerData(self.given)
+        if changes is not None:
+            self.data.put_back(changes)
+        info = get_worker_info()
+        if self.starts is not None and info is not None:
+            call_at_start(info.dataset, self._start)
+
+    def _start(self) -> None:
+        info = get_worker_info()
+        if self.starts is not None and info is not None:
+            self.started += 1
+            self.starts.write(info.id, self.started, self._note())
+
+    def _note(self) -> bytes:
+        return b"" if self.data is None else self.data.note()
 
     def __call__(self, samples: Any) -> Any:
         """Make a batch."""
@@ -147,7 +195,7 @@ class RecordingCollate:
         worker = get_worker_info()
         if worker is not None:
             self.count += 1
-            self.streams.write(worker.id, self.count)
+            self.streams.write(worker.id, self.count, self._note() if self.starts is None else b"")
         return batch
 
 

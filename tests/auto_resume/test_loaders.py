@@ -333,7 +333,29 @@ def test_objects_that_keep_generators_and_counters(kind, at):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
+@pytest.mark.parametrize("at", [0, 6, 9])
+@pytest.mark.parametrize("kind", ["data", "stream", "ahead", "collate"])
+def test_copies_of_the_data_in_workers(kind, at, persistent):
+    def made():
+        workers = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
+        if kind in ("stream", "ahead"):
+            return {"data": OwnStream(21), "reads_ahead": kind == "ahead", **workers}
+        if kind == "collate":
+            return {"data": Noisy(21), "collate_fn": OwnCollate(), **workers}
+        return {"data": Own(21), "shuffle": True, **workers}
+
+    with isolated_rng(seed=3):
+        batches, places = draws(epochs=3, **made())
+        per_epoch = len(batches) // 3
+        at = min(at, 2 * per_epoch - 1)
+        rest = per_epoch * (1 + at // per_epoch) - at - 1
+        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // per_epoch, **made())
+    assert len(again) == len(batches) - at - 1
+    assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at", [0, 6, 9])
 def test_samplers_that_are_ahead_of_workers(persistent, at):
     def made():
         data = {"data": Noisy(21), "sampler": OwnSampler(21), "batch_size": 3}
@@ -421,6 +443,31 @@ def test_other_data_are_named():
             assert loader.dataset.dataset.count == 3
         else:
             assert "the training loader has other data than in the stopped run: dataset.indices" in fit.differences[0]
+
+
+class Caching(Noisy):
+    """Keeps what it read, and a counter."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.cache, self.count = {}, 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        self.cache[index] = torch.zeros(4000)
+        return super().__getitem__(index)
+
+
+def test_what_does_not_fit_in_a_note_of_a_worker_is_told():
+    loader = DataLoader(Caching(21), batch_size=3, num_workers=1)
+    followed = FollowedLoader(loader)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    data = place_of(iterator)["data"][0]
+    assert followed.objects.newly_lost() == {"dataset.cache in a worker": "more than 64 KiB"}
+    assert {path: change["value"] for path, change in data["values"].items()} == {"dataset.count": 9}
+    followed.release()
 
 
 def test_what_is_not_kept_is_told_once():
