@@ -51,7 +51,6 @@ class LoadersOfFit:
         self._streams: dict[str, torch.Tensor] = {}
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
         self._waits = False  # with the iterators, until the hooks of the epoch's start were called again
-        self.differences: list[str] = []  # sentences that say in what the data is other than in the stopped run
 
     def release(self) -> None:
         """Leave the loaders as they were."""
