@@ -1,0 +1,66 @@
+"""What differs after a resume is named by its place, and what is equal is not."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks.auto_resume.comparison import differing
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+_VALUES = st.recursive(
+    _LEAVES | st.floats(width=32).map(torch.tensor),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(_VALUES)
+def test_a_value_equals_its_copy(value):
+    assert list(differing(value, _copy(value))) == []
+
+
+def _copy(value):
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copy(part) for name, part in value.items()}
+    return [_copy(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("restored", "places"),
+    [
+        ({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, []),
+        ({"a": [1, torch.ones(2)], "b": {"c": 0.5}, "more": 1}, []),
+        ({"a": [2, torch.ones(2)], "b": {"c": 0.5}}, ["a.0"]),
+        ({"a": [1, torch.tensor([1.0, 1.0 + 2**-23])], "b": {"c": 0.5}}, ["a.1"]),
+        ({"a": [1, torch.ones(1, 2)], "b": {"c": 0.5}}, ["a.1"]),
+        ({"a": [1], "b": {"c": 0.5}}, ["a"]),
+        ({"a": [1, torch.ones(2)], "b": {}}, ["b.c"]),
+        ({"a": [1, torch.ones(2)]}, ["b.c"]),
+        ({"a": [1, torch.ones(2)], "b": {"c": float("nan")}}, ["b.c"]),
+    ],
+)
+def test_places_are_named(restored, places):
+    assert list(differing({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, restored)) == places
+
+
+def test_bits_decide():
+    nan = torch.tensor([float("nan")])
+    assert list(differing({"x": nan}, {"x": nan.clone()})) == []
+    half = torch.tensor([0.1], dtype=torch.bfloat16)
+    assert list(differing({"x": half}, {"x": half.float()})) == [], "loaded in more precision, and the same"
+
+
+def test_clocks_go_on():
+    now = time.time()
+    assert list(differing({"t": now - 60}, {"t": now})) == []
+    assert list(differing({"t": 0.25}, {"t": now})) == ["t"]
+
+
+def test_objects_whose_comparison_is_no_answer_are_passed_over():
+    assert list(differing({"x": np.zeros(2)}, {"x": np.zeros(2)})) == []
