@@ -268,7 +268,7 @@ def split_without_seed(job: Job) -> None:
     job.fit(Net(), train=job.loader(train, shuffle=True))
 
 
-@scenario(says=OTHER_DATA)
+@scenario()
 def split_without_seed_in_setup(job: Job) -> None:
     class Splits(LightningDataModule):
         def setup(self, stage: str) -> None:
