@@ -1,20 +1,16 @@
-"""What an order is drawn from, call by call, and a digest of the order itself."""
+"""What data or their order are drawn from, call by call."""
 
 from __future__ import annotations
 
-import marshal
+import ctypes
 import random
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from lightning_tricks.auto_resume.digests import Digest
 
 MAX_BYTES = 64 * 2**20  # of states that are kept in an epoch
 _SPARSE = 3  # a change is kept byte by byte where less than a third of a state is another
@@ -45,6 +41,7 @@ class Draws:
 
     def begin(self) -> None:
         """The first call finds the streams as they are, also when it is made again."""
+        _numpy.forget()
         self._left = _raw()
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -103,97 +100,65 @@ class Draws:
         self._kept.append((number, stream, where, values))
 
 
-class Order:
-    """A running digest of what a sampler gave: two orders are the same where their digests are.
-
-    Args:
-        ahead: How many of the last digests can be asked for.
-    """
-
-    def __init__(self, ahead: int = 0) -> None:
-        self.count = 0
-        self._digests = deque([b""], maxlen=ahead + 4)
-
-    def add(self, indices: Any) -> None:
-        """Add the indices of a batch."""
-        self.count += 1
-        self._digests.append(blake2b(self._digests[-1] + _bytes_of(indices), digest_size=8).digest())
-
-    def digest(self, count: int) -> str:
-        """Return the digest of the first `count` batches, or nothing where it is no longer there."""
-        back = self.count - count
-        return self._digests[-1 - back].hex() if 0 <= back < len(self._digests) else ""
-
-
-class WatchedSampler:
-    """An iterator of a sampler, whose draws and order are watched.
-
-    Args:
-        iterator: That gives the indices.
-        draws: None where only the first index is drawn, from where the streams are then.
-        order: Of what is given.
-
-    Attributes:
-        ended: Whether it was asked for more than it had.
-    """
-
-    def __init__(self, iterator: Iterator[Any], draws: Draws | None, order: Order) -> None:
-        self.iterator, self.draws, self.order = iterator, draws, order
-        self.ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
-        except StopIteration:
-            self.ended = True
-            raise
-        self.order.add(indices)
-        return indices
-
-
-def draws_at_first_only(sampler: Any) -> bool:
-    """Whether a sampler is one of torch's, which draw from the process' streams for their first index only."""
-    inner = getattr(sampler, "sampler", None)
-    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
-    return known and (inner is None or draws_at_first_only(inner))
-
-
-def digest_of(batch: Any) -> str:
-    """Return a digest of what a batch, or another value, holds; of a large one, some of it is looked at."""
-    digest = Digest(here=False)
-    digest.feed(batch)
-    return f"{int(digest):016x}"
-
-
-def _bytes_of(indices: Any) -> bytes:
-    if isinstance(indices, Tensor):
-        indices = indices.tolist()
-    try:
-        return marshal.dumps(indices, 2)  # a later version writes down who refers to what
-    except ValueError:
-        return repr([one.tolist() if isinstance(one, Tensor) else type(one) for one in _as_list(indices)]).encode()
-
-
-def _as_list(indices: Any) -> list[Any]:
-    return list(indices) if isinstance(indices, list | tuple) else [indices]
-
-
 # -- streams one by one
 
 
+class _NumPy:
+    """Reads the state of numpy's stream; in no time where it is what it was."""
+
+    def __init__(self) -> None:
+        self._bits: Any = None
+        self._memory: Any = None
+        self._seen = b""
+        self._state: Any = None
+
+    def read(self) -> Any:
+        """Return what `np.random.get_state` does; the same object where nothing was drawn."""
+        if self._bits is None or self._bits is not _bit_generator():
+            self._look_into()
+        if self._memory is None:
+            return np.random.get_state()
+        seen = bytes(self._memory)
+        # a number that is kept for the next call comes and goes without a trace there
+        if seen != self._seen or self._state[3]:
+            self._seen, self._state = seen, np.random.get_state()
+        return self._state
+
+    def forget(self) -> None:
+        """Read all of it next time, as after it was set: then a number may be kept that was not there."""
+        self._bits = None
+
+    def _look_into(self) -> None:
+        """Find the words and the position in memory, as they are laid out in MT19937."""
+        self._bits, self._memory = _bit_generator(), None
+        if not isinstance(self._bits, np.random.MT19937):
+            return
+        memory = (ctypes.c_char * (4 * 624 + 4)).from_address(self._bits.ctypes.state_address)
+        state: Any = np.random.get_state()
+        seen = bytes(memory)
+        if seen == state[1].tobytes() + np.int32(state[2]).tobytes():
+            self._memory, self._seen, self._state = memory, seen, state
+
+
+def _bit_generator() -> Any:
+    get = getattr(np.random, "get_bit_generator", None)  # since NumPy 1.24
+    return None if get is None else get()
+
+
+_numpy = _NumPy()
+
+
 def _raw() -> list[Any]:
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    return [random.getstate(), _numpy.read(), torch.get_rng_state()]
 
 
 def _same_python(one: Any, other: Any) -> bool:
-    return bool(one == other)
+    # the position, what is kept for the next call, and some words: when they are drawn anew, each is another
+    return bool(one[1][-1] == other[1][-1] and one[2] == other[2] and one[1][:4] == other[1][:4])
 
 
 def _same_numpy(one: Any, other: Any) -> bool:
-    return bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())  # faster than element by element
+    return one is other or bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())
 
 
 def _same_torch(one: Tensor, other: Tensor) -> bool:
@@ -222,6 +187,7 @@ def _set_state(stream: int, row: np.ndarray[Any, Any]) -> None:
     if stream == 0:
         random.setstate((3, tuple(words.tolist()), numbers[1] if numbers[0] else None))
     else:
+        _numpy.forget()
         np.random.set_state(("MT19937", words, int(numbers[0]), int(numbers[1]), numbers[2]))
 
 

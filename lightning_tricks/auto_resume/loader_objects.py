@@ -9,7 +9,7 @@ from weakref import ref
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.attributes import Attributes, Changes, fingerprints, put_back
-from lightning_tricks.auto_resume.draws import digest_of
+from lightning_tricks.auto_resume.orders import digest_of
 
 # whose objects are handles to data, which a fresh process opens again
 _HANDLES = (

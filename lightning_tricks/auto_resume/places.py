@@ -13,9 +13,10 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks.auto_resume.draws import Draws, Order, WatchedSampler, digest_of, draws_at_first_only
+from lightning_tricks.auto_resume.draws import Draws
 from lightning_tricks.auto_resume.loader_objects import DATA, different
 from lightning_tricks.auto_resume.moments import Moment
+from lightning_tricks.auto_resume.orders import Order, WatchedSampler, digest_of, draws_at_first_only
 from lightning_tricks.auto_resume.streams import RecordingCollate, WorkerStart, WorkerStreams
 from lightning_tricks.auto_resume.worker_data import ROOM, read_note
 from lightning_tricks.seeding.functional import isolated_rng

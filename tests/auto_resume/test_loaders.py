@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_tricks import isolated_rng
 from lightning_tricks.auto_resume.data import LoadersOfFit, _state_of
+from lightning_tricks.auto_resume.draws import _numpy, _row, _set_state
 from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
 from lightning_tricks.auto_resume.places import place_of
 from lightning_tricks.auto_resume.signals import StopRequest
@@ -388,6 +389,23 @@ def test_only_what_the_data_needs_is_kept():
         assert of_torch["calls"].tolist() == list(range(1, 40))
         assert set(of_torch["streams"].tolist()) == {2}
         assert len(of_torch["bytes"]) < 12_000
+
+
+@given(st.lists(st.sampled_from(["normal", "uniform", "nothing", "gauss", "set"]), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_numpys_stream_is_read_as_it_is(operations):
+    with isolated_rng(seed=1):
+        other = np.random.RandomState(7)
+        other.normal()
+        _numpy.forget()  # the example before began alike
+        for operation in operations:
+            if operation == "set":
+                _set_state(1, _row(1, other.get_state()))
+            elif operation != "nothing":
+                {"normal": np.random.normal, "uniform": np.random.rand, "gauss": np.random.randn}[operation]()
+            read, wanted = _numpy.read(), np.random.get_state()
+            assert (read[1] == wanted[1]).all()
+            assert read[2:] == wanted[2:]
 
 
 def test_more_draws_than_are_kept_are_said(monkeypatch):
