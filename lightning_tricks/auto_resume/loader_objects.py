@@ -91,12 +91,17 @@ class LoaderObjects:
         self.fingerprint = baselines.fingerprint(loader.dataset, _others(objects, loader.dataset))
         self._lost, self._told = dict[str, str](), set[str]()
 
-    def changes(self, names: Collection[str] = ()) -> dict[str, Changes]:
-        """Return what changed in the fit, in those of the objects that are named, or in all."""
+    def changes(self, names: Collection[str] = (), tell: bool = True) -> dict[str, Changes]:
+        """Return what changed in the fit.
+
+        Args:
+            names: Of the objects that are meant; empty for all.
+            tell: Whether what is not kept matters, and `newly_lost` names it.
+        """
         found = {
             name: attributes.changes() for name, attributes in self._attributes.items() if not names or name in names
         }
-        for changes in found.values():
+        for changes in found.values() if tell else ():
             self._lost |= changes["lost"]
         return {name: changes for name, changes in found.items() if changes["values"] or changes["lost"]}
 

@@ -20,13 +20,14 @@ class Moment:
     Args:
         loader: Whose generators they are.
         objects: Of the loader; None leaves them out.
+        tell: See `LoaderObjects.changes`.
     """
 
-    def __init__(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
+    def __init__(self, loader: DataLoader[Any], objects: LoaderObjects | None = None, tell: bool = True) -> None:
         self._packed: torch.Tensor | None = None
         self._raw: Any = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self.generators = [generator.get_state() for generator in generators_of(loader)]
-        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes()
+        self.objects: Mapping[str, Any] = {} if objects is None else objects.changes(tell=tell)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Moment:

@@ -139,7 +139,7 @@ class Place:
             "order": self.order.digest(batches),
             "first": self.first,
             "ended": ended,
-            "objects": self.followed.objects.changes(),
+            "objects": self.followed.objects.changes(tell=not self._reads_anew),  # or it is made anew
         }
 
     def _worker_at(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
@@ -280,7 +280,7 @@ class Place:
         if saved["before_last"] is not None:
             return  # they come to that with the batch that is fetched once more
         if self._reads_anew and not self.base:
-            others = different(objects.changes(DATA), wanted)
+            others = different(objects.changes(DATA, tell=False), wanted)
             if others:
                 self.followed.differs(
                     f"has read up to its place, and {others[0]} is not what it was, as something changed it between "
@@ -313,7 +313,7 @@ class Place:
 
     def begin_again(self, iterator: Any) -> None:
         """Start a persistent iterator's next iteration, and note where its workers are when they are idle."""
-        self.started = Moment(self.followed.loader, self.followed.objects)
+        self.started = Moment(self.followed.loader, self.followed.objects, tell=not self._reads_anew)
         with _attributes(iterator, {"_try_put_index": lambda: None}):
             type(iterator)._reset(iterator, self.followed.loader)
         for worker in range(len(self.base)):
@@ -335,7 +335,7 @@ class Place:
             iterator._try_put_index()
 
     def _note_start(self) -> None:
-        self.started = Moment(self.followed.loader, self.followed.objects)
+        self.started = Moment(self.followed.loader, self.followed.objects, tell=not self._reads_anew)
         if self.draws is not None:
             self.draws.begin()
 

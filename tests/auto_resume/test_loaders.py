@@ -488,6 +488,22 @@ def test_what_does_not_fit_in_a_note_of_a_worker_is_told():
     followed.release()
 
 
+def test_what_an_iterable_makes_anew_is_not_told():
+    class Holding(Plain):
+        def __iter__(self):
+            self.iterator = iter(range(self.size))
+            return self.iterator
+
+    loader = DataLoader(Holding(9))
+    followed = FollowedLoader(loader)
+    iterator = iter(loader)
+    next(iterator)
+    place_of(iterator)
+    assert followed.objects.newly_lost() == {}
+    iter(loader)  # of which nobody can know whether it goes on with the iterator that is there
+    assert followed.objects.newly_lost() == {"dataset.iterator": "range_iterator"}
+
+
 def test_what_is_not_kept_is_told_once():
     data = Own(21)
     followed = FollowedLoader(loader := DataLoader(data))
