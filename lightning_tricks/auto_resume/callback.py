@@ -188,11 +188,6 @@ class AutoResume(TrickCallback):
         if self._fit is not None:
             self._fit.train_starts()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end of the fit."""
-        if self._fit is not None:
-            self._fit.train_ends()
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the fit."""
         if self._fit is not None:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.ends import call_after_training, give_back_epoch, give_back_scheduler
 from lightning_tricks._lightning_compat.fit import (
     FitWatcher,
     batches_done,
@@ -102,7 +104,8 @@ class GuardedFit(FitWatcher):
         self._saved_at = self._told_at = time.monotonic()
         choosing = choose_what_to_resume(trainer, self._choose)
         watching = watch_fit(trainer, self)
-        self._undo = [choosing, watching, self.loaders.release, self.request.end]
+        ending = call_after_training(trainer, self.train_ends)
+        self._undo = [choosing, watching, ending, self.loaders.release, self.request.end]
 
     def release(self) -> None:
         """Leave the Trainer and its loaders as they were."""
@@ -219,6 +222,8 @@ class GuardedFit(FitWatcher):
             self.rank.restore_structure(self._shared)
             self.rank.restore_results(self._own)
             self._withdraw()
+            for averaging in self._averaging():
+                give_back_scheduler(self.trainer, averaging)
             skip_sanity_check(self.trainer)
 
     def epoch_of_loaders(self, epoch: int) -> int:
@@ -292,6 +297,8 @@ class GuardedFit(FitWatcher):
         if own["epoch"] is not None:
             unpack_streams(own["epoch"])
             replay_epoch_start(trainer, self.module, self._load_again)
+            for averaging in self._averaging():  # it makes no scheduler in the epoch for batch statistics
+                give_back_scheduler(trainer, averaging)
             self._epoch_streams = own["epoch"]
             self.rank.restore_structure(self._shared)
             self.rank.restore_attributes(own["attributes"])
@@ -356,7 +363,9 @@ class GuardedFit(FitWatcher):
             self._tell("running")
 
     def train_ends(self) -> None:
-        """Save the end."""
+        """Save the end, when no hook changes it any more."""
+        if not self._runs or self.settings not in self.trainer.callbacks:  # type: ignore[attr-defined]
+            return  # a tuner's fit, which leaves the callbacks out
         self._save(_AT_END)
         self._tell("finished")
 
@@ -365,7 +374,13 @@ class GuardedFit(FitWatcher):
         if self._ended is not None and self.trainer.is_global_zero:
             self.around.ended(self._ended)
         if self._moment:
+            for averaging in self._averaging():
+                give_back_epoch(self.trainer, averaging)
             restore_rng_state(self._own["rng"])
+
+    def _averaging(self) -> list[StochasticWeightAveraging]:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
 
     def _withdraw(self) -> None:
         """Take back what was logged after the save that is resumed, by this process as well."""

@@ -35,6 +35,7 @@ PHASES = {
     "at an epoch's end": ("on_train_epoch_end", lambda options: 1),
     "at an epoch's start": ("on_train_epoch_start", lambda options: 2),
     "after the last step": ("on_train_end", lambda options: 1),
+    "after the fit": ("on_fit_end", lambda options: 1),
 }
 
 

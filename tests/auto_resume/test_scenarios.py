@@ -11,12 +11,15 @@ from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 MIDDLE = "in the middle of an epoch"
 ELSEWHERE = {  # where it shows more
     "kl_annealing": "at an epoch's end",
+    "freezing_by_epoch": "just after validation",
     "queue_that_grows": "just after validation",
     "stop_plateau_and_checkpoint": "just before validation",
     "plateau_of_training_loss": "at an epoch's end",
     "swa_from_an_epoch": "at an epoch's start",
-    "test_of_the_best": "after the last step",
-    "averaging_by_epochs": "after the last step",
+    "test_of_the_best": "after the fit",
+    "averaging_by_epochs": "after the fit",
+    "swa_annealed": "after the fit",
+    "averaging_by_steps": "after the last step",
     "tracker": "just before validation",
     "reloaded_with_generator": "at an epoch's start",
 }
