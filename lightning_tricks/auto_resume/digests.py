@@ -160,6 +160,10 @@ class Digest:
             return False
         size = value.numel() * value.element_size()
         self._say(f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}")
+        if self._here and value.device.type != "cpu" and not value.is_inference():
+            self._partly(value, size)  # without waiting for the device
+            self._say(f"{value._version}")
+            return True
         data = value.detach().resolve_conj().resolve_neg()
         if size > (_WHOLE_TENSOR if self._here else _WHOLE_ANYWHERE):
             self._partly(value, size)

@@ -48,7 +48,7 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, col
 _ENTERED_OF_TORCH = ("torch.utils.data.", "torch.distributions.")
 # whose objects are handles to something else, or have ways of their own to be kept
 _FOREIGN_NAMES = (
-    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities lightning_tricks matplotlib PIL "
+    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL "
     "plotly wandb "
     "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
     "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"

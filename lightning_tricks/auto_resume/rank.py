@@ -23,7 +23,7 @@ from torch import nn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
 from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
-from lightning_tricks.auto_resume.attributes import Attributes, put_back
+from lightning_tricks.auto_resume.attributes import Attributes
 from lightning_tricks.auto_resume.progress import (
     buffer_digests,
     buffers_beyond,
@@ -31,6 +31,7 @@ from lightning_tricks.auto_resume.progress import (
     restore_buffers,
     versions_of_unsaved,
 )
+from lightning_tricks.auto_resume.putting_back import put_back
 from lightning_tricks.auto_resume.structure import (
     Structure,
     gradients_of,

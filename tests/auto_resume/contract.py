@@ -73,6 +73,7 @@ CASES = (
         instances=1,
         writes_to="dirpath",
         when_idle={"every_n_train_steps": None, "every_n_epochs": None},
+        looks_between_epochs=True,
         verify=verify,
         refuses={"FSDP2": "does not save the shards"},
         untested={"CUDA": "no GPU run yet"},

@@ -27,6 +27,7 @@ class Case:
         second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
         writes_to: The argument that names a place of the fit's own, where there is one.
         when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
+        looks_between_epochs: Whether it reads values on the CPU where an epoch begins, and none in its steps.
         verify: Fits in a setting and asserts that the trick did its work there.
         refuses: Setting -> words of the refusal.
         untested: Setting -> the reason why nobody has tried.
@@ -42,6 +43,7 @@ class Case:
     second: Mapping[str, Any] = field(default_factory=dict)
     writes_to: str | None = None
     when_idle: Mapping[str, Any] = field(default_factory=dict)
+    looks_between_epochs: bool = False
     verify: Callable[[Lab, Setting], None]
     refuses: Mapping[str, str] = field(default_factory=dict)
     untested: Mapping[str, str] = field(default_factory=dict)

@@ -207,14 +207,15 @@ class _Before(Callback):
     """First in the list: sees the gradients before the callback under test."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        steps: list[Step] = []
+        self.steps = lambda: steps  # no attribute: AutoResume would put back those of the process before
 
     def on_train_start(self, trainer, pl_module):
         if trainer.world_size > 1:
             random.seed(0)  # Lightning's fork launcher draws from it, now more, now less
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.steps.append(Step(trainer.optimizers.index(optimizer), gradient_norm(trainer, optimizer)))
+        self.steps().append(Step(trainer.optimizers.index(optimizer), gradient_norm(trainer, optimizer)))
 
 
 class _After(Callback):
@@ -224,11 +225,11 @@ class _After(Callback):
         self.before, self.folder = before, folder
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.before.steps[-1].after = gradient_norm(trainer, optimizer)
+        self.before.steps()[-1].after = gradient_norm(trainer, optimizer)
 
     def on_train_end(self, trainer, pl_module):
         self.facts = Facts(
-            steps=self.before.steps,
+            steps=self.before.steps(),
             weights={name: full(value) for name, value in pl_module.state_dict().items()},
             optimizers=[] if trainer.world_size > 1 else [o.state_dict() for o in trainer.optimizers],
             metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
