@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -43,13 +44,13 @@ from lightning_tricks.auto_resume.functional import (
     differences,
 )
 from lightning_tricks.auto_resume.progress import identity, shape_differences
-from lightning_tricks.auto_resume.rank import RankState
+from lightning_tricks.auto_resume.rank import EXCHANGED, RankState
 from lightning_tricks.auto_resume.reading import objects_in, read_as_data
 from lightning_tricks.auto_resume.replay import replay_epoch_start
 from lightning_tricks.auto_resume.saved_objects import describe_object
 from lightning_tricks.auto_resume.signals import StopRequest, send_output_to
 from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
-from lightning_tricks.auto_resume.structure import make_room
+from lightning_tricks.auto_resume.structure import groups_of, make_room
 from lightning_tricks.checkpoint_remapping.errors import CheckpointError
 from lightning_tricks.seeding.functional import restore_rng_state
 
@@ -97,7 +98,7 @@ class GuardedFit(FitWatcher):
         self._own: Mapping[str, Any] = {}  # this rank's part of it
         self._shared: Mapping[str, Any] = {}  # the part of all ranks
         self._made: dict[str, Any] = {}  # what loaders were made from: "training" and "validation"
-        self._epoch_streams: Any = None  # when the hooks of the epoch's start were called
+        self._epoch: Mapping[str, Any] | None = None  # streams and groups before the hooks of the epoch's start
         self._narrowed: Mapping[str, Any] | None = None  # weights that were loaded in another precision
         self._last_step = self._saved_step = -1
         self._told_objects: set[str] = set()
@@ -262,7 +263,8 @@ class GuardedFit(FitWatcher):
     def epoch_hooks_come(self) -> None:
         """Note what the hooks of the epoch's start draw from."""
         if not self._moment:
-            self._epoch_streams = pack_streams()
+            groups = groups_of(self.module, self.trainer.optimizers)
+            self._epoch = {"streams": pack_streams(), "groups": groups}
 
     def epoch_starts(self) -> None:
         """Note what the epoch's order comes from."""
@@ -294,12 +296,12 @@ class GuardedFit(FitWatcher):
         forget_restart(trainer)
         self.rank.restore_structure(self._shared)
         self.rank.restore_attributes(own["attributes"], before_hooks=True)
-        if own["epoch"] is not None:
-            unpack_streams(own["epoch"])
-            replay_epoch_start(trainer, self.module, self._load_again)
+        self._epoch = own["epoch"]
+        if self._epoch is not None:
+            unpack_streams(self._epoch["streams"])
+            replay_epoch_start(trainer, self.module, self._epoch["groups"], self._load_again)
             for averaging in self._averaging():  # it makes no scheduler in the epoch for batch statistics
                 give_back_scheduler(trainer, averaging)
-            self._epoch_streams = own["epoch"]
             self.rank.restore_structure(self._shared)
             self.rank.restore_attributes(own["attributes"])
         self.loaders.return_to_places(trainer, own["loaders"])
@@ -322,13 +324,18 @@ class GuardedFit(FitWatcher):
 
     def _say_what_differs(self) -> None:
         """Compare what was restored with what was saved, and name what is not the same."""
-        own = {name: self._own[name] for name in ("rng", "trainer", "buffers", "gradients", "callbacks", "attributes")}
-        found = [*self.rank.failed, *differing(own, self.rank.collect())]
-        now = checkpoint_of(self.trainer)
+        own = {name: self._own[name] for name in ("rng", "trainer", "buffers", "gradients", "callbacks")}
+        now = self.rank.collect()
+        found = [*self.rank.failed, *differing(own, now), *_attributes_that_differ(self._own, now)]
+        checkpoint = checkpoint_of(self.trainer)
         if self.trainer.is_global_zero:
             saved = self._read(self._path_resumed(), mmap=True)
-            found += differing({name: value for name, value in saved.items() if name not in _NOT_COMPARED}, now)
-        ranks = gather_objects(([*found, *self._own["not_saved"]], self.loaders.differences))
+            found += differing({name: value for name, value in saved.items() if name not in _NOT_COMPARED}, checkpoint)
+        made_again = set(
+            self.rank.not_saved(now)
+        )  # by hooks: a module in place of another, with its attributes put back
+        found += [place for place in self._own["not_saved"] if not (place in made_again and place.endswith(EXCHANGED))]
+        ranks = gather_objects((found, self.loaders.differences))
         places = list(dict.fromkeys(place for found, _ in ranks for place in found))
         sentences = list(dict.fromkeys(sentence for _, differences in ranks for sentence in differences))
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -397,7 +404,7 @@ class GuardedFit(FitWatcher):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         at_end = moment == _AT_END or (moment == _AFTER_BATCH and is_at_end_of_epoch(trainer))
         own = self.rank.collect()
-        own |= {"made": self._made, "epoch": self._epoch_streams, "loaders": self.loaders.state(trainer, at_end)}
+        own |= {"made": self._made, "epoch": self._epoch, "loaders": self.loaders.state(trainer, at_end)}
         own["not_saved"] = self.rank.not_saved(own)
         ranks = gather_objects(own)
         self._tell_not_saved(ranks)
@@ -442,7 +449,7 @@ class GuardedFit(FitWatcher):
 
     def _tell_not_saved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Say what a resumed run will lack, once."""
-        found = dict.fromkeys(place for own in ranks for place in own["not_saved"])
+        found = dict.fromkeys(place for own in ranks for place in own["not_saved"] if not place.endswith(EXCHANGED))
         new = [place for place in found if place not in self._told_objects]
         self._told_objects.update(new)
         if new:
@@ -498,6 +505,13 @@ class GuardedFit(FitWatcher):
 
     def _detach(self) -> None:
         send_output_to(self.folder.log_path)
+
+
+def _attributes_that_differ(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the attributes that changed in both processes, and to different values."""
+    ours, theirs = (state["attributes"]["values"] for state in (saved, now))
+    for place in ours.keys() & theirs.keys():
+        yield from (place for _ in islice(differing(ours[place]["value"], theirs[place]["value"]), 1))
 
 
 def summed_up(places: Sequence[str], most: int = 5) -> str:

@@ -55,6 +55,7 @@ _LEFT_ALONE = (
 )
 
 
+EXCHANGED = "in the fit)"  # ends what `not_saved` says of modules that hooks may make again
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
 
 
@@ -113,7 +114,7 @@ class RankState:
         return {**on_device(state, "cpu"), "attributes": self.attributes()}
 
     def not_saved(self, state: Mapping[str, Any]) -> list[str]:
-        """Say what changed and can neither be saved nor be made again."""
+        """Say what changed and cannot be saved."""
         found = [f"{place} ({kind})" for place, kind in state["attributes"]["lost"].items()]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 

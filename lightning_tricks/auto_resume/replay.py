@@ -12,9 +12,14 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.fit import begin_epoch_again
+from lightning_tricks.auto_resume.structure import restore_groups
+
+Groups = Sequence[Sequence[Sequence[str]]]
 
 
-def replay_epoch_start(trainer: Trainer, module: LightningModule, reload: Callable[[], None]) -> None:
+def replay_epoch_start(
+    trainer: Trainer, module: LightningModule, groups_then: Groups, reload: Callable[[], None]
+) -> None:
     """Call `on_train_epoch_start` of callbacks and module, and undo what it does to what was restored already.
 
     What the hooks set outside the model is what this is for: the epoch of a dataset, a factor of accumulation, a part
@@ -24,18 +29,21 @@ def replay_epoch_start(trainer: Trainer, module: LightningModule, reload: Callab
     Args:
         trainer: That fits; its random streams are those of the epoch's start.
         module: That is fitted.
+        groups_then: Of `groups_of`, before the hooks were called.
         reload: Loads weights and optimizer states from the checkpoint once more.
     """
     optimizers = trainer.optimizers
-    groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     before = _versions(trainer, module)
+    restore_groups(module, optimizers, groups_then)
     with _muted(trainer.loggers):  # what was logged at the epoch's start is there
         begin_epoch_again(trainer)
     for optimizer, were in zip(optimizers, groups, strict=True):
-        del optimizer.param_groups[len(were) :]
-        for group, values in zip(optimizer.param_groups, were, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in were]
+        for group, values in were:
+            group.clear()
             group.update(values)
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)

@@ -25,7 +25,6 @@ ELSEWHERE = {  # where it shows more
 }
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "kl_annealing": (2, 2),
-    "queue_that_grows": (2, 0),
     "outputs_gathered": (2, 0),
     "swa_from_an_epoch": (2, 0),
     "metric_of_a_callback": (2, 0),
