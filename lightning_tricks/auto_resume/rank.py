@@ -24,6 +24,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
 from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
 from lightning_tricks.auto_resume.attributes import Attributes
+from lightning_tricks.auto_resume.lists import lists_of_modules, restore_lists
 from lightning_tricks.auto_resume.progress import (
     buffer_digests,
     buffers_beyond,
@@ -87,6 +88,7 @@ class RankState:
     def shared(self) -> dict[str, Any]:
         """Return what is the same on all ranks, as tensors on the CPU and plain values."""
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
+        changes["lists"] = lists_of_modules(self._modules())
         now = self._settings_of_trainer()
         changes["settings"] = {name: value for name, value in now.items() if value != self._settings[name]}
         return dict(on_device(changes, "cpu"))
@@ -140,6 +142,7 @@ class RankState:
     def restore_structure(self, shared: Mapping[str, Any]) -> None:
         """Put back masks, groups, modes, and what takes gradients."""
         if shared:
+            restore_lists(self._modules(), shared["lists"])
             restore_masks(self.module, shared["masks"])
             if shared["groups"]:
                 restore_groups(self.module, self.trainer.optimizers, shared["groups"])
