@@ -112,6 +112,22 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
     assert len(CheckpointFolder(tmp_path).manifests()) > 0, "a refusal changes nothing"
 
 
+def test_a_file_may_be_written_anew_while_a_run_goes_on_from_it(tmp_path):
+    class Overwrites(Callback):
+        def on_train_start(self, trainer, pl_module):
+            (path,) = folder.glob("*.ckpt")
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(b"\x3f" * size)
+
+    results = []
+    for callbacks in ((), (Overwrites(),)):
+        folder = tmp_path / str(len(callbacks))
+        stop(AutoResume(folder, keep_last=1))
+        results.append(weights(fit(AutoResume(folder, keep_last=1), *callbacks)))
+    assert same(*results)
+
+
 class Hyper(Net):
     def __init__(self, dropout=0.2, lr=0.1):
         super().__init__(dropout=dropout)

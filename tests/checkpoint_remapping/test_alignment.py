@@ -108,6 +108,31 @@ def test_two_ways_are_refused(file, target):
         align(target, file)
 
 
+def test_the_last_layers_left_are_matched_where_no_two_are_alike():
+    file = {"trunk.weight": torch.zeros(4, 5), "foo.weight": torch.zeros(7), "bar.weight": torch.zeros(9)}
+    net = {"trunk.weight": torch.zeros(4, 5), "one.weight": torch.zeros(9), "two.weight": torch.zeros(7)}
+    assert align(net, file).renamed == {"foo.weight": "two.weight", "bar.weight": "one.weight"}
+
+
+@pytest.mark.parametrize(
+    ("file", "net"),
+    [
+        ({"foo": (4, 4)}, {"one": (4, 4)}),  # square matrices fit easily
+        ({"foo": (7,), "extra": (8,)}, {"one": (7,)}),  # what is left over may be what is wanted
+        ({"foo": (7,)}, {"one": (7,), "extra": (8,)}),
+        ({"foo": (7,), "bar": (7,)}, {"one": (7,)}),
+        ({"foo": (7,), "bar": (7,), "baz": (9,)}, {"one": (7,), "two": (9,), "three": (9,)}),
+    ],
+)
+def test_nothing_is_matched_by_exclusion_where_more_than_one_way_is_left(file, net):
+    sides = [
+        {"trunk.weight": torch.zeros(4, 5)} | {f"{name}.weight": torch.zeros(size) for name, size in side.items()}
+        for side in (file, net)
+    ]
+    with pytest.raises(AmbiguousAlignmentError, match=r"nothing tells which of .*foo"):
+        align(sides[1], sides[0])
+
+
 def test_a_rule_settles_it():
     class Encoder(nn.Module):
         def __init__(self, *names):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -116,6 +116,25 @@ def test_its_own_checkpoints_resume_as_without_it():
         second.fit(resumed, loader(), loader(), ckpt_path="own.ckpt")
         assert second.global_step == 20
         assert second.optimizers[0].state_dict()["state"][0]["step"] == 20
+        results.append(resumed)
+    assert weights_equal(*results)
+
+
+def test_a_file_may_be_written_anew_while_a_fit_goes_on_from_it():
+    class Overwrites(Callback):
+        def on_train_start(self, trainer, pl_module):
+            size = path.stat().st_size
+            with path.open("r+b") as file:  # as a later checkpoint of this name would be
+                file.write(b"\x3f" * size)
+
+    path, results = Path("own.ckpt"), []
+    for callbacks in ((), (Overwrites(),)):
+        torch.manual_seed(0)
+        first = trainer()
+        first.fit(Evaluated(), loader(), loader())
+        first.save_checkpoint(path)
+        resumed = Evaluated()
+        trainer(CheckpointRemapping(), *callbacks, max_epochs=2).fit(resumed, loader(), loader(), ckpt_path=path)
         results.append(resumed)
     assert weights_equal(*results)
 

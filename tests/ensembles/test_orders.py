@@ -1,5 +1,8 @@
 """Each member's own order: every sample once an epoch, the same on all ranks, with the settings of the loader."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -231,6 +234,27 @@ def test_rows_of_nested_batches(n, rows, seed):
 def test_a_batch_sampler_of_torchs_kind_is_read():
     loader = _loader(DataLoader(_in_memory(), batch_sampler=BatchSampler(RandomSampler(_in_memory()), 4, True)))
     assert len(list(loader)) == len(loader) == 5
+
+
+class Noisy(Squares):
+    """Numbers with noise of each library, as augmentation has it."""
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
+    def noise(epoch, rank):
+        loader = _loader(DataLoader(Noisy(24), 4, shuffle=True, num_workers=workers), ranks=(rank, 2))
+        loader.sampler.set_epoch(epoch)
+        return torch.cat(list(loader))
+
+    every = torch.stack([noise(epoch, rank) for epoch in (0, 1, 2) for rank in (0, 1)])
+    assert every.shape == (6, 36, 3)  # 12 samples of each of three members
+    for library in range(3):
+        assert len(every[..., library].unique()) == 6 * 36
+    assert torch.equal(noise(1, 1), every[3])
 
 
 def test_orders_have_a_length():

@@ -635,8 +635,9 @@ def test_what_the_mixin_brings_and_loggers_show(tmp_path):
     assert "tests.ensembles.nets:MLP" in text
 
 
-def test_snapshots_are_copies_at_the_ends_of_cycles():
-    rates, weights = [], []
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_snapshots_are_copies_at_the_ends_of_cycles(make):
+    rates, working = [], []
 
     class Watched(SnapshotEnsembleClassifier):
         def on_train_batch_start(self, batch, batch_idx):
@@ -644,16 +645,35 @@ def test_snapshots_are_copies_at_the_ends_of_cycles():
 
         def on_train_batch_end(self, *args):
             super().on_train_batch_end(*args)
-            weights.append((self.n_members, values(self)["working.0.first.weight"]))
+            working.append((self.n_members, values(self.working.member(0))))
 
-    ensemble = Watched(MLP, 3, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    ensemble = Watched(make, 3, optimizer=("SGD", {"lr": 0.1}), seed=0)
     assert torch.equal(ensemble(torch.ones(2, 64)), ensemble.working.member(0)(torch.ones(2, 64)).softmax(-1))
     fit(ensemble, _few_digits(), max_epochs=6)  # 24 steps
     cycle = [0.1 * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 8)).item()) for step in range(8)]
     assert rates == pytest.approx(cycle * 3)
-    assert [count for count, _ in weights] == [0] * 7 + [1] * 8 + [2] * 8 + [3]
-    for index in range(3):
-        assert torch.equal(values(ensemble)[f"estimators_.{index}.first.weight"], weights[8 * index + 7][1])
+    assert [count for count, _ in working] == [0] * 7 + [1] * 8 + [2] * 8 + [3]
+    for index in range(3):  # buffers as well
+        _same(values(ensemble.estimators_.member(index)), working[8 * index + 7][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [SnapshotEnsembleClassifier, SnapshotEnsembleRegressor])
+def test_the_weights_are_those_of_the_snapshots_taken_so_far(kind):
+    ensemble = kind(MLP, 3, weights=[1, 3, 4], n_outputs=10, seed=0)
+    x, found = torch.ones(2, 64), []
+
+    class Watches(Callback):
+        @torch.no_grad()
+        def on_train_epoch_end(self, trainer, pl_module):
+            each = torch.stack([pl_module.estimators_.member(index)(x) for index in range(trainer.current_epoch + 1)])
+            found.append((each.softmax(-1) if kind is SnapshotEnsembleClassifier else each, pl_module(x)))
+
+    target = torch.eye(10)[digits()[0].tensors[1][:64]] if kind is SnapshotEnsembleRegressor else None
+    train = _few_digits() if target is None else DataLoader(TensorDataset(digits()[0].tensors[0][:64], target), 16)
+    fit(ensemble, train, max_epochs=3, callbacks=[Watches()])
+    for (each, combined), weights in zip(found, ([1.0], [0.25, 0.75], [0.125, 0.375, 0.5]), strict=True):
+        expected = sum(weight * own for weight, own in zip(weights, each, strict=True))
+        torch.testing.assert_close(combined, expected)
 
 
 def test_the_learning_rate_of_cycles_can_be_kept_within_limits():

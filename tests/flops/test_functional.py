@@ -14,9 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
+from lightning_tricks.flops.formulas import rule_for
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=12, deadline=None)
@@ -286,6 +287,57 @@ def test_rows_say_where_it_goes():
     assert rows["again.last"].share == pytest.approx(48 / (384 + 48))
     assert rows[""].macs == count.macs == 384 + 48
     assert rows["again"].calls == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_module_that_calls_itself_counts_once(depth):
+    class Descends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, depth):
+            x = self.linear(x).relu()
+            return self(x, depth - 1) if depth > 1 else x
+
+    model = nn.Sequential()
+    model.inner = Descends()
+    model.forward = lambda x, depth: model.inner(x, depth)
+    count = count_flops(model, (torch.empty(3, 8), depth))
+    rows = {row.name: row for row in count.rows}
+    assert [rows[name].macs for name in ("", "inner", "inner.linear")] == [depth * 3 * 64] * 3
+    assert [rows[name].other_flops for name in ("", "inner", "inner.linear")] == [depth * 24, depth * 24, 0]
+    assert (rows["inner"].calls, rows["inner.linear"].calls) == (depth, depth)
+    assert rows["inner"].share == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]
+)
+def test_fused_attention_whose_values_have_another_size(kind):
+    """Values wider than queries, more keys than queries: against torch's formulas, of which a MAC is two."""
+    query, key, value = (torch.empty(2, 3, *size, device="meta") for size in ((4, 8), (7, 8), (7, 16)))
+    out = torch.empty(2, 3, 4, 16, device="meta")
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward")
+    assert rule_for(forward.default, {}).cost((out,), query, key, value) == 2 * 3 * 4 * 7 * (8 + 16)
+    found = rule_for(backward.default, {}).cost((query, key, value), out, query, key, value)
+    assert found == sdpa_backward_flop_count(out.shape, query.shape, key.shape, value.shape) / 2
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_fast_path_of_attention_is_as_it_was(fast):
+    layer = nn.TransformerEncoderLayer(8, 2, 7, batch_first=True).eval()
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        count_flops(layer, torch.empty(2, 3, 8))
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+        with pytest.raises(AssertionError, match="was expecting embedding dimension of 8"):
+            count_flops(layer, torch.empty(2, 3, 9))
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def test_an_exception_that_the_model_handles():

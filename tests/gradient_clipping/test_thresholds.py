@@ -74,6 +74,18 @@ def test_what_is_not_finite_is_not_learnt(make, bad):
     assert spoilt.update(torch.tensor(bad)).isnan().logical_not()
 
 
+@settings(deadline=None, derandomize=True)
+@given(norms=st.lists(st.one_of(st.floats(2**-10, 2**10, width=32), st.just(math.nan), st.just(math.inf)), max_size=60))
+@pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 4), lambda: ZScoreThreshold(1.0, 0.9, 3)])
+def test_what_is_not_finite_takes_no_place_among_the_norms(make, norms):
+    clean, spoilt = make(), make()
+    for norm in norms:
+        threshold = spoilt.update(torch.tensor(norm))
+        if math.isfinite(norm):
+            assert torch.equal(threshold, clean.update(torch.tensor(norm)))
+    assert torch.equal(spoilt.update(torch.tensor(3.0)), clean.update(torch.tensor(3.0)))
+
+
 @pytest.mark.trap("gradient_clipping: ZClip's callback has no state_dict")
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 5), lambda: ZScoreThreshold(1.0, 0.9, 3)])
 @pytest.mark.parametrize("stop", [0, 2, 9])

@@ -87,6 +87,32 @@ def test_the_worst_mistakes_are_captioned_with_names(tmp_path, monkeypatch):
     assert captions[2].endswith(" at 91%")
 
 
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_an_epoch_shows_its_own_images_alone(tmp_path, monkeypatch, stage):
+    kept = []
+    monkeypatch.setattr(
+        "lightning_tricks.images.callback.image_grid",
+        lambda images, **options: kept.append(images.clone()) or Image.new("RGB", (2, 2)),
+    )
+
+    class Brightens(Images):
+        """Each epoch has other images, and is less wrong than the one before."""
+
+        def step(self, batch, batch_idx):
+            epoch = self.current_epoch
+            scores = nn.functional.one_hot((batch[1] + 1) % 10, 10).float() * (10.0 - 3 * epoch)
+            return {**super().step(batch, batch_idx), "images": batch[0] / 4 + epoch / 4, "preds": scores}
+
+        training_step = validation_step = step
+
+    images = ImageLogger(4, stages=(stage,), inputs=lambda outputs, batch, stage: outputs)
+    trainer(images, CSVLogger(tmp_path), max_epochs=3).fit(Brightens(), loader(), loader())
+    assert len(kept) == 3
+    for epoch, shown in enumerate(kept):
+        assert shown.min() >= epoch / 4
+        assert shown.max() <= (epoch + 1) / 4
+
+
 def test_normalized_images_and_values(tmp_path):
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.2, 0.2]
     normalized = (PIXELS - torch.tensor(mean)[:, None, None]) / 0.2

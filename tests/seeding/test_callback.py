@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
@@ -220,6 +221,42 @@ def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
     assert resumed["samples"] != begun["samples"]
     assert not set(torch.cat(resumed["noise"]).flatten().tolist()) & set(torch.cat(begun["noise"]).flatten().tolist())
     assert not same(resumed["dropout"], begun["dropout"])
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_each_resume_has_the_streams_of_its_step(per_rank):
+    def fitted(epochs, **more):
+        (witness,) = _fit(SeedEverything(3, per_rank=per_rank), epochs=epochs, **more)
+        return {tuple(numbers.tolist()) for numbers in witness["dropout"]}
+
+    first = fitted(1, save_to="one.ckpt")
+    second = fitted(2, ckpt_path="one.ckpt", save_to="two.ckpt")
+    third = fitted(3, ckpt_path="two.ckpt")
+    assert len(first | second | third) == 30, "no batch of three runs in a row has the numbers of another"
+
+
+class _SharesSamples(DDPStrategy):
+    """Two ranks that read the same samples, as those of tensor parallelism do."""
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": 1, "rank": 0}
+
+
+def test_ranks_that_share_samples_share_their_stream():
+    arguments = {**SETTINGS["DDP"].trainer, "strategy": _SharesSamples(start_method="fork")}
+    one, other = _fit(SeedEverything(3, per_rank=True), **arguments)
+    assert one["samples"] == other["samples"]
+    assert same(one["noise"], other["noise"])
+    assert same(one["dropout"], other["dropout"])
+
+
+@pytest.mark.parametrize("workers", _WORKERS[1:])
+def test_workers_of_ranks_draw_their_own_numbers_in_each_epoch(workers):
+    ranks = _fit(SeedEverything(3), workers=workers, **SETTINGS["DDP"].trainer)
+    noise = torch.stack([torch.cat(rank["noise"]) for rank in ranks])
+    for library in range(3):
+        assert len(noise[..., library].unique()) == 80, "two epochs of 20 samples on each of two ranks"
 
 
 def test_one_trainer_that_fits_again_goes_on_with_new_numbers():

@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import suppress
 
 import lightning
 import numpy as np
@@ -220,6 +221,32 @@ def test_isolated_seeding_restores_streams_switches_and_environment(monkeypatch)
     assert determinism_switches() == switches
     assert os.environ["PL_GLOBAL_SEED"] == "8"
     assert not {"PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG"} & os.environ.keys()
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn", False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_isolated_seeding_restores_what_was_switched_the_other_way(monkeypatch, deterministic, fails):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    seed_everything(1, verbose=False, deterministic=deterministic)
+    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = False, True
+    switches = determinism_switches()
+    with suppress(KeyError), isolated_seeding():
+        seed_everything(2, verbose=False, deterministic=not deterministic, benchmark=False)
+        torch.backends.cudnn.enabled = True
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+        if fails:
+            raise KeyError
+    assert determinism_switches() == switches
+    assert os.environ["PL_GLOBAL_SEED"] == "1"
+
+
+def test_benchmark_alone_switches_cudnn_on():
+    torch.backends.cudnn.enabled = False
+    seed_everything(1, verbose=False, benchmark=True)
+    assert torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    seed_everything(1, verbose=False, deterministic=False, benchmark=False)
+    assert not torch.backends.cudnn.enabled
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
