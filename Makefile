@@ -9,7 +9,7 @@ DECLARED := pyproject.toml constraints.txt
 USES_LIGHTNING := lightning\.pytorch|import lightning$$|contract\.lab|\.(training|killing|scenarios)|_lightning_compat|\<cli\>
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak fuzz check fix bench constraints clean
+.PHONY: help demo test test-oldest soak fuzz mutants check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and
 
 fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, and see that none takes long or much
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.fuzz --minutes 5
+
+mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds
+	$(BIN)/python -m tests.mutation.run
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -62,6 +65,10 @@ $(OLDEST)/installed: | $(VENV)/installed-test
 
 $(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
 	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-mutants: | $(VENV)/installed-test
+	$(INSTALL) --editable ".[test,mutants]"
 	touch $@
 
 $(VENV)/installed-test: $(DECLARED) | $(VENV)/bin/python

@@ -130,6 +130,15 @@ def test_thresholds_go_on_after_a_resume(lab, method):
     assert same(second.state_dict(), whole.state_dict())
 
 
+@pytest.mark.parametrize("units", [0, 1, 2])
+def test_one_clipped_unit_is_a_clipping(units):
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.full((3, 4), 1e-6)
+    weight.grad[:units] = 1.0
+    method = AGC(0.01)
+    assert method.clip_([weight], weight.grad.norm(), 2.0, method.new_threshold()).happened.item() == (units > 0)
+
+
 @pytest.mark.parametrize("method", [m for m in _METHODS.values() if m], ids=str)
 def test_reads_no_value_back(lab, method):
     counts = []

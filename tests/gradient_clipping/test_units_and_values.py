@@ -114,6 +114,15 @@ def test_agc_in_half_precision(dtype):
         torch.testing.assert_close(half.grad.float(), single.grad, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_agc_takes_norms_in_a_precision_that_holds_them(dtype):
+    value = 3e4 if dtype == torch.float16 else 1e100  # norms overflow where they are taken in fewer bits
+    weight = torch.nn.Parameter(torch.ones(2, 100, dtype=dtype))
+    weight.grad = torch.full((2, 100), value, dtype=dtype)
+    adaptive_clip_grad_(weight, 0.5)
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 0.5))
+
+
 def test_agc_keeps_the_memory_format():
     weight = torch.nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
     weight.grad = torch.randn_like(weight)

@@ -159,6 +159,20 @@ def test_a_grid_of_all_kinds_and_sizes():
     assert (plain[..., 0] == plain[..., 1]).all()
 
 
+def test_captions_stand_in_the_middle_below_their_images():
+    captions = ["", "one", "!two", "III", "", "a longer one"]
+    grid = np.asarray(image_grid([np.full((64, 64), 255, np.uint8)] * 6, columns=3, captions=captions)).astype(int)
+    height, width = 64 + 14, (grid.shape[1] - 4 * 2) // 3
+    for number, caption in enumerate(captions):
+        top, left = 2 + number // 3 * (height + 2), 2 + number % 3 * (width + 2)
+        rows, columns = np.nonzero(grid[top : top + height, left : left + width].sum(-1) < 500)
+        assert len(rows) > 0 if caption else len(rows) == 0
+        if caption:
+            assert 64 <= rows.min() < rows.max() < height
+            assert abs((rows.min() + rows.max()) / 2 - (64 + 6.5)) <= 2
+            assert abs((columns.min() + columns.max()) / 2 - (width - 1) / 2) <= 2
+
+
 def test_confident_mistakes_come_first():
     scores = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.45, 0.55]])
     target = torch.tensor([0, 0, 1, 1])  # the second and the third one are wrong

@@ -58,6 +58,11 @@ def test_long_tensors_count_as_if_they_lay_one_after_another():
     assert memory_hash(long) == slow_hash(b"".join(x.numpy().tobytes() for x in long))
 
 
+def test_short_tensors_count_as_if_they_lay_one_after_another():
+    short = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 5, 1000, 3)]
+    assert memory_hash(short) == slow_hash(b"".join(x.numpy().tobytes() for x in short))
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_each_bit_counts(data):

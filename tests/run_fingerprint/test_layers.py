@@ -8,6 +8,9 @@ import transformers
 from torch import nn
 
 from lightning_tricks.run_fingerprint.layers import Outputs, Tensors
+from lightning_tricks.run_fingerprint.record import Origin, read_record
+from lightning_tricks.run_fingerprint.recorder import Recorder
+from lightning_tricks.run_fingerprint.recording import FitRecording
 from tests.contract.lab import traces
 
 
@@ -110,3 +113,17 @@ def test_a_hugging_face_model_shows_its_layers():
     assert names[0] == "bert.embeddings.word_embeddings"
     assert names[-1] == "classifier"
     assert "bert.encoder.layer.1.attention.self.query" in names
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_optimizer_shows_the_gradients_of_its_own_parameters(tmp_path, first):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    net(torch.ones(1, 3)).sum().backward()
+    net[first].bias.grad = None
+    recording = FitRecording(Recorder(tmp_path / "run.jsonl", Origin(detail="layer")), net)
+    recording.begin(0, 0)
+    recording.batch_starts(0, 0, 0, torch.ones(1, 3))
+    recording.optimizer_steps(torch.optim.SGD(net[first].parameters(), lr=0.1))
+    recording.breaks_off()
+    *_, row = read_record(tmp_path / "run.jsonl")
+    assert [column.name for column in row.as_dict() if column.kind == "gradient"] == [f"{first}.weight"]

@@ -250,6 +250,27 @@ def test_benchmark_alone_switches_cudnn_on():
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
+def test_streams_of_a_context_that_a_block_makes_start_from_their_seed(monkeypatch, made_inside):
+    class Generator:
+        """Stands in for a device's."""
+
+        seeded = ()
+
+        def initial_seed(self):
+            return 99
+
+        def manual_seed(self, seed):
+            self.seeded += (seed,)
+
+    contexts, generators = [], (Generator(), Generator())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(contexts))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    with isolated_rng(seed=1):
+        contexts.extend(["a context"] * made_inside)
+    assert [generator.seeded for generator in generators] == [(99,) * made_inside] * 2
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
 def test_isolated_seeding_leaves_cuda_the_seed_of_the_program(monkeypatch, made_inside):
     # this machine may lack CUDA: what stands in for it is whether there is a context, and who seeds it
     queued, contexts = [], []

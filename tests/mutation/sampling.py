@@ -1,0 +1,185 @@
+"""Small faults in the cores: by cosmic-ray's operators and one that leaves statements out; and a fixed sample."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.operators.provider import OperatorProvider
+from parso.python.tree import Keyword
+
+CORES = {
+    "auto_resume": "functional journal lock rows",
+    "checkpoint_remapping": "alignment archives containers functional heads layers matching pickles reading rules"
+    " saving storages tensors values vocabulary weights",
+    "ensembles": "building functional interchange layers members orders snapshot",
+    "flops": "calls count counter formulas functional rehearsal stand_in thop_rules training_step",
+    "gradient_clipping": "functional methods partition skipping thresholds",
+    "images": "functional ranking",
+    "lr_schedules": "functional layers scheduler specs",
+    "metrics": "collection first_batch functional groups history losses naming presets shares suite tasks trial",
+    "model_report": "functional summary",
+    "run_fingerprint": "comparing functional layers parts record recorder recording reproducible",
+    "seeding": "functional",
+}
+FILES = tuple(f"lightning_tricks/{room}/{name}.py" for room, names in CORES.items() for name in names.split())
+
+ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod"}
+BITS = {"BitOr", "BitAnd", "BitXor", "LShift", "RShift"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault in the body of a function: the file, what it holds instead, and where.
+
+    The function is the outermost one, or a method; what is defined in it is a part of it.
+    """
+
+    file: str
+    code: str
+    first_line: int
+    name: str
+    before: str
+    after: str
+
+    @property
+    def room(self) -> str:
+        """The folder that holds the file."""
+        return Path(self.file).parts[1]
+
+    @property
+    def key(self) -> str:
+        """What names the fault in the results, also when lines have moved."""
+        return f"`{self.file.removeprefix('lightning_tricks/')}` `{self.before}` → `{self.after}`"
+
+
+class StatementLeftOut(Operator):
+    """Leave out a call, an assignment to something that lasts, or an augmented assignment."""
+
+    def mutation_positions(self, node):
+        """Yield the statement's place."""
+        if getattr(node.parent, "type", None) != "simple_stmt" or node.type not in ("atom_expr", "expr_stmt"):
+            return
+        lasts = node.type == "atom_expr" or node.children[0].type == "atom_expr" or node.children[1].type == "operator"
+        plain = node.type == "expr_stmt" and node.children[0].type == "name" and node.children[1].type == "operator"
+        if lasts and not (plain and node.children[1].value == "="):
+            yield node.start_pos, node.end_pos
+
+    def mutate(self, node, index):
+        """Put `pass` in its place."""
+        return Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
+
+    @classmethod
+    def examples(cls):
+        """Give none: the sample compiles what it takes."""
+        return ()
+
+
+def _is_worth_it(name: str) -> bool:
+    """A plus becomes another sum or product, never a shift, and `==` never `is`: types would tell of those at once."""
+    if "BinaryOperator_" in name:
+        return set(name.split("_")[1:]) <= ARITHMETIC or set(name.split("_")[1:]) <= BITS
+    return "ComparisonOperator_" not in name or ("_Is" in name) == name.endswith(("_Is", "_IsNot"))
+
+
+@cache
+def operators() -> dict[str, Operator]:
+    """The operators that need no arguments."""
+    found = OperatorProvider()
+    made = {name: found[name]() for name in found if not found[name].arguments() and _is_worth_it(name)}
+    return {**made, "StatementLeftOut": StatementLeftOut()}
+
+
+def family(operator: str) -> str:
+    """Which operators do the same to the same place: `Add_Sub` and `Add_Mul` to a plus."""
+    return operator.rsplit("_", 2)[0] if operator.startswith("Replace") and "Operator_" in operator else operator
+
+
+def functions_by_line(source: str) -> dict[int, tuple[int, str]]:
+    """For each line in a function's body the first line and the name of the function."""
+    found: dict[int, tuple[int, str]] = {}
+    scopes: list[ast.AST] = [ast.parse(source)]
+    while scopes:
+        for node in ast.iter_child_nodes(scopes.pop()):
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                lines = range(node.body[0].lineno, (node.end_lineno or first) + 1)
+                found.update(dict.fromkeys(lines, (first, node.name)))
+            elif isinstance(node, ast.ClassDef | ast.If):
+                scopes.append(node)
+    return found
+
+
+def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations start and end, none of which is evaluated."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if isinstance(part, ast.expr):
+                found.append(((part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)))
+    return found
+
+
+def places(source: str) -> dict[tuple[object, ...], list[tuple[str, int]]]:
+    """Every place of a file that can be changed, with the operators that do so."""
+    nodes, found = list(ast_nodes(get_ast(source))), defaultdict(list)
+    skipped, bodies = annotations(source), functions_by_line(source)
+    for name, operator in operators().items():
+        positions = (place for node in nodes for place in operator.mutation_positions(node))
+        for occurrence, (start, end) in enumerate(positions):
+            if start[0] in bodies and not any(first <= start and end <= last for first, last in skipped):
+                found[start, end, family(name)].append((name, occurrence))
+    return found
+
+
+def mutant(file: str, source: str, name: str, occurrence: int) -> Mutant | None:
+    """Change one place; None where that changes nothing or is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SyntaxWarning)  # which would fail any test
+            code = mutate_code(source, operators()[name], occurrence)
+            if code is None or ast.dump(ast.parse(code)) == ast.dump(ast.parse(source)):
+                return None
+            compile(code, file, "exec")
+    except (AttributeError, SyntaxError, ValueError):  # cosmic-ray cannot change `except module.Error`
+        return None
+    old, new, bodies = source.splitlines(), code.splitlines(), functions_by_line(source)
+    blocks = [block for block in difflib.SequenceMatcher(None, old, new).get_opcodes() if block[0] != "equal"]
+    before = " ".join(" ".join(line.split()) for block in blocks for line in old[block[1] : block[2]])
+    after = " ".join(" ".join(line.split()) for block in blocks for line in new[block[3] : block[4]])
+    return Mutant(file, code, *bodies[blocks[0][1] + 1], before, after)
+
+
+def chosen_of(file: str, source: str, count: int, chance: random.Random) -> Iterator[Mutant]:
+    """Draw places, and of each one change."""
+    order = list(places(source).values())
+    chance.shuffle(order)
+    for options in order:
+        if count == 0:
+            return
+        made = mutant(file, source, *chance.choice(options))
+        if made is not None:
+            count -= 1
+            yield made
+
+
+def sample(root: Path, count: int, seed: int, files: tuple[str, ...] = FILES) -> list[Mutant]:
+    """Draw `count` faults or a few more from `files`, from each as many as its size asks for, and two at least."""
+    sources: Mapping[str, str] = {file: (root / file).read_text() for file in files}
+    sizes = {file: len(places(source)) for file, source in sources.items()}
+    found: dict[str, Mutant] = {}
+    for file, source in sources.items():
+        share = max(2, round(count * sizes[file] / sum(sizes.values())))
+        made = chosen_of(file, source, share, random.Random(f"{seed} {file}"))
+        found.update((mutant.key, mutant) for mutant in made)
+    return list(found.values())
