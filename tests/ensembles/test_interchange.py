@@ -68,6 +68,9 @@ def test_theirs_as_ours(name, tmp_path):
     for ours in (of_object, of_file):
         torch.testing.assert_close(ours.predict(x), theirs.predict(x))
         assert ours.n_outputs == theirs.n_outputs
+        if name.startswith("Snapshot"):  # goes on from the last one
+            last = theirs.estimators_[-1].state_dict()
+            assert all(torch.equal(last[key], value) for key, value in ours.working.member(0).state_dict().items())
         fit(ours, few(_data(name)[0], 64), max_epochs=2)  # and it trains on
     assert type(of_object.criterion) is type(theirs._criterion)
 

@@ -184,3 +184,13 @@ def test_a_loss_for_each_sample_counts_as_they_do():
     mean.update(torch.tensor([1.0, 3.0], requires_grad=True), 2)
     mean.update(torch.tensor(5.0), 2)
     assert mean.compute().item() == 3.5
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_that_is_written_to_later_counts_as_it_was(own):
+    mean = MeanLoss()
+    loss, each = torch.tensor(5.0), torch.tensor([1.0, 3.0])
+    mean.update(loss.clone() if own else loss, 1, own=own)
+    mean.update(each, 1, own=own)
+    loss.zero_(), each.zero_()
+    assert mean.compute().item() == 3.5

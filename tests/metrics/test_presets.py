@@ -270,6 +270,7 @@ def test_a_preset_alone_is_a_metric_collection_of_torchmetrics():
         ({"task": "multiclass", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
         ({"task": "multiclass", "num_classes": 3, "top_k": 4}, "top_k must be at most num_classes"),
         ({"task": "regression", "num_classes": 3}, "num_outputs"),
+        ({"task": "regression", "num_outputs": 0}, "num_outputs must be a whole number >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):

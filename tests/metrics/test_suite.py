@@ -12,8 +12,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
-from lightning_tricks.metrics.groups import Counts, Led, Rankings
-from lightning_tricks.metrics.tasks import cut_at_will, task_of
+from lightning_tricks.metrics.groups import Counts, Led, Rankings, Scores
+from lightning_tricks.metrics.tasks import Task, cut_at_will, task_of
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -397,6 +397,7 @@ BAD = {
     "soft target": (tm.MulticlassF1Score(4), SCORES, TARGET + 0.5, "targets have to be classes, and there is"),
     "logits, binary": (tm.BinaryF1Score(), SCORES[:, 0] * 4 - 2, TARGET % 2, r"from -.* to .*torch\.sigmoid\(logits\)"),
     "logits, multiclass": (tm.MulticlassAUROC(4), SCORES * 4 - 2, TARGET, r"torch\.softmax\(logits, dim=1\)"),
+    "logits above 1 alone": (tm.BinaryF1Score(), SCORES[:, 0] * 1.5, TARGET % 2, r"from 0.* to 1\..*sigmoid"),
     "logits, multilabel": (tm.MultilabelF1Score(4), SCORES * 4, (SCORES > 0.5).long(), r"torch\.sigmoid"),
     "two columns": (tm.BinaryF1Score(), SCORES[:, :2], TARGET % 2, r"the probability of 1, preds\[\.\.\., 1\]"),
     "one column": (tmr.MeanSquaredError(), SCORES[:, :1], SCORES[:, 0], r"take preds\.squeeze\(-1\)"),
@@ -406,6 +407,7 @@ BAD = {
         (SCORES > 0.5).long(),
         r"3 labels: predictions need the shape \(N, 3\)",
     ),
+    "no labels": (tm.MultilabelF1Score(3), SCORES[:, 0], TARGET % 2, r"predictions need the shape \(N, 3\)"),
     "classes for scores": (tm.MulticlassAUROC(4), TARGET, TARGET, "scores are needed, and the predictions are classes"),
     "classes, top k": (tm.MulticlassAccuracy(4, top_k=2), TARGET, TARGET, "scores are needed"),
     "classes out of range": (
@@ -434,9 +436,36 @@ def test_what_is_good_is_not_refused():
     MetricSuite(tm.MulticlassF1Score(4, ignore_index=-100)).update(preds=SCORES, target=torch.full((60,), -100))
     MetricSuite(tm.BinaryF1Score()).update(preds=SCORES[:, 0], target=(TARGET % 2).float())  # as the loss needs it
     MetricSuite(tmr.MeanSquaredError()).update(preds=SCORES, target=SCORES)
+    MetricSuite(tm.BinaryF1Score()).update(preds=TARGET % 2, target=TARGET % 2)
+    for metric in (tm.BinaryF1Score(), tm.BinaryAUROC()):  # as sure as can be
+        MetricSuite(metric).update(preds=(TARGET % 2).float(), target=TARGET % 2)
+    MetricSuite(tm.MulticlassAUROC(4)).update(preds=torch.eye(4)[TARGET], target=TARGET)
     suite = MetricSuite(tm.BinaryAUROC())
     suite.update(preds=SCORES[:, 0], target=(TARGET % 2).float())
     assert 0 < suite.compute()["BinaryAUROC"] < 1
+
+
+def test_the_task_is_that_of_the_first_classification():
+    metrics = {
+        "own": Longest(),
+        "error": tmr.MeanSquaredError(),
+        "f1": tm.BinaryF1Score(),
+        "no": tm.MulticlassF1Score(3),
+    }
+    assert MetricSuite(metrics).task.kind == "binary"
+    assert MetricSuite({"error": tmr.MeanSquaredError()}).task is None
+
+
+def test_curves_of_logits_are_those_of_their_probabilities():
+    probabilities = SCORES.softmax(1)
+    counts = []
+    for preds in (probabilities, probabilities.log()):
+        scores = Scores(Task("multiclass", classes=4))
+        scores.update({"preds": preds, "target": TARGET})
+        counts.append(scores.state())
+    assert torch.equal(*counts)
+    highest = (probabilities.amax(1) * Scores.bins).long()
+    assert torch.equal(counts[0][4].sum(0), torch.bincount(highest, minlength=Scores.bins))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +475,7 @@ def test_what_is_good_is_not_refused():
         ("multiclass", None, TypeError, "metrics must be"),
         ({}, None, ValueError, "no metric in it"),
         (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, and the metric 'MulticlassF1Score' 4 classes"),
-        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "a name twice"),
+        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "a name twice, .*: a\\."),
         (tm.MulticlassF1Score(2), "ab", TypeError, "list of names"),
     ],
 )

@@ -81,6 +81,23 @@ def test_layers_and_graph():
     assert summarize_model(model).layers is not None
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
+    class Auxiliary(nn.Module):
+        """Has a second head while it is trained."""
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.second = nn.Linear(8, 2), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.head(x).sum() + (self.second(x).sum() if self.training else 0)
+
+    summary = summarize_model(Auxiliary().train(training), torch.zeros(3, 8))
+    assert ("[3, 5]" in summary.layers) == training
+    assert "[3, 2]" in summary.layers
+
+
 def test_a_frozen_model_has_no_graph():
     summary = summarize_model(nn.Linear(8, 4).requires_grad_(False), ROWS)
     assert summary.graph is None

@@ -43,7 +43,10 @@ NOT_RUN = (
     "tests/flops/test_transformers.py",
     "tests/flops/test_thop_rules.py",
 )
-SLOW = "FSDP2 or DDP or compile or real_fp16 or soak"
+SLOW = (
+    "FSDP2 or DDP or compile or real_fp16 or test_outputs_agree or test_the_order_of_a_file_does_not_matter"
+    " or test_other_words_never_mislead or test_a_thousand_tensors"
+)
 
 
 class Watch:
@@ -205,7 +208,7 @@ class Room:
         return in_fork(work, 10 + 5 * expected, 60 + 20 * expected) != 0
 
 
-def run_room(mutants: list[Mutant], seconds: float) -> dict[str, bool]:
+def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, bool]:
     """Test the faults of one room, in this process, which is of no use for anything else then."""
     room, folder, output = mutants[0].room, Path(tempfile.mkdtemp()), os.dup(1)
     with (folder / "log.txt").open("wb") as log:
@@ -213,7 +216,8 @@ def run_room(mutants: list[Mutant], seconds: float) -> dict[str, bool]:
         os.dup2(log.fileno(), 2)
     plugin = Room(mutants, seconds, lambda words: os.write(output, f"{room} {words}\n".encode()) and None)
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={folder / 'temporary'}"]
-    options += ["-k", f"not ({SLOW})", *(f"--ignore={path}" for path in NOT_RUN)]
+    if not slow:
+        options += ["-k", f"not ({SLOW})", *(f"--ignore={path}" for path in NOT_RUN)]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that Lightning has imported already
     pytest.main([*options, f"--rootdir={ROOT}", f"tests/{room}", f"lightning_tricks/{room}"], plugins=[plugin])
     if not plugin.found:
@@ -232,6 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--kept", type=Path, help="a file that keeps what was found: a later run tests the survivors alone"
     )
+    parser.add_argument("--slow", action="store_true", help="with the tests that take long")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     mutants = sample(ROOT, arguments.count, arguments.seed)
@@ -240,7 +245,7 @@ def main() -> None:
     for room in arguments.room or dict.fromkeys(mutant.room for mutant in mutants):
         waiting = [mutant for mutant in mutants if mutant.room == room and not done.get(mutant.key)]
         if waiting and os.fork() == 0:
-            kept.write_text(json.dumps({**done, **run_room(waiting, arguments.seconds)}))
+            kept.write_text(json.dumps({**done, **run_room(waiting, arguments.seconds, arguments.slow)}))
             os._exit(0)
         if waiting:
             os.wait()
