@@ -222,6 +222,14 @@ def test_a_report_and_a_rule_file():
     assert "from: conv1.weight" in Path("rules.yaml").read_text()
 
 
+def test_a_report_shows_what_has_no_counterpart():
+    file = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(5, 2), "extra.bias": torch.zeros(7)}
+    net = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4, 2), "lacking.bias": torch.zeros(2, 3, 4)}
+    rows = [line for line in printed(align(net, file).report()).splitlines() if "." in line]
+    for words in (("lacking.bias", "MISSING"), ("extra.bias", "UNEXPECTED"), ("b.weight", "MISMATCHED: 5x2 and 4x2")):
+        assert sum(all(word in row for word in words) for row in rows) == 1, words
+
+
 def test_rules_of_prefixes_are_short():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for wrapped in ({f"module.net.{n}": t for n, t in net.state_dict().items()}, net.state_dict()):

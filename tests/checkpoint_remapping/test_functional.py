@@ -195,6 +195,21 @@ def test_positions_are_interpolated(tokens):
         load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
 
 
+def test_maps_of_positions_are_interpolated():
+    source, target = {"pos_embed": torch.randn(1, 6, 7, 5)}, nn.ParameterDict({"pos_embed": torch.zeros(1, 6, 9, 8)})
+    load_weights(target, source, interpolate="pos_embed")
+    oracle = nn.functional.interpolate(source["pos_embed"], (9, 8), mode="bicubic", antialias=True)
+    torch.testing.assert_close(target["pos_embed"].detach(), oracle)
+
+
+@pytest.mark.parametrize(("old", "new"), [((2, 4, 3), (2, 9, 3)), ((1, 4, 3), (1, 9, 6)), ((1, 5, 7, 7), (1, 6, 7, 7))])
+def test_what_is_no_grid_of_positions_is_not_interpolated(old, new):
+    target = nn.ParameterDict({"pos_embed": torch.zeros(new)})
+    with pytest.raises(CheckpointError):
+        load_weights(target, {"pos_embed": torch.ones(old)}, interpolate="pos_embed")
+    assert not target["pos_embed"].any()
+
+
 def test_swin_tables_are_interpolated():
     source = {"relative_position_bias_table": torch.randn(13 * 13, 4), "weight": torch.ones(2)}
     target = nn.ParameterDict({name: torch.zeros(15 * 15, 4) if "table" in name else v for name, v in source.items()})
@@ -296,6 +311,14 @@ def test_heads_are_found(make, layer):
     assert new.weight.shape == (7, *old.weight.shape[1:])
     classes = [getattr(model, "num_classes", None), getattr(getattr(model, "config", None), "num_labels", None)]
     assert {count for count in classes if count} <= {7}
+
+
+def test_a_layer_of_another_depth_is_no_second_head():
+    model = nn.Sequential()
+    model.aux = nn.ModuleDict({"head": nn.Linear(4, 5)})
+    model.head = nn.Linear(4, 5)
+    assert replace_head(model, 7) is model.head
+    assert model.aux["head"].out_features == 5
 
 
 def test_unclear_heads_are_refused():

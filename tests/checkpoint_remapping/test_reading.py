@@ -98,6 +98,19 @@ def test_torch_save(zipped, protocol, mmap):
     assert (found.kind, found.placeholders, found.metadata) == ("state_dict", (), {})
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("name", ["zipped.pt", "plain.pt", "w.safetensors"])
+def test_what_is_read_may_be_changed_and_the_file_stays(name, mmap):
+    if name.endswith(".pt"):
+        torch.save(weights(), name, _use_new_zipfile_serialization=name == "zipped.pt")
+    else:
+        save_file(weights(), name)
+    before = Path(name).read_bytes()
+    for tensor in read_checkpoint(name, mmap=mmap).state_dict.values():
+        tensor.zero_()
+    assert Path(name).read_bytes() == before
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_pickle(protocol):
     """`pickle.dump` keeps each storage as a whole file of `torch.save`."""
