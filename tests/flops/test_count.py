@@ -23,6 +23,7 @@ def test_prints_as_a_table(count):
         assert words in text
     for words in (
         "forward 120 MAC = 240 FLOP",
+        "72 FLOP in all else",
         "training step 480 FLOP (2.00x forward)",
         "parameters 54, trainable 44",
     ):

@@ -289,6 +289,25 @@ def test_rows_say_where_it_goes():
     assert rows["again"].calls == 0
 
 
+def test_other_flops_of_bags_and_transforms():
+    bag = nn.EmbeddingBag(10, 4)
+    assert count_flops(bag, torch.zeros(3, 5, dtype=torch.long)).other_flops == 3 * 5 * 4
+    for transform, flops in ((torch.fft.fft, 5 * 3 * 16 * 4), (torch.fft.rfft, 2.5 * 3 * 16 * 4)):
+        x = torch.empty(3, 16, dtype=torch.complex64 if transform is torch.fft.fft else torch.float32)
+        assert count_flops(Calls(transform), x).other_flops == flops  # 5 n log2 n, half of it for real numbers
+
+
+def test_operators_of_other_devices():
+    x, weight = torch.empty(2, 6, 5, 5, device="meta"), torch.empty(6, 4, 3, 3, device="meta")
+    transposed = rule_for(torch.ops.aten.cudnn_convolution_transpose.default, {})
+    assert transposed.cost(torch.empty(2, 4, 7, 7, device="meta"), x, weight) == 2 * 6 * 25 * 4 * 9
+    plain = rule_for(torch.ops.aten.cudnn_convolution.default, {})
+    assert plain.cost(torch.empty(2, 6, 3, 3, device="meta"), x[:, :4], weight) == 2 * 6 * 9 * 4 * 9
+    sequence, weights = torch.empty(7, 2, 8), [torch.empty(64, 8), torch.empty(64, 16), torch.empty(64)]
+    recurrent = rule_for(torch.ops.aten._cudnn_rnn.default, {})
+    assert recurrent.cost(None, sequence, weights) == 7 * 2 * 64 * (8 + 16)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_module_that_calls_itself_counts_once(depth):
     class Descends(nn.Module):
