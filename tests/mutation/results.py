@@ -9,6 +9,10 @@ from pathlib import Path
 from tests.mutation.sampling import Mutant
 
 UNREAD = "nobody has looked at it yet"
+_HOW = (
+    "A fault counts as found where a test fails with it: in the run, or, for one that survived it, alone in a copy of the "
+    "repository, with a test that takes longer or was written for it."
+)
 
 
 def verdicts_in(path: Path) -> dict[str, str]:
@@ -22,7 +26,8 @@ def report(mutants: Iterable[Mutant], found: Mapping[str, bool], verdicts: Mappi
     mutants = [mutant for mutant in mutants if mutant.key in found]
     made = Counter(mutant.file for mutant in mutants)
     killed = Counter(mutant.file for mutant in mutants if found[mutant.key])
-    lines = ["# Faults put into the cores by `make mutants`", "", "| core | faults | found |", "| --- | ---: | ---: |"]
+    lines = ["# Faults put into the cores by `make mutants`", "", _HOW, ""]
+    lines += ["| core | faults | found |", "| --- | ---: | ---: |"]
     lines += [f"| {file.removeprefix('lightning_tricks/')} | {made[file]} | {killed[file]} |" for file in made]
     lines += [f"| all | {made.total()} | {killed.total()} |", "", "## Those that no test finds, and why", ""]
     alive = dict.fromkeys(mutant.file for mutant in mutants if not found[mutant.key])
