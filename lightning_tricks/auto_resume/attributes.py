@@ -8,6 +8,7 @@ them, and `put_back` gives it to the same objects in a fresh process.
 from __future__ import annotations
 
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from lightning_tricks.auto_resume.digests import IGNORED, Digest
+from lightning_tricks.auto_resume.held_states import HeldModule, HeldOptimizer, is_held, state_of
 from lightning_tricks.auto_resume.object_walk import (
     Skipped,
     Slot,
@@ -31,6 +33,7 @@ from lightning_tricks.auto_resume.plain_values import (
     is_a,
     is_mutable,
     name_of,
+    name_of_function,
 )
 from lightning_tricks.auto_resume.putting_back import STATE, put_back
 
@@ -101,7 +104,7 @@ class Attributes:
     def changes(self) -> Changes:
         """Return what changed since the start."""
         walk = self._walk()
-        found = _Found(dict.fromkeys(walk.cut, "it is one object too many, or lies too deep"))
+        found = _Found(dict.fromkeys(walk.cut, "it is one object too many, or lies too deep"), set(walk.stateful))
         self._take_modules(walk, found)
         # what a fresh process has as well, or will have when it comes to a later path
         known = {number: path for number, path in walk.places.items() if path in self._owners}
@@ -121,7 +124,8 @@ class Attributes:
     def _take(self, path: str, slot: Slot, mark: _Mark, room: Room, found: _Found) -> None:
         """Note an attribute that changed."""
         before = self._marks.get(path)
-        if is_a(type(slot.value), *IGNORED) or (before is not None and not before.differs(mark, slot.value)):
+        kind = type(slot.value)
+        if is_a(kind, *IGNORED) or is_held(kind) or (before is not None and not before.differs(mark, slot.value)):
             return
         rebound = before is None or not before.is_of(slot.value)
         alias = slot.target if slot.target != path else ""
@@ -145,7 +149,10 @@ class Attributes:
         had_them = is_copied or bool(slot.target) or (before and not before.whole)
         new = set() if had_them else room.holes - (before.holes if before else set())
         new = {hole for hole in new if not can_be_built(room.kinds.get(hole[1], object), slot.owner)}
-        if mark.is_opaque and not is_copied:
+        function = name_of_function(slot.value) if before is None else ""
+        if mark.is_opaque and (path in found.stateful or function):  # a hook of the fit's start makes it in a fresh process as well
+            found.add(path, slot, {"kind": "hole", "type": function or name_of(type(slot.value))})
+        elif mark.is_opaque and not is_copied:
             found.lost[path] = name_of(type(slot.value))
         elif new:
             place, kind = min(new)
@@ -165,10 +172,11 @@ class Attributes:
         return not value.is_integer() and (time.time in read or (bool(read) and bool(_NAME_OF_CLOCK.search(name))))
 
     def _take_state(self, path: str, stateful: Any, found: _Found) -> None:
-        state = _state_of(stateful)
-        if state is MISSING or _digest_of(state) == self._states.get(path):
+        state = state_of(stateful)
+        if state is MISSING or state == {} or _digest_of(state) == self._states.get(path):
             return
-        room = Room(MOST_BYTES)
+        is_large = isinstance(stateful, HeldModule | HeldOptimizer)  # as the model itself is
+        room = Room(sys.maxsize if is_large else MOST_BYTES)
         try:
             encoded = encode(state, room)
         except TooLargeError:
@@ -177,7 +185,8 @@ class Attributes:
         if room.holes:
             found.lost |= {".".join((path, STATE, *place)): kind for place, kind in room.holes}
         else:
-            found.add(f"{path}.{STATE}", Slot(stateful, path, STATE, state), encoded, MOST_BYTES - room.left)
+            size = 0 if is_large else MOST_BYTES - room.left
+            found.add(f"{path}.{STATE}", Slot(stateful, path, STATE, state), encoded, size)
 
     def _take_modules(self, walk: Walk, found: _Found) -> None:
         """Note modules that came and went. One without weights comes again as a copy of one beside it."""
@@ -263,6 +272,7 @@ def _marks(walk: Walk, known: dict[int, str]) -> Iterator[tuple[str, _Mark]]:
 @dataclass
 class _Found:
     lost: dict[str, str]
+    stateful: set[str]  # paths
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)  # modules that come again as copies
@@ -310,15 +320,8 @@ def _reference(value: Any) -> Any:
         return None
 
 
-def _state_of(stateful: Any) -> Any:
-    try:
-        return stateful.state_dict()
-    except Exception:  # it is the user's
-        return MISSING
-
-
 def _state_mark(stateful: Any) -> int | None:
-    state = _state_of(stateful)
+    state = state_of(stateful)
     return None if state is MISSING else _digest_of(state)
 
 

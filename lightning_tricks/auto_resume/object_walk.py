@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.digests import MOST_ENTRIES
+from lightning_tricks.auto_resume.held_states import HeldModule, as_held, is_held
 from lightning_tricks.auto_resume.plain_values import (
     MISSING,
     SCALARS,
@@ -93,7 +94,8 @@ class Walk:
         slots: Path -> attribute.
         owners: Path -> object.
         modules: Path of each module that another registers -> path of that, and its name there.
-        stateful: Path -> object that is no module and has a `state_dict` and a `load_state_dict`.
+        stateful: Path -> what has a `state_dict` and a `load_state_dict`: an object that is no module, or the tensors
+            of a module that is no part of another one and no root.
         registered: Ids of parameters and buffers.
         places: Id of each object -> its path.
         cut: Paths of objects that were left out because of the bounds.
@@ -124,7 +126,7 @@ class Walk:
         walk.slots = {path: slot for path, slot in walk.slots.items() if id(slot.value) not in walk.registered}
         return walk
 
-    def _enter(self, value: Any, path: str, depth: int) -> str:
+    def _enter(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
         """Walk over an object that was not seen yet; return where it is, or nothing where it is too much."""
         if id(value) in self.places:
             return self.places[id(value)]
@@ -135,6 +137,8 @@ class Walk:
         self.owners[path] = value
         skipped = self.skipped(value)
         if is_a(type(value), nn.Module):
+            if depth and not is_part and "state_dict" not in skipped:
+                self.stateful[path] = HeldModule(value, self.registered)
             self._enter_module(value, path, depth, skipped)
             skipped = _MACHINERY.union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
@@ -162,7 +166,7 @@ class Walk:
         for name, child in own.get("_modules", {}).items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
-                if self._enter(child, inner, depth + 1) == inner:
+                if self._enter(child, inner, depth + 1, is_part=True) == inner:
                     self.modules[inner] = path, name
 
     def _hold(self, slot: Slot, path: str, depth: int) -> None:
@@ -175,9 +179,8 @@ class Walk:
             slot.target = self._enter(value, path, depth)
         elif container_base(kind) is not None:
             self._seek(value, path, depth, 0)
-        elif is_stateful(kind) and "state_dict" not in self.skipped(value) and id(value) not in self.places:
-            self.places[id(value)] = path
-            self.stateful[path] = value
+        elif is_held(kind) or is_stateful(kind):
+            self._follow_state(value, path)
 
     def _seek(self, value: Any, path: str, depth: int, nested: int) -> None:
         """Walk over the objects in a container."""
@@ -192,8 +195,16 @@ class Walk:
                 continue
             if is_entered(kind):
                 self._enter(part, f"{path}.{label(key)}", depth)
+            elif is_held(kind):
+                self._follow_state(part, f"{path}.{label(key)}")
             elif container_base(kind) is not None:
                 self._seek(part, f"{path}.{label(key)}", depth, nested + 1)
+
+    def _follow_state(self, value: Any, path: str) -> None:
+        """Take an object whose attributes are not looked at, by its state."""
+        if "state_dict" not in self.skipped(value) and id(value) not in self.places:
+            self.places[id(value)] = path
+            self.stateful[path] = as_held(value)
 
 
 def is_entered(kind: type) -> bool:

@@ -11,6 +11,7 @@ import enum
 import pathlib
 import random
 import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,13 @@ def name_of(kind: type) -> str:
     """Return the qualified name of a type."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     return f"{module}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+
+
+def name_of_function(value: Any) -> str:
+    """Return what a function of a user's code is called; nothing for what is none."""
+    if type(value) not in (types.FunctionType, types.MethodType):
+        return ""
+    return f"function {value.__module__}.{value.__qualname__}"
 
 
 def container_base(kind: type) -> type | None:
@@ -333,7 +341,7 @@ def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> 
         return encoded
     kind, there = encoded["kind"], there or There()
     if kind == "hole":
-        is_there = present is not MISSING and name_of(type(present)) == encoded["type"]
+        is_there = present is not MISSING and encoded["type"] in (name_of(type(present)), name_of_function(present))
         return present if is_there else there.build(encoded["type"])
     if kind == "clock":
         return present if type(present) is float else encoded["value"]

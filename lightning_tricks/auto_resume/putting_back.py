@@ -86,7 +86,8 @@ def _attempt(
     owner = change["of"]
     if any(owner == known or owner.startswith(f"{known}.") for known in failed):
         return False
-    if owner not in walk.owners and (change["name"] or owner not in walk.slots):
+    is_there = owner in walk.owners or (change["name"] == STATE and owner in walk.stateful)
+    if not is_there and (change["name"] or owner not in walk.slots):
         failed[owner] = "it is not there"
         return False
     try:

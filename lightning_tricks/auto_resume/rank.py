@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
+import lightning.pytorch.callbacks
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import (
     Checkpoint,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     ProgressBar,
     StochasticWeightAveraging,
@@ -24,6 +26,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
 from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
 from lightning_tricks.auto_resume.attributes import Attributes
+from lightning_tricks.auto_resume.held_states import extras_of, give_extras
 from lightning_tricks.auto_resume.lists import lists_of_modules, restore_lists
 from lightning_tricks.auto_resume.progress import (
     buffer_digests,
@@ -41,6 +44,7 @@ from lightning_tricks.auto_resume.structure import (
     restore_groups,
     restore_masks,
 )
+from lightning_tricks.auto_resume.tickets import restore_tickets, tickets_of
 from lightning_tricks.seeding.functional import capture_rng_state, restore_rng_state
 
 # Whose attributes are of the process, or are restored by their own part of this room
@@ -73,7 +77,8 @@ class RankState:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self._structure = Structure(self._modules())
-        self._attributes = Attributes(self._owners, skipped=_of_lightning)
+        self._attributes = Attributes(self._owners, skipped=self._skipped)
+        self._of_optimizers: Attributes | None = None  # from when there are optimizers
         self._settings = self._settings_of_trainer()
         self._unsaved: dict[str, Any] = {}
         self.failed: list[str] = []  # what could not be put back, and why
@@ -82,6 +87,7 @@ class RankState:
         """Note the optimizers' groups, or put them back, before their states are loaded; `shared` is of the save."""
         self._unsaved = {name: versions_of_unsaved(part) for name, part in self._modules().items()}
         self._structure.note_groups(self.module, self.trainer.optimizers)
+        self._of_optimizers = Attributes(self._extras, skipped=self._skipped_of_extras)
         if shared.get("groups"):
             restore_groups(self.module, self.trainer.optimizers, shared["groups"])
 
@@ -95,7 +101,11 @@ class RankState:
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes that changed, as tensors and plain values."""
-        return dict(self._attributes.changes())
+        changes = self._attributes.changes()
+        if self._of_optimizers is not None:
+            beside = self._of_optimizers.changes()
+            changes = {"values": changes["values"] | beside["values"], "lost": changes["lost"] | beside["lost"]}
+        return dict(changes)
 
     def collect(self) -> dict[str, Any]:
         """Return the state as tensors on the CPU and plain values; all ranks have to call it."""
@@ -130,8 +140,9 @@ class RankState:
             lacking = {place.rpartition(".")[0] for place in changes["lost"]}
             values = {place: one for place, one in changes["values"].items() if one["of"] not in lacking}
             changes = {**changes, "values": values}
-        owners = self._owners()
-        failed = put_back(owners, changes, skipped=_of_lightning)
+        owners, extras = self._owners(), extras_of(self.trainer.optimizers)
+        failed = put_back({**owners, **extras}, changes, skipped=self._skipped)
+        give_extras(self.trainer.optimizers, extras)
         gone = {
             place
             for place in failed
@@ -170,7 +181,9 @@ class RankState:
             states = on_device(state["callbacks"].get(callback.state_key, {}), self.module.device)
             if states.get("state_dict"):
                 callback.load_state_dict(states["state_dict"])
-            if states.get("in_epoch") and not isinstance(callback, ModelCheckpoint):
+            if isinstance(callback, ModelPruning):
+                restore_tickets(callback, states.get("in_epoch", {}))
+            elif states.get("in_epoch") and not isinstance(callback, ModelCheckpoint):
                 callback.go_on_in_epoch(states["in_epoch"])
         restore_rng_state(state["rng"])
 
@@ -199,6 +212,25 @@ class RankState:
                 found[f"callbacks.{name}{alike or ''}"] = callback
         return found
 
+    def _skipped(self, owner: object) -> Collection[str]:
+        """Return the names of the attributes that others restore; "state_dict" where they restore the object."""
+        others = {id(one) for one in self.trainer.optimizers}
+        others |= {id(config.scheduler) for config in self.trainer.lr_scheduler_configs}
+        others |= {id(vars(one).get("_average_model")) for one in self._averaging()}
+        return (*_of_lightning(owner), *(("state_dict",) if id(owner) in others else ()))
+
+    def _extras(self) -> dict[str, Any]:
+        """Return what optimizers keep, beside the module whose parameters that may be."""
+        return {"module": self.module, **extras_of(self.trainer.optimizers)}
+
+    def _skipped_of_extras(self, owner: object) -> Collection[str]:
+        return (*dir(type(owner)), *vars(owner)) if isinstance(owner, nn.Module) else self._skipped(owner)
+
+    def _averaging(self) -> list[Callback]:
+        """Return the callbacks of Lightning that save the averages that they hold."""
+        kind = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())
+        return [one for one in self.trainer.callbacks if isinstance(one, kind)]  # type: ignore[attr-defined]
+
     def _states_of_callbacks(self, of_each_rank: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -215,6 +247,8 @@ def _state_beside(callback: Callback) -> dict[str, Any]:
     """Return what a callback remembers beside its state dict."""
     if isinstance(callback, ModelCheckpoint):
         return memory_of_checkpointing(callback)
+    if isinstance(callback, ModelPruning):
+        return tickets_of(callback)
     tells = getattr(callback, "state_in_epoch", None)
     return tells() if tells is not None else {}
 
@@ -226,6 +260,8 @@ def _of_lightning(owner: object) -> Collection[str]:
         return _own_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
     if isinstance(owner, LightningDataModule):
         return _own_attributes(LightningDataModule) | {"state_dict"}
+    if isinstance(owner, ModelPruning):
+        return ("log", "log_dict", "state_dict", "_original_layers")
     return ("log", "log_dict", "state_dict") if isinstance(owner, Callback) else ()
 
 

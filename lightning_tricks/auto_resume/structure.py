@@ -32,14 +32,16 @@ class Structure:
 
     def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
         """Return what is other than before, as tensors and plain values."""
-        groups = groups_of(module, optimizers)
+        groups, masks = groups_of(module, optimizers), masks_of(module)
+        # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
+        has_other_groups = groups != self._groups or bool(masks)
         return {
             "flags": {
                 name: {key: now for key, now in _flags(part).items() if self._before.get(name, {}).get(key) != now}
                 for name, part in modules.items()
             },
-            "groups": groups if groups != self._groups else None,
-            "masks": masks_of(module),
+            "groups": groups if has_other_groups else None,
+            "masks": masks,
             "buffers": [name for name, _ in module.named_buffers() if name not in self._buffers[""]],
         }
 
