@@ -150,7 +150,9 @@ class Attributes:
         new = set() if had_them else room.holes - (before.holes if before else set())
         new = {hole for hole in new if not can_be_built(room.kinds.get(hole[1], object), slot.owner)}
         function = name_of_function(slot.value) if before is None else ""
-        if mark.is_opaque and (path in found.stateful or function):  # a hook of the fit's start makes it in a fresh process as well
+        if mark.is_opaque and (
+            path in found.stateful or function
+        ):  # a hook of the fit's start makes it in a fresh process as well
             found.add(path, slot, {"kind": "hole", "type": function or name_of(type(slot.value))})
         elif mark.is_opaque and not is_copied:
             found.lost[path] = name_of(type(slot.value))
