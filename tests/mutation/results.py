@@ -10,8 +10,8 @@ from tests.mutation.sampling import Mutant
 
 UNREAD = "nobody has looked at it yet"
 _HOW = (
-    "A fault counts as found where a test fails with it: in the run, or, for one that survived it, alone in a copy of the "
-    "repository, with a test that takes longer or was written for it."
+    "A fault counts as found where a test fails with it: in the run, or, for one that survived it, alone in a copy of "
+    "the repository, with a test that takes longer or was written for it."
 )
 
 
