@@ -165,7 +165,7 @@ class GuardedFit(FitWatcher):
 
     def _read(self, path: Path, *, mmap: bool = False) -> dict[str, Any]:
         if self.settings.allow_pickle:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
+            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
             return checkpoint
         checkpoint = _as_data(path, mmap=mmap)
         for place, kind in objects_in(checkpoint).items():

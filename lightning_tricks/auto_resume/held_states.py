@@ -51,7 +51,10 @@ class HeldModule:
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        return {name: one for name, one in tensors.items() if id(one) not in self._saved and not is_lazy(one)}
+        return {name: one for name, one in tensors.items() if self._is_ours(one)}
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
 
 
 class HeldOptimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def read_as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Args:
         path: Of the file.
-        mmap: Whether tensors are mapped from the file.
+        mmap: Whether tensors are mapped from the file, if it is a zip archive.
 
     Returns:
         Its values; in place of an object that is neither plain nor a tensor a `Placeholder`.
@@ -29,6 +30,7 @@ def read_as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is none, or asks for a call that no checkpoint needs.
     """
+    mmap = mmap and zipfile.is_zipfile(path)
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
