@@ -148,6 +148,7 @@ class Attributes:
         # what an object or a container had at the start stands in a fresh process in the same place
         had_them = is_copied or bool(slot.target) or (before and not before.whole)
         new = set() if had_them else room.holes - (before.holes if before else set())
+        new = {hole for hole in new if ".".join((path, *hole[0])) not in found.stateful}
         new = {hole for hole in new if not can_be_built(room.kinds.get(hole[1], object), slot.owner)}
         function = name_of_function(slot.value) if before is None else ""
         if mark.is_opaque and (
