@@ -60,10 +60,11 @@ class AutoResume(TrickCallback):
     is named in one warning, with what to do; what cannot be saved is named at the first save.
 
     Not exact, and said where it is seen: attributes that are other objects, such as open files, or over 64 MiB in all
-    (in a worker 64 KiB); parameters that are made while the fit runs; data that is made or split without a seed before
-    the Trainer has it, or depends on more than its index, the random streams and such attributes; a loader of an
-    unknown kind whose order is not the same each time (it is read anew up to its place), or with `in_order=False`.
-    Readings of a clock are not put back. What a hook does outside the process, it does again.
+    (64 KiB in a worker; weights of modules do not count); parameters that are made while the fit runs; data that is
+    made or split without a seed before the Trainer has it, or depends on more than its index, the random streams and
+    such attributes; a loader of an unknown kind whose order is not the same each time (it is read anew up to its
+    place), or with `in_order=False`. Readings of a clock are not put back. A list or dict that changed is put back as
+    a whole. What a hook does outside the process, it does again.
 
     Args:
         dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from pickle import PicklingError
@@ -98,7 +99,7 @@ class GuardedFit(FitWatcher):
         self._own: Mapping[str, Any] = {}  # this rank's part of it
         self._shared: Mapping[str, Any] = {}  # the part of all ranks
         self._made: dict[str, Any] = {}  # what loaders were made from: "training" and "validation"
-        self._epoch: Mapping[str, Any] | None = None  # streams and groups before the hooks of the epoch's start
+        self._epoch: Mapping[str, Any] | None = None  # what the hooks of the epoch's start found
         self._narrowed: Mapping[str, Any] | None = None  # weights that were loaded in another precision
         self._last_step = self._saved_step = -1
         self._told_objects: set[str] = set()
@@ -234,7 +235,7 @@ class GuardedFit(FitWatcher):
     def loaders_come(self, kind: str) -> None:
         """Note what loaders are made from, or put that back: streams, and attributes such as a batch size."""
         if not self._moment:
-            self._made[kind] = {"streams": pack_streams(), "attributes": self.rank.attributes()}
+            self._made[kind] = {"streams": pack_streams(), "attributes": deepcopy(self.rank.attributes())}
         elif kind in self._made:
             self.rank.restore_attributes(self._made[kind]["attributes"])
             unpack_streams(self._made[kind]["streams"])
@@ -264,7 +265,7 @@ class GuardedFit(FitWatcher):
         """Note what the hooks of the epoch's start draw from."""
         if not self._moment:
             groups = groups_of(self.module, self.trainer.optimizers)
-            self._epoch = {"streams": pack_streams(), "groups": groups}
+            self._epoch = {"streams": pack_streams(), "groups": groups, "attributes": deepcopy(self.rank.attributes())}
 
     def epoch_starts(self) -> None:
         """Note what the epoch's order comes from."""
@@ -295,15 +296,14 @@ class GuardedFit(FitWatcher):
         trainer, own = self.trainer, self._own
         forget_restart(trainer)
         self.rank.restore_structure(self._shared)
-        self.rank.restore_attributes(own["attributes"], before_hooks=True)
         self._epoch = own["epoch"]
         if self._epoch is not None:
+            self.rank.restore_attributes(self._epoch["attributes"], before_hooks=True)
             unpack_streams(self._epoch["streams"])
             replay_epoch_start(trainer, self.module, self._epoch["groups"], self._load_again)
             for averaging in self._averaging():  # it makes no scheduler in the epoch for batch statistics
                 give_back_scheduler(trainer, averaging)
             self.rank.restore_structure(self._shared)
-            self.rank.restore_attributes(own["attributes"])
         self.loaders.return_to_places(trainer, own["loaders"])
         self.rank.restore(own)
         self._say_what_differs()

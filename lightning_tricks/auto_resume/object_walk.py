@@ -310,9 +310,11 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, past what `__setattr__` and properties of the class do.
 
     Raises:
-        CannotRestoreError: If a module has a parameter, a buffer or a module under that name.
+        CannotRestoreError: If a module has a parameter, a buffer or a module under that name, or a class a method.
     """
     own = attribute_dict(owner)
+    if name.startswith("__") or _is_method(owner, name):
+        raise CannotRestoreError("it is what the class does")
     if is_a(type(owner), nn.Module) and any(
         name in (own or {}).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
     ):
@@ -323,6 +325,12 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
     else:
         own[name] = value
+
+
+def _is_method(owner: Any, name: str) -> bool:
+    kind = owner if is_a(type(owner), type) else type(owner)
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return is_a(type(found), types.FunctionType, classmethod, staticmethod, property)
 
 
 def delete_attribute(owner: Any, name: str) -> None:

@@ -281,7 +281,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(value, 16),
     "complex": lambda value: complex(*value),
     "Size": torch.Size,
-    "dtype": lambda value: _checked(getattr(torch, value.removeprefix("torch.")), torch.dtype),
+    "dtype": lambda value: _checked(vars(torch).get(value.removeprefix("torch.")), torch.dtype),
     "device": torch.device,
     **{name: kind.fromisoformat for name, kind in _TIMES.items()},
     "timedelta": lambda value: datetime.timedelta(*value),

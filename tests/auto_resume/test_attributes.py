@@ -733,3 +733,34 @@ def test_what_is_registered_here_is_not_hidden():
     old.queue = torch.ones(2)
     assert put_back({"model": fresh}, attributes.changes()) == {"model.queue": "it is registered in the module here"}
     assert "queue" not in vars(fresh)
+
+
+@pytest.mark.parametrize("name", ["__class__", "forward", "twice", "made", "size"])
+def test_what_a_class_does_is_never_set(name):
+    class Does(nn.Module):
+        def forward(self, x):
+            return x
+
+        @staticmethod
+        def twice(x):
+            return 2 * x
+
+        @classmethod
+        def made(cls):
+            return cls()
+
+        @property
+        def size(self):
+            return 3
+
+    fresh = Does()
+    for place in ("root", "root.Does"):
+        changes = {
+            "values": {f"{place}.{name}": {"of": place, "name": name, "value": 1, "in_place": False}},
+            "lost": {},
+        }
+        assert put_back({"root": fresh}, changes)
+    assert fresh.forward(1) == 1
+    assert fresh.size == 3
+    assert type(fresh) is Does
+    assert Does.twice(2) == 4
