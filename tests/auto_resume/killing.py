@@ -83,7 +83,7 @@ def _be_a_script(folder: Path, options: dict[str, Any], script: Callable[[Path, 
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         for logger in ("lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(logger).handlers:
                 if isinstance(handler, logging.StreamHandler):
