@@ -60,6 +60,9 @@ _LEFT_ALONE = (
 )
 
 
+_SYNCS = (
+    "require_forward_param_sync"  # of DDP: buffers are those of rank zero in the next step, not so after validation
+)
 EXCHANGED = "in the fit)"  # ends what `not_saved` says of modules that hooks may make again
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
 
@@ -120,6 +123,7 @@ class RankState:
                 name: buffers_beyond(module, self._unsaved.get(name, {}), rank_zeros.get(name, {}))
                 for name, module in modules.items()
             },
+            "syncs_buffers": getattr(self.trainer.model, _SYNCS, None),
             "gradients": {} if self.module.automatic_optimization else gradients_of(self.module),
             "callbacks": self._states_of_callbacks(of_each_rank=several),
         }
@@ -177,6 +181,8 @@ class RankState:
         """Put all back; the streams last."""
         self.restore_results(state)
         restore_gradients(self.module, state["gradients"])
+        if state["syncs_buffers"] is not None and hasattr(self.trainer.model, _SYNCS):
+            setattr(self.trainer.model, _SYNCS, state["syncs_buffers"])
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             states = on_device(state["callbacks"].get(callback.state_key, {}), self.module.device)
             if states.get("state_dict"):
