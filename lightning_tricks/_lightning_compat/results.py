@@ -66,7 +66,7 @@ def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     yield from _metrics_in("", trainer.lightning_module)
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         yield from _metrics_in(f"callbacks.{number}", vars(callback))
-    yield from _metrics_in("attributes", vars(trainer.lightning_module))
+    yield from _metrics_in("attributes", getattr(trainer.lightning_module, "__dict__", {}))
 
 
 def _metrics_in(place: str, value: Any) -> Iterator[tuple[str, Metric]]:

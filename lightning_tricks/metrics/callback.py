@@ -334,6 +334,8 @@ class MetricsMonitor(StepsCallback):
         }
         in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
         ranks = [own] if in_exception else _gathered(trainer, own)
+        if not any(ranks) and self._saved.get("epoch") == trainer.current_epoch:
+            ranks = self._saved["ranks"]  # of a fit that was just resumed
         if any(ranks) and self.state_key in checkpoint.get("callbacks", {}):
             partial = {"epoch": trainer.current_epoch, "ranks": ranks}
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
