@@ -309,8 +309,8 @@ class End(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = {
-            "weights": digest(dict(pl_module.state_dict())),
-            "buffers": digest(dict(pl_module.named_buffers())),
+            "weights": digest(dict(sorted(pl_module.state_dict().items()))),
+            "buffers": digest(dict(sorted(pl_module.named_buffers()))),
             "optimizers": digest([one.state_dict() for one in trainer.optimizers]),
             "schedulers": digest([one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]),
             "scaler": digest(trainer.precision_plugin.state_dict()),
