@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from lightning_tricks._lightning_compat._unknown import unknown_lightning
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
 
 def place_in_fit(trainer: Trainer) -> dict[str, Any]:
@@ -61,23 +61,33 @@ def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
+def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
+    """Return the callbacks by names that others in the list do not change, such as `callbacks.EarlyStopping`."""
+    found: dict[str, Callback] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        alike = sum(type(one).__name__ == type(callback).__name__ for one in found.values())
+        found[f"callbacks.{type(callback).__name__}{alike or ''}"] = callback
+    return found
+
+
 def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     """Yield all metrics that may be logged, those of callbacks and in plain containers too: place, metric."""
     yield from _metrics_in("", trainer.lightning_module)
-    for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
-        yield from _metrics_in(f"callbacks.{number}", vars(callback))
+    for name, callback in named_callbacks(trainer).items():
+        yield from _metrics_in(name, vars(callback))
     yield from _metrics_in("attributes", getattr(trainer.lightning_module, "__dict__", {}))
 
 
-def _metrics_in(place: str, value: Any) -> Iterator[tuple[str, Metric]]:
-    if isinstance(value, nn.Module):
+def _metrics_in(place: str, value: Any, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Metric]]:
+    kind = type(value)
+    if issubclass(kind, nn.Module):
         parts = ((f"{place}.{name}".strip("."), part) for name, part in value.named_modules())
         yield from ((name, part) for name, part in parts if isinstance(part, Metric))
-    elif isinstance(value, Mapping | list | tuple):
-        named = value.items() if isinstance(value, Mapping) else enumerate(value)
+    elif kind in (dict, list, tuple) and id(value) not in inside:
+        named = value.items() if kind is dict else enumerate(value)
         for name, part in named:
-            if isinstance(part, nn.Module | Mapping | list | tuple):
-                yield from _metrics_in(f"{place}.{name}", part)
+            if issubclass(type(part), nn.Module | dict | list | tuple):
+                yield from _metrics_in(f"{place}.{name}", part, (*inside, id(value)))
 
 
 def _plain_result(trainer: Trainer, key: str, item: Any, places: Mapping[int, str]) -> dict[str, Any]:

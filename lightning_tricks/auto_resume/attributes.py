@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -99,12 +99,12 @@ class Attributes:
         self._marks = dict(_marks(walk, dict(walk.places)))
         self._states = {path: _state_mark(value) for path, value in walk.stateful.items()}
         self._owners = {path: name_of(type(owner)) for path, owner in walk.owners.items()}
-        self._modules = set(walk.modules)
+        self._modules, self._cut = set(walk.modules), frozenset(walk.cut)
 
     def changes(self) -> Changes:
         """Return what changed since the start."""
         walk = self._walk()
-        found = _Found(dict.fromkeys(walk.cut, "it is one object too many, or lies too deep"), set(walk.stateful))
+        found = _Found(_newly_cut(walk, self._cut), set(walk.stateful))
         self._take_modules(walk, found)
         # what a fresh process has as well, or will have when it comes to a later path
         known = {number: path for number, path in walk.places.items() if path in self._owners}
@@ -176,7 +176,7 @@ class Attributes:
 
     def _take_state(self, path: str, stateful: Any, found: _Found) -> None:
         state = state_of(stateful)
-        if state is MISSING or state == {} or _digest_of(state) == self._states.get(path):
+        if state is MISSING or state == {} or _state_mark(stateful) == self._states.get(path):
             return
         is_large = isinstance(stateful, HeldModule | HeldOptimizer)  # as the model itself is
         room = Room(sys.maxsize if is_large else MOST_BYTES)
@@ -324,8 +324,16 @@ def _reference(value: Any) -> Any:
 
 
 def _state_mark(stateful: Any) -> int | None:
-    state = state_of(stateful)
+    """Return what tells whether a state changed; a module's is its tensors themselves, which stay the same objects."""
+    state = stateful.tensors() if is_a(type(stateful), HeldModule) else state_of(stateful)
     return None if state is MISSING else _digest_of(state)
+
+
+def _newly_cut(walk: Walk, before: Collection[str]) -> dict[str, str]:
+    """Say that there is more now than is looked at; what always was too much may never change."""
+    new = [path for path in walk.cut if path not in before]
+    more = f", and {len(new) - 1} more" if new[1:] else ""
+    return {new[0]: f"one object too many, or too deep{more}"} if new else {}
 
 
 __all__ = ["Attributes", "Changes", "fingerprints", "put_back"]

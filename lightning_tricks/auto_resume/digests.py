@@ -77,7 +77,7 @@ class Digest:
             self._inside.discard(id(value))
             return
         try:
-            known = id(value) not in self._registered and self._feed_leaf(value, kind)
+            known = id(value) not in self._registered and self._feed_leaf(value, kind, bool(place))
         except Exception:  # whatever a strange object raises
             known = False
         if not known:
@@ -127,9 +127,9 @@ class Digest:
         self._parts += len(numbers)
         self._say(repr(sorted(numbers)))
 
-    def _feed_leaf(self, value: Any, kind: type) -> bool:
+    def _feed_leaf(self, value: Any, kind: type, is_entry: bool) -> bool:
         if is_a(kind, Tensor):
-            return self._feed_tensor(value)
+            return self._feed_tensor(value, is_entry)
         if kind is np.ndarray or is_a(kind, np.generic):
             return self._feed_array(np.asarray(value), value)
         if kind in (bytes, bytearray):
@@ -154,13 +154,13 @@ class Digest:
         self._say(f"{kind.__name__} {encoded!r}")
         return True
 
-    def _feed_tensor(self, value: Tensor) -> bool:
+    def _feed_tensor(self, value: Tensor, is_entry: bool) -> bool:
         plain = value.layout is torch.strided and not value.is_quantized and not value.is_nested
         if not plain or value.device.type == "meta":
             return False
         size = value.numel() * value.element_size()
         self._say(f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}")
-        if self._here and value.device.type != "cpu" and not value.is_inference():
+        if self._here and value.device.type != "cpu" and not (is_entry or value.is_inference()):
             self._partly(value, size)  # without waiting for the device
             self._say(f"{value._version}")
             return True

@@ -6,15 +6,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -53,7 +53,7 @@ from lightning_tricks.auto_resume.signals import StopRequest, send_output_to
 from lightning_tricks.auto_resume.streams import pack_streams, unpack_streams
 from lightning_tricks.auto_resume.structure import groups_of, make_room
 from lightning_tricks.checkpoint_remapping.errors import CheckpointError
-from lightning_tricks.seeding.functional import restore_rng_state
+from lightning_tricks.seeding.functional import isolated_rng, restore_rng_state
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
@@ -63,6 +63,7 @@ KEY = "auto_resume"  # in a checkpoint
 _SECONDS_BETWEEN_STATUS = 10.0
 
 # Written anew by each save
+_KEPT_BY_RANKS = ("rng", "trainer", "buffers", "gradients", "callbacks")
 _NOT_COMPARED = (KEY, "epoch", "global_step", "loops", "pytorch-lightning_version", "hparams_name", "hyper_parameters")
 
 # Moments of a save
@@ -98,6 +99,7 @@ class GuardedFit(FitWatcher):
         self._moment = ""  # of the checkpoint that is to be taken up; empty once that is done
         self._own: Mapping[str, Any] = {}  # this rank's part of it
         self._shared: Mapping[str, Any] = {}  # the part of all ranks
+        self._other_ranks = False  # wrote it
         self._made: dict[str, Any] = {}  # what loaders were made from: "training" and "validation"
         self._epoch: Mapping[str, Any] | None = None  # what the hooks of the epoch's start found
         self._narrowed: Mapping[str, Any] | None = None  # weights that were loaded in another precision
@@ -126,10 +128,12 @@ class GuardedFit(FitWatcher):
                 manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
             except (NewerFormatError, OSError) as error:
                 problem = str(error)
+            if manifest is not None and self._is_newer(given, manifest):
+                manifest = None
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
         if problem:
             raise MisconfigurationException(f"AutoResume: {problem}")
-        if manifest is None or self._is_newer(given, manifest):
+        if manifest is None:
             return None
         path = self.folder.path / manifest.file
         self._compare(manifest, path)
@@ -194,7 +198,8 @@ class GuardedFit(FitWatcher):
         own, saved = _tensors(self.module.state_dict()), _tensors(checkpoint["state_dict"])
         if any(name in own and own[name].dtype != value.dtype for name, value in saved.items()):
             self._narrowed = saved
-        if len(ranks) != world_size:
+        self._other_ranks = len(ranks) != world_size
+        if self._other_ranks:
             self._own = {**self._own, "buffers": {}, "trainer": {**self._own["trainer"], "results": []}}
             rank_zero_warn(
                 f"AutoResume: the run had {len(ranks)} ranks and goes on with {world_size}. Weights, optimizer and "
@@ -256,6 +261,8 @@ class GuardedFit(FitWatcher):
             self.loaders.make_iterators(self.trainer, self._own["loaders"])
             self.rank.restore_structure(self._shared)
             self.rank.restore(self._own)
+            self._say([*self.rank.failed, *self._own["not_saved"]])
+            self._own = self._shared = {}
 
     def is_resumed(self) -> bool:
         """Whether the epoch that begins goes on where another process was stopped."""
@@ -313,6 +320,7 @@ class GuardedFit(FitWatcher):
     def _load_again(self) -> None:
         """Load weights and the states of the optimizers from the checkpoint that is resumed."""
         checkpoint = self._read(self._path_resumed())
+        self.module.on_load_checkpoint(checkpoint)
         self.module.load_state_dict(checkpoint["state_dict"], strict=False)
         for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
@@ -324,18 +332,31 @@ class GuardedFit(FitWatcher):
 
     def _say_what_differs(self) -> None:
         """Compare what was restored with what was saved, and name what is not the same."""
-        own = {name: self._own[name] for name in ("rng", "trainer", "buffers", "gradients", "callbacks")}
-        now = self.rank.collect()
-        found = [*self.rank.failed, *differing(own, now), *_attributes_that_differ(self._own, now)]
-        checkpoint = checkpoint_of(self.trainer)
-        if self.trainer.is_global_zero:
+        own, now = self._own, self.rank.collect()
+        kept = [name for name in _KEPT_BY_RANKS if name in own and not (name == "callbacks" and self._other_ranks)]
+        found = [*self.rank.failed, *_attributes_that_differ(own, now)]
+        found += differing({name: own[name] for name in kept}, now)
+        found += self._differs_from_file()
+        made_again = {place for place in self.rank.not_saved(now) if place.endswith(EXCHANGED)}  # by hooks
+        self._say([*found, *(place for place in own["not_saved"] if place not in made_again)])
+
+    def _differs_from_file(self) -> list[str]:
+        """Return where what the Trainer saves now is other than what it saved then; every rank has to call it."""
+        with isolated_rng():  # which hooks may draw from
+            checkpoint = checkpoint_of(self.trainer)
+        if not self.trainer.is_global_zero:
+            return []
+        saved: dict[str, Any] = {}
+        with suppress(MisconfigurationException):  # a file that somebody wrote since it was read
             saved = self._read(self._path_resumed(), mmap=True)
-            found += differing({name: value for name, value in saved.items() if name not in _NOT_COMPARED}, checkpoint)
-        made_again = set(
-            self.rank.not_saved(now)
-        )  # by hooks: a module in place of another, with its attributes put back
-        found += [place for place in self._own["not_saved"] if not (place in made_again and place.endswith(EXCHANGED))]
-        ranks = gather_objects((found, self.loaders.differences))
+        places = differing({name: saved[name] for name in saved if name not in _NOT_COMPARED}, checkpoint)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        clocks = tuple(f"callbacks.{one.state_key}." for one in callbacks if isinstance(one, Timer))
+        return [place for place in places if not place.startswith(clocks)]
+
+    def _say(self, found: Sequence[str]) -> None:
+        """Warn of what is not as it was, on any rank, and tell the callbacks that want to know."""
+        ranks = gather_objects((list(found), self.loaders.differences))
         places = list(dict.fromkeys(place for found, _ in ranks for place in found))
         sentences = list(dict.fromkeys(sentence for _, differences in ranks for sentence in differences))
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -381,6 +402,7 @@ class GuardedFit(FitWatcher):
         if self._ended is not None and self.trainer.is_global_zero:
             self.around.ended(self._ended)
         if self._moment:
+            forget_restart(self.trainer)
             for averaging in self._averaging():
                 give_back_epoch(self.trainer, averaging)
             restore_rng_state(self._own["rng"])
@@ -408,7 +430,8 @@ class GuardedFit(FitWatcher):
         own["not_saved"] = self.rank.not_saved(own)
         ranks = gather_objects(own)
         self._tell_not_saved(ranks)
-        checkpoint = checkpoint_of(trainer)
+        with isolated_rng():  # the hooks of a save are none of the run's
+            checkpoint = checkpoint_of(trainer)
         failure = ""
         if trainer.is_global_zero:
             shared = self.rank.shared()
@@ -425,9 +448,9 @@ class GuardedFit(FitWatcher):
     def _write(self, checkpoint: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""
         trainer = self.trainer
-        for logger in trainer.loggers:  # or what was logged before is lost when the process is killed
-            logger.save()
         try:
+            for logger in trainer.loggers:  # or what was logged before is lost when the process is killed
+                logger.save()
             manifest = self.folder.save(
                 checkpoint,
                 epoch=trainer.current_epoch,
@@ -441,7 +464,7 @@ class GuardedFit(FitWatcher):
             self._ended = manifest if finished else None
             self.folder.prune(self.settings.keep_last)
             return "" if self.settings.allow_pickle else self._objects_saved(self.folder.path / manifest.file)
-        except (AttributeError, OSError, PicklingError, TypeError) as error:  # pickle raises three of them
+        except Exception as error:  # of a disk, a logger, or what pickling an object of the user's raises
             return (
                 f"AutoResume: step {trainer.global_step} could not be saved in {self.folder.path}: {error}. The "
                 "checkpoint before it is whole."
@@ -511,6 +534,8 @@ def _attributes_that_differ(saved: Mapping[str, Any], now: Mapping[str, Any]) ->
     """Yield the attributes that changed in both processes, and to different values."""
     ours, theirs = (state["attributes"]["values"] for state in (saved, now))
     for place in ours.keys() & theirs.keys():
+        if isinstance(ours[place]["value"], dict) and ours[place]["value"].get("kind") == "clock":
+            continue  # which is not put back
         yield from (place for _ in islice(differing(ours[place]["value"], theirs[place]["value"]), 1))
 
 

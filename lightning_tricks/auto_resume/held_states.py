@@ -33,7 +33,7 @@ class HeldModule:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors, buffers that no state dict holds included."""
-        return {name: one.detach() for name, one in self._tensors().items()}
+        return {name: one.detach() for name, one in self.tensors().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put them back in place.
@@ -41,7 +41,7 @@ class HeldModule:
         Raises:
             CannotRestoreError: If there are others now.
         """
-        own = self._tensors()
+        own = self.tensors()
         for name, value in state.items():
             if name not in own or own[name].shape != value.shape:
                 raise CannotRestoreError(f"it has no {name} of {tuple(value.shape)} here")
@@ -49,7 +49,8 @@ class HeldModule:
             for name, value in state.items():
                 own[name].copy_(value)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors themselves."""
         tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         return {name: one for name, one in tensors.items() if self._is_ours(one)}
 

@@ -207,6 +207,11 @@ class Walk:
             self.stateful[path] = as_held(value)
 
 
+def is_left_out(owner: Any, name: str, skipped: Skipped) -> bool:
+    """Whether a name of an object is never looked at."""
+    return name in skipped(owner) or (is_a(type(owner), nn.Module) and name in _MACHINERY)
+
+
 def is_entered(kind: type) -> bool:
     """Whether the attributes of a type's objects are looked at: it is a module or of somebody's own Python code."""
     found = _entered.get(kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,6 +16,7 @@ from lightning_tricks.auto_resume.draws import Draws
 from lightning_tricks.auto_resume.loader_objects import DATA, different
 from lightning_tricks.auto_resume.moments import Moment
 from lightning_tricks.auto_resume.orders import Order, WatchedSampler, digest_of, draws_at_first_only
+from lightning_tricks.auto_resume.patching import patched
 from lightning_tricks.auto_resume.streams import RecordingCollate, WorkerStart, WorkerStreams
 from lightning_tricks.auto_resume.worker_data import ROOM, read_note
 from lightning_tricks.seeding.functional import isolated_rng
@@ -202,7 +202,7 @@ class Place:
             batches = loader.batch_sampler is not None
             held = _Held(loader.batch_sampler if batches else loader.sampler)
             replaced["batch_sampler" if batches else "sampler"] = held
-        with _attributes(loader, replaced):
+        with patched(loader, replaced):
             iterator = type(loader)._get_iterator(loader)
         if held is not None:
             iterator._index_sampler = held.sampler
@@ -314,7 +314,7 @@ class Place:
     def begin_again(self, iterator: Any) -> None:
         """Start a persistent iterator's next iteration, and note where its workers are when they are idle."""
         self.started = Moment(self.followed.loader, self.followed.objects, tell=not self._reads_anew)
-        with _attributes(iterator, {"_try_put_index": lambda: None}):
+        with patched(iterator, {"_try_put_index": lambda: None}):
             type(iterator)._reset(iterator, self.followed.loader)
         for worker in range(len(self.base)):
             count = self.streams.last_count(worker)
@@ -424,17 +424,3 @@ def _after_next(iterator: Any, call: Callable[[Any], object]) -> None:
         return batch
 
     own["_next_data"] = fetch_and_call
-
-
-@contextmanager
-def _attributes(owner: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of one object for a block, past its `__setattr__`."""
-    own = vars(owner)
-    before = {name: own[name] for name in replaced if name in own}
-    own.update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            own.pop(name, None)
-        own.update(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,11 +14,13 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks.auto_resume.structure import make_room
 
+Version = tuple["ref[Tensor]", int]  # of a tensor: an id alone may be another's later
 
-def versions_of_unsaved(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return what tells whether a buffer that is no part of the state dict was changed since: name -> (id, version)."""
+
+def versions_of_unsaved(module: nn.Module) -> dict[str, Version]:
+    """Return what tells whether a buffer that is no part of the state dict was changed since."""
     saved = module.state_dict().keys()
-    return {name: (id(value), value._version) for name, value in module.named_buffers() if name not in saved}
+    return {name: (ref(value), value._version) for name, value in module.named_buffers() if name not in saved}
 
 
 def buffer_digests(module: nn.Module) -> dict[str, str]:
@@ -26,7 +29,7 @@ def buffer_digests(module: nn.Module) -> dict[str, str]:
 
 
 def buffers_beyond(
-    module: nn.Module, unsaved: Mapping[str, tuple[int, int]], rank_zeros: Mapping[str, str]
+    module: nn.Module, unsaved: Mapping[str, Version], rank_zeros: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Return the buffers that a rank cannot get from rank zero's checkpoint.
 
@@ -38,8 +41,8 @@ def buffers_beyond(
         unsaved: Of `versions_of_unsaved` at the start.
         rank_zeros: Rank zero's `buffer_digests`.
     """
-    own = dict(module.named_buffers())
-    changed = [name for name, seen in unsaved.items() if name in own and (id(own[name]), own[name]._version) != seen]
+    own, saved = dict(module.named_buffers()), module.state_dict().keys()
+    changed = [name for name in own if name not in saved and not _is_as_seen(own[name], unsaved.get(name))]
     differing = [name for name, value in own.items() if name in rank_zeros and _digest(value) != rank_zeros[name]]
     return {name: own[name].detach() for name in dict.fromkeys(changed + differing)}
 
@@ -50,7 +53,12 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     own = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in saved.items():
-            own[name].copy_(value)
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+def _is_as_seen(value: Tensor, seen: Version | None) -> bool:
+    return seen is not None and seen[0]() is value and seen[1] == value._version
 
 
 def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
@@ -84,7 +92,8 @@ def on_device(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, Mapping):
         return {name: on_device(part, device) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(on_device(part, device) for part in value)
+        parts = [on_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

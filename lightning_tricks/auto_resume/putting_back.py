@@ -14,6 +14,7 @@ from lightning_tricks.auto_resume.object_walk import (
     Walk,
     can_be_built,
     delete_attribute,
+    is_left_out,
     nothing_skipped,
     set_attribute,
 )
@@ -89,6 +90,9 @@ def _attempt(
     is_there = owner in walk.owners or (change["name"] == STATE and owner in walk.stateful)
     if not is_there and (change["name"] or owner not in walk.slots):
         failed[owner] = "it is not there"
+        return False
+    if owner in walk.owners and is_left_out(walk.owners[owner], change["name"], walk.skipped):
+        failed[path] = "it is no attribute of the user's"
         return False
     try:
         act(path, change, walk)

@@ -20,11 +20,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
-from lightning_tricks._lightning_compat.results import place_in_fit, return_to_place
+from lightning_tricks._lightning_compat.results import named_callbacks, place_in_fit, return_to_place
 from lightning_tricks.auto_resume.attributes import Attributes
 from lightning_tricks.auto_resume.held_states import extras_of, give_extras
 from lightning_tricks.auto_resume.lists import lists_of_modules, restore_lists
@@ -124,7 +125,7 @@ class RankState:
                 for name, module in modules.items()
             },
             "syncs_buffers": getattr(self.trainer.model, _SYNCS, None),
-            "gradients": {} if self.module.automatic_optimization else gradients_of(self.module),
+            "gradients": gradients_of(self.module) if self._keeps_gradients() else {},
             "callbacks": self._states_of_callbacks(of_each_rank=several),
         }
         return {**on_device(state, "cpu"), "attributes": self.attributes()}
@@ -184,39 +185,38 @@ class RankState:
         if state["syncs_buffers"] is not None and hasattr(self.trainer.model, _SYNCS):
             setattr(self.trainer.model, _SYNCS, state["syncs_buffers"])
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            states = on_device(state["callbacks"].get(callback.state_key, {}), self.module.device)
+            states = state["callbacks"].get(callback.state_key, {})
             if states.get("state_dict"):
                 callback.load_state_dict(states["state_dict"])
             if isinstance(callback, ModelPruning):
-                restore_tickets(callback, states.get("in_epoch", {}))
+                restore_tickets(callback, on_device(states.get("in_epoch", {}), self.module.device))
             elif states.get("in_epoch") and not isinstance(callback, ModelCheckpoint):
-                callback.go_on_in_epoch(states["in_epoch"])
+                callback.go_on_in_epoch(on_device(states["in_epoch"], self.module.device))
         restore_rng_state(state["rng"])
 
     def _settings_of_trainer(self) -> dict[str, Any]:
         """Return what callbacks set at the Trainer while it runs."""
         return {name: getattr(self.trainer, name) for name in _SETTINGS}
 
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients may be added to after a step."""
+        return not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module)
+
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained and those that callbacks hold, such as metrics and averaged weights."""
         found: dict[str, nn.Module] = {"": self.module}
-        for number, callback in enumerate(self.trainer.callbacks):  # type: ignore[attr-defined]
-            held = {f"{number}.{name}": value for name, value in vars(callback).items() if isinstance(value, nn.Module)}
+        for where, callback in named_callbacks(self.trainer).items():
+            held = {f"{where}.{name}": value for name, value in vars(callback).items() if isinstance(value, nn.Module)}
             found |= {name: value for name, value in held.items() if value is not self.module}
         return found
 
     def _owners(self) -> dict[str, object]:
         """Return those whose attributes go on."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        found: dict[str, object] = {"module": self.module}
-        if datamodule is not None:
-            found["datamodule"] = datamodule
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(callback, _LEFT_ALONE):
-                name = type(callback).__name__
-                alike = sum(one.startswith(f"callbacks.{name}") for one in found)
-                found[f"callbacks.{name}{alike or ''}"] = callback
-        return found
+        callbacks = {
+            name: one for name, one in named_callbacks(self.trainer).items() if not isinstance(one, _LEFT_ALONE)
+        }
+        return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
 
     def _skipped(self, owner: object) -> Collection[str]:
         """Return the names of the attributes that others restore; "state_dict" where they restore the object."""
@@ -230,7 +230,7 @@ class RankState:
         return {"module": self.module, **extras_of(self.trainer.optimizers)}
 
     def _skipped_of_extras(self, owner: object) -> Collection[str]:
-        return (*dir(type(owner)), *vars(owner)) if isinstance(owner, nn.Module) else self._skipped(owner)
+        return (*dir(type(owner)), *vars(owner)) if issubclass(type(owner), nn.Module) else self._skipped(owner)
 
     def _averaging(self) -> list[Callback]:
         """Return the callbacks of Lightning that save the averages that they hold."""
@@ -261,19 +261,20 @@ def _state_beside(callback: Callback) -> dict[str, Any]:
 
 def _of_lightning(owner: object) -> Collection[str]:
     """Return the names of the attributes that are Lightning's, or callbacks, which are asked by themselves."""
-    if isinstance(owner, LightningModule):
+    kind = type(owner)  # a proxy answers `isinstance` as it likes
+    if issubclass(kind, LightningModule):
         callbacks = {name for name, value in vars(owner).items() if _is_callbacks(value)}
         return _own_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
-    if isinstance(owner, LightningDataModule):
+    if issubclass(kind, LightningDataModule):
         return _own_attributes(LightningDataModule) | {"state_dict"}
-    if isinstance(owner, ModelPruning):
+    if issubclass(kind, ModelPruning):
         return ("log", "log_dict", "state_dict", "_original_layers")
-    return ("log", "log_dict", "state_dict") if isinstance(owner, Callback) else ()
+    return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
 
 
 def _is_callbacks(value: object) -> bool:
     parts = value if isinstance(value, list | tuple) else [value]
-    return bool(parts) and all(isinstance(part, Callback) for part in parts)
+    return bool(parts) and all(issubclass(type(part), Callback) for part in parts)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.fit import begin_epoch_again
+from lightning_tricks.auto_resume.patching import patched
 from lightning_tricks.auto_resume.structure import restore_groups
 
 Groups = Sequence[Sequence[Sequence[str]]]
@@ -36,7 +37,7 @@ def replay_epoch_start(
     groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
-    before = _versions(trainer, module)
+    before = [(value, value._version) for value in _tensors(trainer, module)]
     restore_groups(module, optimizers, groups_then)
     with _muted(trainer.loggers):  # what was logged at the epoch's start is there
         begin_epoch_again(trainer)
@@ -47,27 +48,21 @@ def replay_epoch_start(
             group.update(values)
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
-    if _versions(trainer, module) != before:
+    now = list(_tensors(trainer, module))
+    if len(now) != len(before) or any(a is not b or a._version != v for a, (b, v) in zip(now, before, strict=True)):
         reload()
 
 
 @contextmanager
 def _muted(loggers: Sequence[Logger]) -> Iterator[None]:
-    for logger in loggers:
-        vars(logger)["log_metrics"] = lambda *_, **__: None
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for logger in loggers:
-            del vars(logger)["log_metrics"]
-
-
-def _versions(trainer: Trainer, module: LightningModule) -> list[tuple[int, int]]:
-    """Return what tells whether weights or states of optimizers were written to."""
-    return [(id(value), value._version) for value in _tensors(trainer, module)]
+            stack.enter_context(patched(logger, {"log_metrics": lambda *_, **__: None}))
+        yield
 
 
 def _tensors(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
+    """Yield weights and states of optimizers."""
     yield from module.parameters()
     yield from module.buffers()
     for optimizer in trainer.optimizers:

@@ -1,0 +1,3 @@
+"""The scripts are run by tests, and are none; imported twice they would be entered twice."""
+
+collect_ignore_glob = ["*.py"]
