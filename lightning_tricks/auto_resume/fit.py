@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -240,7 +239,7 @@ class GuardedFit(FitWatcher):
     def loaders_come(self, kind: str) -> None:
         """Note what loaders are made from, or put that back: streams, and attributes such as a batch size."""
         if not self._moment:
-            self._made[kind] = {"streams": pack_streams(), "attributes": deepcopy(self.rank.attributes())}
+            self._made[kind] = {"streams": pack_streams(), "attributes": self.rank.attributes()}
         elif kind in self._made:
             self.rank.restore_attributes(self._made[kind]["attributes"])
             unpack_streams(self._made[kind]["streams"])
@@ -272,7 +271,7 @@ class GuardedFit(FitWatcher):
         """Note what the hooks of the epoch's start draw from."""
         if not self._moment:
             groups = groups_of(self.module, self.trainer.optimizers)
-            self._epoch = {"streams": pack_streams(), "groups": groups, "attributes": deepcopy(self.rank.attributes())}
+            self._epoch = {"streams": pack_streams(), "groups": groups, "attributes": self.rank.attributes()}
 
     def epoch_starts(self) -> None:
         """Note what the epoch's order comes from."""
