@@ -245,10 +245,7 @@ def load_states_of_loaders(trainer: Trainer) -> None:
         states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
         if states:
             fit._combined_loader._load_state_dicts(states)
-            fetcher = fit._data_fetcher
-            fetched = fetcher.fetched
-            iter(fetcher)
-            fetcher.fetched = fetched
+            make_iterators_again(trainer)
     except AttributeError as error:
         raise unknown_lightning("AutoResume", error) from error
 

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 KEY = "auto_resume"  # in a checkpoint
 _SECONDS_BETWEEN_STATUS = 10.0
 
-# Written anew by each save
+# Compared after a resume: of what ranks keep these, of a checkpoint all but those, which each save writes anew
 _KEPT_BY_RANKS = ("rng", "trainer", "buffers", "gradients", "callbacks")
 _NOT_COMPARED = (KEY, "epoch", "global_step", "loops", "pytorch-lightning_version", "hparams_name", "hyper_parameters")
 
@@ -535,7 +534,8 @@ def _attributes_that_differ(saved: Mapping[str, Any], now: Mapping[str, Any]) ->
     for place in ours.keys() & theirs.keys():
         if isinstance(ours[place]["value"], dict) and ours[place]["value"].get("kind") == "clock":
             continue  # which is not put back
-        yield from (place for _ in islice(differing(ours[place]["value"], theirs[place]["value"]), 1))
+        if any(True for _ in differing(ours[place]["value"], theirs[place]["value"])):
+            yield place
 
 
 def summed_up(places: Sequence[str], most: int = 5) -> str:

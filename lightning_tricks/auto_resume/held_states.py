@@ -6,6 +6,7 @@ A teacher in a list, averaged weights in a callback, an optimizer of a module's 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.auto_resume.plain_values import MISSING, CannotRestoreError, is_a
-
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
 
 
 class HeldModule:
@@ -97,7 +96,14 @@ def give_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]
 
 
 def _extras(optimizer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH and not callable(value)}
+    known = _attributes_of_torch()
+    return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+
+
+@cache
+def _attributes_of_torch() -> frozenset[str]:
+    """Return the names of what every optimizer of torch has."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
 
 
 def is_held(kind: type) -> bool:

@@ -60,10 +60,8 @@ _LEFT_ALONE = (
     TrickCallback,
 )
 
-
-_SYNCS = (
-    "require_forward_param_sync"  # of DDP: buffers are those of rank zero in the next step, not so after validation
-)
+# Of DDP: whether the next step takes rank zero's buffers, as it does unless a validation came before
+_SYNCS = "require_forward_param_sync"
 EXCHANGED = "in the fit)"  # ends what `not_saved` says of modules that hooks may make again
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
 
