@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, seed_everything
-from lightning_tricks.auto_resume.fit import GuardedFit
+from lightning_tricks.auto_resume.resumable_fit import GuardedFit
 
 SAMPLES, BATCH_SIZE, STEPS = 100_000, 32, 300
 LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import RunFingerprint, seed_everything
 from lightning_tricks.run_fingerprint import fingerprint
-from lightning_tricks.run_fingerprint.recording import FitRecording
+from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
 
 LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 HOOKS = ("batch_starts", "backward_starts", "optimizer_steps", "batch_ends")

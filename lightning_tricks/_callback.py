@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._shared.pictures import take_pictures
+from lightning_tricks._shared.logger_images import take_pictures
 
 _HOOKS_OF_STEPS = (
     "on_train_batch_start",

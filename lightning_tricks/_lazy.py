@@ -14,7 +14,7 @@ def lazy_names(
 
     Args:
         package: The package's `__name__`.
-        table: Submodule of `package` -> the public names that it holds.
+        table: Submodule of `package` -> the public names that it holds; with a dot in front, of the package above it.
 
     Returns:
         What to bind to `__getattr__`, `__dir__` and `__all__` in the package's namespace.
@@ -25,6 +25,6 @@ def lazy_names(
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(public)}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        return getattr(import_module(f".{home[name]}", package), name)
 
     return __getattr__, lambda: public, public

@@ -25,13 +25,18 @@ from lightning_tricks._lightning_compat import replace_hyperparameter, restricte
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._shared.checks import check_choice, check_names, proposes_names
 from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
 from lightning_tricks.checkpoint_remapping.hyperparameters import values_in
-from lightning_tricks.checkpoint_remapping.loading import TEXTS_OF_FILE, make_module, read_for_module, texts_in
-from lightning_tricks.checkpoint_remapping.resuming import ReadWeights
-from lightning_tricks.gradient_clipping.methods import METHODS
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ReadWeights
+from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
+    TEXTS_OF_FILE,
+    make_module,
+    read_for_module,
+    texts_in,
+)
+from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
-from lightning_tricks.seeding import isolated_seeding
 
 if TYPE_CHECKING:
     _Base = LightningModule

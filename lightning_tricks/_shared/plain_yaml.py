@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_tricks._shared.budget import Budget
 from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.read_budget import Budget
 
 _LARGEST = 1 << 20  # bytes
 _TUPLE = "tag:yaml.org,2002:python/tuple"

@@ -21,3 +21,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         for name in value.__dataclass_fields__:
             yield from tensors_in(getattr(value, name, None))
+
+
+def in_doubles(numbers: Tensor) -> Tensor:
+    """Return numbers in doubles; in floats on MPS, which has no doubles."""
+    return numbers.float() if numbers.device.type == "mps" else numbers.double()

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume as AutoResume
-    from lightning_tricks.auto_resume.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
-    from lightning_tricks.auto_resume.functional import CheckpointFolder as CheckpointFolder
-    from lightning_tricks.auto_resume.functional import save_durably as save_durably
-    from lightning_tricks.auto_resume.functional import write_durably as write_durably
+    from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder as CheckpointFolder
+    from lightning_tricks.auto_resume.core.checkpoint_files import save_durably as save_durably
+    from lightning_tricks.auto_resume.core.checkpoint_files import write_durably as write_durably
+    from lightning_tricks.auto_resume.durable_checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
 
     __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
 else:  # or a type checker would take any name for one of the package
@@ -31,7 +31,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("AutoResume",),
-            "checkpoint_io": ("DurableCheckpointIO",),
-            "functional": ("CheckpointFolder", "save_durably", "write_durably"),
+            "durable_checkpoint_io": ("DurableCheckpointIO",),
+            "core.checkpoint_files": ("CheckpointFolder", "save_durably", "write_durably"),
         },
     )

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
-from lightning_tricks.auto_resume.checkpoint_io import install_durable_io
-from lightning_tricks.auto_resume.fit import GuardedFit
-from lightning_tricks.auto_resume.functional import CheckpointFolder
-from lightning_tricks.auto_resume.signals import DEFAULT_SIGNALS, check_signals
-from lightning_tricks.auto_resume.surroundings import Surroundings, refuse
+from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
+from lightning_tricks.auto_resume.durable_checkpoint_io import install_durable_io
+from lightning_tricks.auto_resume.resumable_fit import GuardedFit
+from lightning_tricks.auto_resume.run_files import Surroundings, refuse
 
 _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.functional import CheckpointFolder
+    from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 
 
 def add_to(commands: Any) -> None:
@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
-    from lightning_tricks.auto_resume.functional import folders_in
+    from lightning_tricks.auto_resume.core.checkpoint_files import folders_in
 
     folders = [folder for folder in folders_in(arguments.dirpath) if folder.manifests() or folder.read_status()]
     if not folders:
@@ -63,7 +63,7 @@ def _verify(folders: list[CheckpointFolder]) -> int:
 
 
 def _state(status: dict[str, Any]) -> str:
-    from lightning_tricks.auto_resume.lock import is_gone
+    from lightning_tricks.auto_resume.core.directory_lock import is_gone
 
     state = status.get("state", "unknown")
     if state == "running" and is_gone(status):

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks.auto_resume.callback import AutoResume
-from lightning_tricks.auto_resume.functional import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

@@ -19,26 +19,26 @@ Sources: the formats of torch.save and safetensors; PEP 307 and Python's `pickle
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_tricks.checkpoint_remapping.alignment import Alignment as Alignment
-    from lightning_tricks.checkpoint_remapping.alignment import align as align
     from lightning_tricks.checkpoint_remapping.callback import CheckpointRemapping as CheckpointRemapping
-    from lightning_tricks.checkpoint_remapping.errors import AmbiguousAlignmentError as AmbiguousAlignmentError
-    from lightning_tricks.checkpoint_remapping.errors import CheckpointError as CheckpointError
-    from lightning_tricks.checkpoint_remapping.errors import MissingCheckpointError as MissingCheckpointError
-    from lightning_tricks.checkpoint_remapping.errors import NotACheckpointError as NotACheckpointError
-    from lightning_tricks.checkpoint_remapping.errors import NothingLoadedError as NothingLoadedError
-    from lightning_tricks.checkpoint_remapping.errors import UnsafeCheckpointError as UnsafeCheckpointError
-    from lightning_tricks.checkpoint_remapping.functional import LoadReport as LoadReport
-    from lightning_tricks.checkpoint_remapping.functional import load_weights as load_weights
-    from lightning_tricks.checkpoint_remapping.functional import verify as verify
-    from lightning_tricks.checkpoint_remapping.heads import replace_head as replace_head
-    from lightning_tricks.checkpoint_remapping.reading import Checkpoint as Checkpoint
-    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint as read_checkpoint
-    from lightning_tricks.checkpoint_remapping.rules import Rule as Rule
-    from lightning_tricks.checkpoint_remapping.rules import read_rules as read_rules
-    from lightning_tricks.checkpoint_remapping.rules import remap_keys as remap_keys
-    from lightning_tricks.checkpoint_remapping.saving import save_weights as save_weights
-    from lightning_tricks.checkpoint_remapping.values import Placeholder as Placeholder
+    from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError as AmbiguousAlignmentError
+    from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError as CheckpointError
+    from lightning_tricks.checkpoint_remapping.core.errors import MissingCheckpointError as MissingCheckpointError
+    from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError as NotACheckpointError
+    from lightning_tricks.checkpoint_remapping.core.errors import NothingLoadedError as NothingLoadedError
+    from lightning_tricks.checkpoint_remapping.core.errors import UnsafeCheckpointError as UnsafeCheckpointError
+    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder as Placeholder
+    from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint as Checkpoint
+    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint as read_checkpoint
+    from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights as save_weights
+    from lightning_tricks.checkpoint_remapping.core.head_replacement import replace_head as replace_head
+    from lightning_tricks.checkpoint_remapping.core.loading import LoadReport as LoadReport
+    from lightning_tricks.checkpoint_remapping.core.loading import load_weights as load_weights
+    from lightning_tricks.checkpoint_remapping.core.loading import verify as verify
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment as Alignment
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment import align as align
+    from lightning_tricks.checkpoint_remapping.core.rules import Rule as Rule
+    from lightning_tricks.checkpoint_remapping.core.rules import read_rules as read_rules
+    from lightning_tricks.checkpoint_remapping.core.rules import remap_keys as remap_keys
 
     __all__ = [
         "Alignment",
@@ -68,9 +68,9 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "alignment": ("Alignment", "align"),
+            "core.matching.alignment": ("Alignment", "align"),
             "callback": ("CheckpointRemapping",),
-            "errors": (
+            "core.errors": (
                 "AmbiguousAlignmentError",
                 "CheckpointError",
                 "MissingCheckpointError",
@@ -78,11 +78,11 @@ else:  # or a type checker would take any name for one of the package
                 "NothingLoadedError",
                 "UnsafeCheckpointError",
             ),
-            "functional": ("LoadReport", "load_weights", "verify"),
-            "heads": ("replace_head",),
-            "reading": ("Checkpoint", "read_checkpoint"),
-            "rules": ("Rule", "read_rules", "remap_keys"),
-            "saving": ("save_weights",),
-            "values": ("Placeholder",),
+            "core.loading": ("LoadReport", "load_weights", "verify"),
+            "core.head_replacement": ("replace_head",),
+            "core.files.reading": ("Checkpoint", "read_checkpoint"),
+            "core.rules": ("Rule", "read_rules", "remap_keys"),
+            "core.files.saving": ("save_weights",),
+            "core.files.pickle_values": ("Placeholder",),
         },
     )

@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_io import replace_checkpoint_io
-from lightning_tricks.checkpoint_remapping.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.functional import LoadReport, plan_loading
-from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
-from lightning_tricks.checkpoint_remapping.resuming import checkpoint_for
-from lightning_tricks.checkpoint_remapping.rules import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import checkpoint_for
 
 
 class CheckpointRemapping(TrickCallback):
@@ -46,7 +46,7 @@ class CheckpointRemapping(TrickCallback):
             `save_weights`), and so are the strategies that write files of their own. Loading such a checkpoint into a
             compiled submodule again needs this callback, which finds the names.
 
-    The functions themselves: `lightning_tricks.checkpoint_remapping.functional`. A callback cannot reach
+    The functions themselves: `lightning_tricks.checkpoint_remapping.core.loading`. A callback cannot reach
     `load_from_checkpoint`: `TricksMixin` does, and everybody else calls `load_weights`.
 
     Attributes:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
     from torch import Tensor
 
-    from lightning_tricks.checkpoint_remapping.reading import Checkpoint
+    from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 
 
 def add_to(commands: Any) -> None:
@@ -54,8 +54,8 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 def _show(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
-    from lightning_tricks.checkpoint_remapping.values import brief, outlined
+    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import brief, outlined
+    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
     console = Console()
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
@@ -117,7 +117,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from lightning_tricks._shared.text import shape_text
-    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
     one, other = (read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
     table = Table(title=f"{arguments.a} and {arguments.b}", title_justify="left")
@@ -152,9 +152,9 @@ def _align(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from lightning_tricks._shared.models import named_model
-    from lightning_tricks.checkpoint_remapping.alignment import align
-    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
+    from lightning_tricks._shared.model_argument import named_model
+    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment import align
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
@@ -171,9 +171,9 @@ def _align(arguments: argparse.Namespace) -> int:
 def _remap(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
-    from lightning_tricks.checkpoint_remapping.rules import read_rules, remap_keys
-    from lightning_tricks.checkpoint_remapping.saving import save_weights
+    from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+    from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
+    from lightning_tricks.checkpoint_remapping.core.rules import read_rules, remap_keys
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))

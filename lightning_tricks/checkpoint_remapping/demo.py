@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks.checkpoint_remapping.alignment import align
-from lightning_tricks.checkpoint_remapping.reading import read_checkpoint
-from lightning_tricks.checkpoint_remapping.saving import save_weights
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import align
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from lightning.pytorch import LightningModule
 
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.plain_yaml import read_yaml
-from lightning_tricks.checkpoint_remapping.errors import CheckpointError, UnsafeCheckpointError
-from lightning_tricks.checkpoint_remapping.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.resuming import ARGUMENTS, in_memory
-from lightning_tricks.checkpoint_remapping.values import Placeholder
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENTS, in_memory
 
 _OF_MODULE = ("hyper_parameters", "hparams", "module_arguments")
 _DEEPEST = 50  # annotations inside of annotations, and values inside of values

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.ensembles.bagging import BaggingClassifier as BaggingClassifier
     from lightning_tricks.ensembles.bagging import BaggingRegressor as BaggingRegressor
-    from lightning_tricks.ensembles.functional import Uncertainty as Uncertainty
-    from lightning_tricks.ensembles.functional import classification_uncertainty as classification_uncertainty
-    from lightning_tricks.ensembles.functional import regression_uncertainty as regression_uncertainty
+    from lightning_tricks.ensembles.core.combination import Uncertainty as Uncertainty
+    from lightning_tricks.ensembles.core.combination import classification_uncertainty as classification_uncertainty
+    from lightning_tricks.ensembles.core.combination import regression_uncertainty as regression_uncertainty
+    from lightning_tricks.ensembles.ensemble import Ensemble as Ensemble
     from lightning_tricks.ensembles.fusion import FusionClassifier as FusionClassifier
     from lightning_tricks.ensembles.fusion import FusionRegressor as FusionRegressor
-    from lightning_tricks.ensembles.modules import Ensemble as Ensemble
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
@@ -55,9 +55,9 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "bagging": ("BaggingClassifier", "BaggingRegressor"),
-            "functional": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
+            "core.combination": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
             "fusion": ("FusionClassifier", "FusionRegressor"),
-            "modules": ("Ensemble",),
+            "ensemble": ("Ensemble",),
             "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
             "voting": ("VotingClassifier", "VotingRegressor"),
         },

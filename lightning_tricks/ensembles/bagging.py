@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.ensembles.modules import Ensemble
+from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_tricks.ensembles.functional import weighted_mean
-from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.modules import Ensemble
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.core.combination import weighted_mean
+from lightning_tricks.ensembles.ensemble import Ensemble
 
 
 class _Fused(Ensemble):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.checks import check_choice, check_not_negative
-from lightning_tricks.ensembles.building import Estimator
-from lightning_tricks.ensembles.functional import snapshot_factor
-from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.members import Loop, Members, as_members
-from lightning_tricks.ensembles.modules import Ensemble
-from lightning_tricks.ensembles.optimizing import CriterionChoice, OptimizerChoice, optimizer_of
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.core.combination import snapshot_factor
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.core.members import Loop, Members, as_members
+from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, optimizer_of
 from lightning_tricks.lr_schedules.builders import total_steps
-from lightning_tricks.lr_schedules.scheduler import FactorLR
+from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
 
 class _ClippedLR(FactorLR):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks.ensembles.building import Estimator
-from lightning_tricks.ensembles.kinds import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.members import Members, Stack
-from lightning_tricks.ensembles.modules import Ensemble
-from lightning_tricks.ensembles.optimizing import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.core.members import Members, Stack
+from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
 
 class IndependentMembers(Ensemble):

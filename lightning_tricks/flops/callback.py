@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import forget_module_flops, logs_at_this_step, peak_flops_of
 from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.dry_run.calls import Call, find_call, step_of
 from lightning_tricks._shared.units import si
-from lightning_tricks.flops.calls import Call, find_call, step_of
-from lightning_tricks.flops.count import FlopsCount, check_path
-from lightning_tricks.flops.functional import check_backend, count_call
+from lightning_tricks.flops.core.counting import check_backend, count_call
+from lightning_tricks.flops.core.result import FlopsCount, check_path
 
 
 class FlopsReport(TrickCallback):
@@ -47,7 +47,7 @@ class FlopsReport(TrickCallback):
         peak_flops: Of one device, in FLOPs per second; needs `backward=True`. None for Lightning's table of devices
             and precisions. The peak that is used is printed.
 
-    The counting itself: `lightning_tricks.flops.functional.count_flops`.
+    The counting itself: `lightning_tricks.flops.core.counting.count_flops`.
 
     Attributes:
         count: The `FlopsCount` of the last fit.

@@ -42,8 +42,8 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks._shared.models import named_model
-    from lightning_tricks.flops.functional import count_flops
+    from lightning_tricks._shared.model_argument import named_model
+    from lightning_tricks.flops.core.counting import count_flops
 
     try:
         model = named_model(arguments.model)

@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.callback import GradientClipping as GradientClipping
-    from lightning_tricks.gradient_clipping.functional import GradientNorms as GradientNorms
-    from lightning_tricks.gradient_clipping.functional import UnitClipping as UnitClipping
-    from lightning_tricks.gradient_clipping.functional import adaptive_clip_grad_ as adaptive_clip_grad_
-    from lightning_tricks.gradient_clipping.functional import clip_grad_norm_ as clip_grad_norm_
-    from lightning_tricks.gradient_clipping.functional import clip_grad_value_ as clip_grad_value_
-    from lightning_tricks.gradient_clipping.functional import clip_grads_with_norm_ as clip_grads_with_norm_
-    from lightning_tricks.gradient_clipping.functional import gradient_norms as gradient_norms
-    from lightning_tricks.gradient_clipping.methods import AGC as AGC
-    from lightning_tricks.gradient_clipping.methods import ClipMethod as ClipMethod
-    from lightning_tricks.gradient_clipping.methods import ClipNorm as ClipNorm
-    from lightning_tricks.gradient_clipping.methods import ClipValue as ClipValue
-    from lightning_tricks.gradient_clipping.methods import PercentileClip as PercentileClip
-    from lightning_tricks.gradient_clipping.methods import ZScoreClip as ZScoreClip
-    from lightning_tricks.gradient_clipping.skipping import skip_step_ as skip_step_
-    from lightning_tricks.gradient_clipping.skipping import skip_step_on_device_ as skip_step_on_device_
-    from lightning_tricks.gradient_clipping.skipping import skips_on_device as skips_on_device
-    from lightning_tricks.gradient_clipping.thresholds import PercentileThreshold as PercentileThreshold
-    from lightning_tricks.gradient_clipping.thresholds import ZScoreThreshold as ZScoreThreshold
+    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import PercentileThreshold as PercentileThreshold
+    from lightning_tricks.gradient_clipping.core.adaptive_thresholds import ZScoreThreshold as ZScoreThreshold
+    from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
+    from lightning_tricks.gradient_clipping.core.clipping import UnitClipping as UnitClipping
+    from lightning_tricks.gradient_clipping.core.clipping import adaptive_clip_grad_ as adaptive_clip_grad_
+    from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
+    from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
+    from lightning_tricks.gradient_clipping.core.clipping import clip_grads_with_norm_ as clip_grads_with_norm_
+    from lightning_tricks.gradient_clipping.core.clipping import gradient_norms as gradient_norms
+    from lightning_tricks.gradient_clipping.core.methods import AGC as AGC
+    from lightning_tricks.gradient_clipping.core.methods import ClipMethod as ClipMethod
+    from lightning_tricks.gradient_clipping.core.methods import ClipNorm as ClipNorm
+    from lightning_tricks.gradient_clipping.core.methods import ClipValue as ClipValue
+    from lightning_tricks.gradient_clipping.core.methods import PercentileClip as PercentileClip
+    from lightning_tricks.gradient_clipping.core.methods import ZScoreClip as ZScoreClip
+    from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_ as skip_step_
+    from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_on_device_ as skip_step_on_device_
+    from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
 
     __all__ = [
         "AGC",
@@ -69,7 +69,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("GradientClipping",),
-            "functional": (
+            "core.clipping": (
                 "GradientNorms",
                 "UnitClipping",
                 "adaptive_clip_grad_",
@@ -78,7 +78,7 @@ else:  # or a type checker would take any name for one of the package
                 "clip_grads_with_norm_",
                 "gradient_norms",
             ),
-            "methods": (
+            "core.methods": (
                 "AGC",
                 "ClipMethod",
                 "ClipNorm",
@@ -86,12 +86,12 @@ else:  # or a type checker would take any name for one of the package
                 "PercentileClip",
                 "ZScoreClip",
             ),
-            "skipping": (
+            "core.step_skipping": (
                 "skip_step_",
                 "skip_step_on_device_",
                 "skips_on_device",
             ),
-            "thresholds": (
+            "core.adaptive_thresholds": (
                 "PercentileThreshold",
                 "ZScoreThreshold",
             ),

@@ -17,29 +17,29 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import unwrapped
-from lightning_tricks.gradient_clipping.functional import (
+from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
+from lightning_tricks.gradient_clipping.core.clip_groups import Part, Partition
+from lightning_tricks.gradient_clipping.core.clipping import (
     GradientNorms,
     check_max_norm,
     check_norm_type,
     gradient_norms,
 )
-from lightning_tricks.gradient_clipping.methods import ClipMethod, ClipNorm, check_groups, check_method
-from lightning_tricks.gradient_clipping.partition import Part, Partition
-from lightning_tricks.gradient_clipping.skipping import (
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
+from lightning_tricks.gradient_clipping.core.step_skipping import (
     HeldSchedulers,
     StepCounts,
     skip_step_,
     skip_step_on_device_,
     skips_on_device,
 )
-from lightning_tricks.gradient_clipping.surroundings import (
+from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
     agreed_by_ranks,
     leaves_unscaling_to_step,
     may_have_overflowed,
     refuse_hidden_gradients,
 )
-from lightning_tricks.gradient_clipping.thresholds import NoThreshold, Threshold
 
 
 class GradientClipping(TrickCallback):
@@ -77,7 +77,7 @@ class GradientClipping(TrickCallback):
     "skip" reads one value a step back to the host, but for fused optimizers and under a GradScaler; `hold_lr_on_skip`
     and "raise" read it always.
 
-    The clipping itself: `lightning_tricks.gradient_clipping.functional`.
+    The clipping itself: `lightning_tricks.gradient_clipping.core.clipping`.
 
     Raises:
         TypeError: If an argument is of the wrong type.

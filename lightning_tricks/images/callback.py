@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_tricks._callback import StepsCallback
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.pictures import log_picture
+from lightning_tricks._shared.logger_images import log_picture
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.images.functional import denormalize, image_grid, to_tensor
-from lightning_tricks.images.ranking import Samples, judged, together
+from lightning_tricks.images.core.confident_mistakes import Samples, judged, together
+from lightning_tricks.images.core.conversion import denormalize, image_grid, to_tensor
 
 _STAGES = ("train", "val", "test")
 

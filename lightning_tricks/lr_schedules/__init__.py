@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.builders import build_optimizer as build_optimizer
     from lightning_tricks.lr_schedules.builders import build_schedule as build_schedule
     from lightning_tricks.lr_schedules.builders import total_steps as total_steps
-    from lightning_tricks.lr_schedules.functional import constant as constant
-    from lightning_tricks.lr_schedules.functional import exponential as exponential
-    from lightning_tricks.lr_schedules.functional import inverse_sqrt as inverse_sqrt
-    from lightning_tricks.lr_schedules.functional import multistep as multistep
-    from lightning_tricks.lr_schedules.functional import one_cycle as one_cycle
-    from lightning_tricks.lr_schedules.functional import polynomial as polynomial
-    from lightning_tricks.lr_schedules.functional import ramp as ramp
-    from lightning_tricks.lr_schedules.functional import step as step
-    from lightning_tricks.lr_schedules.functional import warmup_cosine as warmup_cosine
-    from lightning_tricks.lr_schedules.functional import warmup_linear as warmup_linear
-    from lightning_tricks.lr_schedules.functional import wsd as wsd
-    from lightning_tricks.lr_schedules.layers import layer_of_parameters as layer_of_parameters
-    from lightning_tricks.lr_schedules.layers import parameter_groups as parameter_groups
-    from lightning_tricks.lr_schedules.plotting import plot_schedule as plot_schedule
-    from lightning_tricks.lr_schedules.scheduler import FactorLR as FactorLR
-    from lightning_tricks.lr_schedules.specs import OptimizerSpec as OptimizerSpec
-    from lightning_tricks.lr_schedules.specs import ScheduleSpec as ScheduleSpec
+    from lightning_tricks.lr_schedules.core.parameter_groups import layer_of_parameters as layer_of_parameters
+    from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups as parameter_groups
+    from lightning_tricks.lr_schedules.core.plotting import plot_schedule as plot_schedule
+    from lightning_tricks.lr_schedules.core.scheduler import FactorLR as FactorLR
+    from lightning_tricks.lr_schedules.core.schedules import constant as constant
+    from lightning_tricks.lr_schedules.core.schedules import exponential as exponential
+    from lightning_tricks.lr_schedules.core.schedules import inverse_sqrt as inverse_sqrt
+    from lightning_tricks.lr_schedules.core.schedules import multistep as multistep
+    from lightning_tricks.lr_schedules.core.schedules import one_cycle as one_cycle
+    from lightning_tricks.lr_schedules.core.schedules import polynomial as polynomial
+    from lightning_tricks.lr_schedules.core.schedules import ramp as ramp
+    from lightning_tricks.lr_schedules.core.schedules import step as step
+    from lightning_tricks.lr_schedules.core.schedules import warmup_cosine as warmup_cosine
+    from lightning_tricks.lr_schedules.core.schedules import warmup_linear as warmup_linear
+    from lightning_tricks.lr_schedules.core.schedules import wsd as wsd
+    from lightning_tricks.lr_schedules.core.specs import OptimizerSpec as OptimizerSpec
+    from lightning_tricks.lr_schedules.core.specs import ScheduleSpec as ScheduleSpec
 
     __all__ = [
         "FactorLR",
@@ -73,7 +73,7 @@ else:  # or a type checker would take any name for one of the package
                 "build_schedule",
                 "total_steps",
             ),
-            "functional": (
+            "core.schedules": (
                 "constant",
                 "exponential",
                 "inverse_sqrt",
@@ -86,13 +86,13 @@ else:  # or a type checker would take any name for one of the package
                 "warmup_linear",
                 "wsd",
             ),
-            "layers": (
+            "core.parameter_groups": (
                 "layer_of_parameters",
                 "parameter_groups",
             ),
-            "plotting": ("plot_schedule",),
-            "scheduler": ("FactorLR",),
-            "specs": (
+            "core.plotting": ("plot_schedule",),
+            "core.scheduler": ("FactorLR",),
+            "core.specs": (
                 "OptimizerSpec",
                 "ScheduleSpec",
             ),

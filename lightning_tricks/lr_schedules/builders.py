@@ -18,10 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks.lr_schedules.functional import constant
-from lightning_tricks.lr_schedules.layers import parameter_groups
-from lightning_tricks.lr_schedules.scheduler import FactorLR
-from lightning_tricks.lr_schedules.specs import OptimizerSpec, ScheduleSpec
+from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
+from lightning_tricks.lr_schedules.core.scheduler import FactorLR
+from lightning_tricks.lr_schedules.core.schedules import constant
+from lightning_tricks.lr_schedules.core.specs import OptimizerSpec, ScheduleSpec
 
 _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 

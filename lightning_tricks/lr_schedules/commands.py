@@ -36,7 +36,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lightning_tricks.lr_schedules.specs import ScheduleSpec
+    from lightning_tricks.lr_schedules.core.specs import ScheduleSpec
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
     try:
@@ -52,7 +52,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     if arguments.plot is not None:
-        from lightning_tricks.lr_schedules.plotting import plot_schedule
+        from lightning_tricks.lr_schedules.core.plotting import plot_schedule
 
         try:
             axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)

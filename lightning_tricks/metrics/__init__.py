@@ -18,18 +18,18 @@ Sources: torchmetrics; scikit-learn's definitions of the metrics, where the two 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_tricks._shared.mean_loss import MeanLoss as MeanLoss
     from lightning_tricks.metrics.callback import MetricsMonitor as MetricsMonitor
-    from lightning_tricks.metrics.comparing import MetricsError as MetricsError
-    from lightning_tricks.metrics.losses import MeanLoss as MeanLoss
-    from lightning_tricks.metrics.modules import BalancedAccuracy as BalancedAccuracy
-    from lightning_tricks.metrics.presets import binary_metrics as binary_metrics
-    from lightning_tricks.metrics.presets import multiclass_metrics as multiclass_metrics
-    from lightning_tricks.metrics.presets import multilabel_metrics as multilabel_metrics
-    from lightning_tricks.metrics.presets import preset as preset
-    from lightning_tricks.metrics.presets import regression_metrics as regression_metrics
-    from lightning_tricks.metrics.presets import retrieval_metrics as retrieval_metrics
-    from lightning_tricks.metrics.presets import segmentation_metrics as segmentation_metrics
-    from lightning_tricks.metrics.suite import MetricSuite as MetricSuite
+    from lightning_tricks.metrics.core.metric_modules import BalancedAccuracy as BalancedAccuracy
+    from lightning_tricks.metrics.core.presets import binary_metrics as binary_metrics
+    from lightning_tricks.metrics.core.presets import multiclass_metrics as multiclass_metrics
+    from lightning_tricks.metrics.core.presets import multilabel_metrics as multilabel_metrics
+    from lightning_tricks.metrics.core.presets import preset as preset
+    from lightning_tricks.metrics.core.presets import regression_metrics as regression_metrics
+    from lightning_tricks.metrics.core.presets import retrieval_metrics as retrieval_metrics
+    from lightning_tricks.metrics.core.presets import segmentation_metrics as segmentation_metrics
+    from lightning_tricks.metrics.core.suite import MetricSuite as MetricSuite
+    from lightning_tricks.metrics.key_conflicts import MetricsError as MetricsError
 
     __all__ = [
         "BalancedAccuracy",
@@ -52,10 +52,10 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("MetricsMonitor",),
-            "comparing": ("MetricsError",),
-            "losses": ("MeanLoss",),
-            "modules": ("BalancedAccuracy",),
-            "presets": (
+            "key_conflicts": ("MetricsError",),
+            "._shared.mean_loss": ("MeanLoss",),
+            "core.metric_modules": ("BalancedAccuracy",),
+            "core.presets": (
                 "binary_metrics",
                 "multiclass_metrics",
                 "multilabel_metrics",
@@ -64,6 +64,6 @@ else:  # or a type checker would take any name for one of the package
                 "retrieval_metrics",
                 "segmentation_metrics",
             ),
-            "suite": ("MetricSuite",),
+            "core.suite": ("MetricSuite",),
         },
     )

@@ -17,19 +17,18 @@ from torchmetrics import Metric, MetricCollection
 from lightning_tricks._callback import StepsCallback
 from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_value
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
-from lightning_tricks._shared.pictures import log_picture
+from lightning_tricks._shared.logger_images import log_picture
+from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.metrics.comparing import STEPS, MetricsError, SharedKeys, together
-from lightning_tricks.metrics.functional import in_doubles
-from lightning_tricks.metrics.history import History, Record
-from lightning_tricks.metrics.keys import STAGES, Keys, check_prefix
-from lightning_tricks.metrics.losses import MeanLoss
-from lightning_tricks.metrics.naming import clash_of, class_parts
-from lightning_tricks.metrics.pictures import Snapshot, as_array, figures_of, history_figure
-from lightning_tricks.metrics.shares import Share, share_of
-from lightning_tricks.metrics.suite import MetricSuite, is_number
-from lightning_tricks.metrics.trial import names_of
+from lightning_tricks._shared.tensors import in_doubles, tensors_in
+from lightning_tricks.metrics.core.expected_values import names_of
+from lightning_tricks.metrics.core.history import History, Record
+from lightning_tricks.metrics.core.logged_keys import STAGES, Keys, check_prefix
+from lightning_tricks.metrics.core.plots import Snapshot, as_array, figures_of, history_figure
+from lightning_tricks.metrics.core.sampler_shards import Share, share_of
+from lightning_tricks.metrics.core.suite import MetricSuite, is_number
+from lightning_tricks.metrics.core.value_names import clash_of, class_parts
+from lightning_tricks.metrics.key_conflicts import STEPS, MetricsError, SharedKeys, together
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

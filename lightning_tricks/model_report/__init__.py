@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.model_report.callback import ModelReport as ModelReport
-    from lightning_tricks.model_report.functional import summarize_model as summarize_model
-    from lightning_tricks.model_report.summary import Memory as Memory
-    from lightning_tricks.model_report.summary import ModelSummary as ModelSummary
-    from lightning_tricks.model_report.summary import ParameterRow as ParameterRow
+    from lightning_tricks.model_report.core.result import Memory as Memory
+    from lightning_tricks.model_report.core.result import ModelSummary as ModelSummary
+    from lightning_tricks.model_report.core.result import ParameterRow as ParameterRow
+    from lightning_tricks.model_report.core.summarizing import summarize_model as summarize_model
 
     __all__ = ["Memory", "ModelReport", "ModelSummary", "ParameterRow", "summarize_model"]
 else:  # or a type checker would take any name for one of the package
@@ -31,7 +31,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("ModelReport",),
-            "functional": ("summarize_model",),
-            "summary": ("Memory", "ModelSummary", "ParameterRow"),
+            "core.summarizing": ("summarize_model",),
+            "core.result": ("Memory", "ModelSummary", "ParameterRow"),
         },
     )

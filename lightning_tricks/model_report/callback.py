@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
-from lightning_tricks.flops.calls import find_call, step_of
-from lightning_tricks.model_report.functional import summarize_call
-from lightning_tricks.model_report.summary import ModelSummary
+from lightning_tricks._shared.dry_run.calls import find_call, step_of
+from lightning_tricks.model_report.core.result import ModelSummary
+from lightning_tricks.model_report.core.summarizing import summarize_call
 
 
 class ModelReport(TrickCallback):
@@ -30,8 +30,8 @@ class ModelReport(TrickCallback):
             `{"show_attrs": True}`.
         depth: How deep the modules in the summary of the layers may lie.
 
-    The report itself: `lightning_tricks.model_report.functional.summarize_model`. It needs the extra `reports` for
-    layers and graph, and graphviz's `dot` for the pictures; what is missing is said.
+    The report itself: `lightning_tricks.model_report.core.summarizing.summarize_model`. It needs the extra `reports`
+    for layers and graph, and graphviz's `dot` for the pictures; what is missing is said.
 
     Attributes:
         summary: The `ModelSummary` of the last fit.

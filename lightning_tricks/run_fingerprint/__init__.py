@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
-    from lightning_tricks.run_fingerprint.comparing import Comparison as Comparison
-    from lightning_tricks.run_fingerprint.comparing import Parting as Parting
-    from lightning_tricks.run_fingerprint.comparing import compare as compare
-    from lightning_tricks.run_fingerprint.functional import fingerprint as fingerprint
-    from lightning_tricks.run_fingerprint.record import RecordError as RecordError
-    from lightning_tricks.run_fingerprint.record import read_ranks as read_ranks
-    from lightning_tricks.run_fingerprint.reproducible import assert_reproducible as assert_reproducible
+    from lightning_tricks.run_fingerprint.core.comparison import Comparison as Comparison
+    from lightning_tricks.run_fingerprint.core.comparison import Parting as Parting
+    from lightning_tricks.run_fingerprint.core.comparison import compare as compare
+    from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint as fingerprint
+    from lightning_tricks.run_fingerprint.core.record_file import RecordError as RecordError
+    from lightning_tricks.run_fingerprint.core.record_file import read_ranks as read_ranks
+    from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
 
     __all__ = [
         "Comparison",
@@ -41,9 +41,9 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("RunFingerprint",),
-            "comparing": ("Comparison", "Parting", "compare"),
-            "functional": ("fingerprint",),
-            "record": ("RecordError", "read_ranks"),
-            "reproducible": ("assert_reproducible",),
+            "core.comparison": ("Comparison", "Parting", "compare"),
+            "core.fingerprint": ("fingerprint",),
+            "core.record_file": ("RecordError", "read_ranks"),
+            "reproducibility": ("assert_reproducible",),
         },
     )

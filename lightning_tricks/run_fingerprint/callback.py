@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
-from lightning_tricks.run_fingerprint.record import Origin, path_of_rank
-from lightning_tricks.run_fingerprint.recorder import Recorder
-from lightning_tricks.run_fingerprint.recording import FitRecording
+from lightning_tricks.run_fingerprint.core.record_file import Origin, path_of_rank
+from lightning_tricks.run_fingerprint.core.row_writer import Recorder
+from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
 
 
 class RunFingerprint(TrickCallback):
@@ -44,7 +44,7 @@ class RunFingerprint(TrickCallback):
         detail: "step" for four numbers a step; "layer" for one of each part of the batch, each layer's output, each
             gradient and each weight.
 
-    The fingerprint itself: `lightning_tricks.run_fingerprint.functional.fingerprint`.
+    The fingerprint itself: `lightning_tricks.run_fingerprint.core.fingerprint.fingerprint`.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -21,8 +21,8 @@ def add_to(commands: Any) -> None:
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks.run_fingerprint.comparing import compare
-    from lightning_tricks.run_fingerprint.record import RecordError, read_ranks
+    from lightning_tricks.run_fingerprint.core.comparison import compare
+    from lightning_tricks.run_fingerprint.core.record_file import RecordError, read_ranks
 
     try:
         comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))

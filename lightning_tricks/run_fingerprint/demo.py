@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks._shared.units import byte_size
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
-from lightning_tricks.run_fingerprint.record import read_record
+from lightning_tricks.run_fingerprint.core.record_file import read_record
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

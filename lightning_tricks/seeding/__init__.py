@@ -18,12 +18,12 @@ blogs set `torch.backends.cudnn.enable = True`: a silent no-op, because the flag
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_tricks._shared.rng import capture_rng_state as capture_rng_state
+    from lightning_tricks._shared.rng import derive_seed as derive_seed
+    from lightning_tricks._shared.rng import isolated_rng as isolated_rng
+    from lightning_tricks._shared.rng import isolated_seeding as isolated_seeding
+    from lightning_tricks._shared.rng import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding.callback import SeedEverything as SeedEverything
-    from lightning_tricks.seeding.functional import capture_rng_state as capture_rng_state
-    from lightning_tricks.seeding.functional import derive_seed as derive_seed
-    from lightning_tricks.seeding.functional import isolated_rng as isolated_rng
-    from lightning_tricks.seeding.functional import isolated_seeding as isolated_seeding
-    from lightning_tricks.seeding.functional import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding.functional import seed_everything as seed_everything
 
     __all__ = [
@@ -41,14 +41,14 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "callback": ("SeedEverything",),
-            "functional": (
+            "._shared.rng": (
                 "capture_rng_state",
                 "derive_seed",
                 "isolated_rng",
                 "isolated_seeding",
                 "restore_rng_state",
-                "seed_everything",
             ),
+            "callback": ("SeedEverything",),
+            "functional": ("seed_everything",),
         },
     )

@@ -12,14 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import hyperparameters_for_loggers, repeats_worker_streams
-from lightning_tricks.seeding.functional import (
-    check_determinism,
-    check_seed,
-    derive_seed,
-    determinism_switches,
-    seed_everything,
-    seed_streams,
-)
+from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_streams
+from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
 
 class SeedEverything(TrickCallback):

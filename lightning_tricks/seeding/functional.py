@@ -1,48 +1,22 @@
-"""Seeding and random-state capture for any training loop: `random`, `numpy.random`, torch on CPU and CUDA."""
+"""Seeding for any training loop, and the switches that decide about determinism."""
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
+
+from lightning_tricks._shared.rng import MAX_SEED, check_seed, seed_streams
 
 Deterministic = bool | Literal["warn"] | None
 
-_MAX_SEED = 2**32 - 1  # numpy's limit, the narrowest of the three libraries
 _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
-_ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")
-_STREAMS = ("python", "numpy", "torch", "cuda")
 
 # A child of Lightning's logger: shown and silenced together with Lightning's own messages.
 _log = logging.getLogger("lightning.pytorch.tricks.seeding")
-
-
-def check_seed(seed: object) -> int:
-    """Return `seed` as an int, or say what is wrong with it.
-
-    Args:
-        seed: A Python or numpy integer in [0, 2**32 - 1].
-
-    Returns:
-        The seed as a plain int.
-
-    Raises:
-        TypeError: If `seed` is no integer (a bool is none).
-        ValueError: If `seed` is out of range.
-    """
-    remedy = f"seed must be an integer in [0, 2**32 - 1] = [0, {_MAX_SEED}]"
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"{remedy}, got {seed!r} ({type(seed).__name__}).")
-    if not 0 <= seed <= _MAX_SEED:
-        raise ValueError(f"{remedy}, got {seed}.")
-    return int(seed)
 
 
 def check_determinism(deterministic: Deterministic) -> Deterministic:
@@ -101,35 +75,6 @@ def seed_everything(
     return seed
 
 
-def seed_streams(seed: int) -> None:
-    """Start the global streams from `seed` and touch nothing else (no environment variable, no switch).
-
-    Args:
-        seed: An integer in [0, 2**32 - 1].
-    """
-    seed = check_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def derive_seed(seed: int, *keys: int) -> int:
-    """Derive an independent seed from `seed` and the place it is for, such as a rank and a step.
-
-    Args:
-        seed: An integer in [0, 2**32 - 1].
-        *keys: Non-negative integers; calls to be told apart give the same number of them.
-
-    Returns:
-        A seed in [0, 2**32 - 1], by numpy's `SeedSequence` hash (O'Neill, 2015).
-
-    Example:
-        >>> derive_seed(42, 0, 100) == derive_seed(42, 1, 100)
-        False
-    """
-    return int(np.random.SeedSequence([check_seed(seed), *keys]).generate_state(1)[0])
-
-
 def set_determinism(deterministic: Deterministic = None, benchmark: bool | None = None) -> None:
     """Set torch's, cuDNN's and cuBLAS' switches; see `seed_everything` for the arguments.
 
@@ -158,154 +103,6 @@ def set_determinism(deterministic: Deterministic = None, benchmark: bool | None 
         torch.backends.cudnn.benchmark = bool(benchmark)
 
 
-def determinism_switches() -> dict[str, bool | str]:
-    """Read the switches that `set_determinism` sets.
-
-    Returns:
-        Switch -> value, as plain values for logs and checkpoints.
-    """
-    return {
-        "cudnn.enabled": torch.backends.cudnn.enabled,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
-    }
-
-
-def capture_rng_state() -> dict[str, Any]:
-    """Copy the state of the global random streams.
-
-    CUDA streams are captured once CUDA is initialised; capturing never creates a CUDA context.
-
-    Returns:
-        `python` (version, words as an int64 tensor (625,), cached Gaussian), `numpy` (generator, words as an int64
-        tensor (624,), position, cached Gaussian's flag and value), `torch` (a uint8 tensor) and `cuda` (one uint8
-        tensor for each device, on the CPU). Plain values and tensors: it loads with `weights_only=True`.
-
-    Raises:
-        ValueError: If numpy's global generator is not MT19937, its default.
-
-    Example:
-        >>> state = capture_rng_state()
-        >>> first = torch.rand(2), random.random()
-        >>> restore_rng_state(state)
-        >>> torch.equal(torch.rand(2), first[0]), random.random() == first[1]
-        (True, True)
-    """
-    version, words, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=True)
-    if not isinstance(numpy_state, tuple):
-        raise ValueError(
-            f"numpy's global generator is {numpy_state['bit_generator']}; its state can be captured only when it is "
-            "numpy's default, MT19937 (np.random.set_bit_generator chooses it)."
-        )
-    name, key, position, has_gauss, cached_gauss = numpy_state
-    return {
-        "python": (version, torch.tensor(words), gauss),
-        "numpy": (str(name), torch.from_numpy(np.asarray(key).astype(np.int64)), position, has_gauss, cached_gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global random streams back to a captured state.
-
-    Args:
-        state: What `capture_rng_state` returned, possibly saved and loaded meanwhile (on any device).
-
-    Raises:
-        ValueError: If a stream is missing from `state`; no stream is changed then.
-    """
-    missing = [stream for stream in _STREAMS if stream not in state]
-    if missing:
-        raise ValueError(f"the random state lacks {missing}; it must be what capture_rng_state() returned.")
-    version, words, gauss = state["python"]
-    name, key, position, has_gauss, cached_gauss = state["numpy"]
-    cuda_states = [cuda_state.cpu() for cuda_state in state["cuda"]]
-
-    random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state((name, key.cpu().numpy().astype(np.uint32), position, has_gauss, cached_gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    devices = torch.cuda.device_count() if cuda_states else 0
-    if len(cuda_states) != devices:
-        warnings.warn(
-            f"the random state holds {len(cuda_states)} CUDA streams and this machine has {devices} CUDA devices: "
-            f"{min(devices, len(cuda_states))} restored.",
-            stacklevel=2,
-        )
-    for device, cuda_state in enumerate(cuda_states[:devices]):
-        torch.cuda.set_rng_state(cuda_state, device)
-
-
-@contextmanager
-def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Run a block (or, as a decorator, a function that is no generator) that leaves the random streams untouched.
-
-    Args:
-        seed: What the streams start from inside; None lets them go on from where they are.
-
-    Yields:
-        Nothing. The streams are restored on leaving, also through an exception.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with isolated_rng(seed=1):
-        ...     noise = torch.randn(3)
-        >>> torch.equal(torch.get_rng_state(), before)
-        True
-    """
-    if seed is not None:
-        seed = check_seed(seed)
-    state = capture_rng_state()
-    cuda_was_initialized = torch.cuda.is_initialized()
-    try:
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.default_generator.manual_seed(seed)
-            # torch.manual_seed would queue this seed for a CUDA context that is created after the block
-            if cuda_was_initialized:
-                torch.cuda.manual_seed_all(seed)
-        yield
-    finally:
-        restore_rng_state(state)
-        if torch.cuda.is_initialized() and not cuda_was_initialized:
-            for generator in torch.cuda.default_generators:
-                generator.manual_seed(generator.initial_seed())
-
-
-@contextmanager
-def isolated_seeding() -> Iterator[None]:
-    """Run a block that may seed and set switches, and leave streams, switches and environment as they were.
-
-    Yields:
-        Nothing. All is restored on leaving, also through an exception.
-    """
-    environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    switches = determinism_switches()
-    cuda_was_initialized = torch.cuda.is_initialized()
-    try:
-        with isolated_rng():
-            yield
-    finally:
-        if not cuda_was_initialized:
-            # the block may have queued a seed of its own for a CUDA context, made in it or to come
-            torch.cuda.manual_seed_all(torch.initial_seed())
-        torch.use_deterministic_algorithms(
-            bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])
-        )
-        for name in ("enabled", "deterministic", "benchmark"):
-            setattr(torch.backends.cudnn, name, switches[f"cudnn.{name}"])
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _seed_from_environment(verbose: bool) -> int:
     value = os.environ.get("PL_GLOBAL_SEED")
     if value is None:
@@ -316,6 +113,6 @@ def _seed_from_environment(verbose: bool) -> int:
         return check_seed(int(value))
     except ValueError as error:
         raise ValueError(
-            f"the environment variable PL_GLOBAL_SEED is {value!r}, it must be an integer in [0, {_MAX_SEED}]: "
+            f"the environment variable PL_GLOBAL_SEED is {value!r}, it must be an integer in [0, {MAX_SEED}]: "
             "correct it, unset it, or give a seed."
         ) from error

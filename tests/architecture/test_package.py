@@ -35,8 +35,12 @@ def test_importing_the_package_and_its_rooms_loads_nothing():
 
 @pytest.mark.parametrize("room", _ROOMS)
 def test_the_core_loads_no_lightning(room):
-    loaded = _loaded_by(f"import lightning_tricks.{room}.functional")
-    assert f"lightning_tricks.{room}.functional" in loaded
+    core = [_PACKAGE / room / "functional.py", *(_PACKAGE / room / "core").rglob("*.py")]
+    names = [".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts) for path in core if path.exists()]
+    names = [name.removesuffix(".__init__") for name in names]
+    loaded = _loaded_by("; ".join(f"import {name}" for name in names))
+    assert names
+    assert set(names) <= loaded
     assert not loaded & {"lightning", "pytorch_lightning"}
 
 
@@ -80,10 +84,10 @@ def test_a_source_that_is_not_installed_has_no_version(monkeypatch):
 
 @pytest.mark.parametrize("room", _ROOMS)
 def test_every_room_has_its_tests(room):
-    expected = {"test_functional.py"}
-    if (_PACKAGE / room / "callback.py").exists():
-        expected |= {"contract.py", "test_callback.py"}
-    assert expected <= {path.name for path in (Path(__file__).parents[1] / room).iterdir()}
+    expected = {"contract.py", "test_callback.py"} if (_PACKAGE / room / "callback.py").exists() else set()
+    files = {path.name for path in (Path(__file__).parents[1] / room).iterdir()}
+    assert expected <= files
+    assert any(name.startswith("test_") for name in files - expected), "the core has tests of its own"
 
 
 def _lint_imports(root):
@@ -112,10 +116,10 @@ def test_import_rules_are_kept(house):
         ("seeding/functional.py", "import lightning.pytorch"),
         ("seeding/functional.py", "import lightning_tricks.seeding.callback"),
         ("seeding/callback.py", "import lightning_tricks.gradient_clipping.callback"),
-        ("seeding/callback.py", "import lightning_tricks.gradient_clipping.functional"),
+        ("seeding/callback.py", "import lightning_tricks.gradient_clipping.core.clipping"),
         ("gradient_clipping/callback.py", "import lightning_tricks.mixin"),
         ("gradient_clipping/callback.py", "import lightning_tricks.gradient_clipping.demo"),
-        ("gradient_clipping/methods.py", "import lightning"),
+        ("gradient_clipping/core/methods.py", "import lightning"),
         ("_callback.py", "import lightning_tricks.seeding.functional"),
         ("_shared/checks.py", "import lightning_tricks.seeding.functional"),
         ("mixin.py", "import lightning_tricks.cli"),
@@ -123,8 +127,9 @@ def test_import_rules_are_kept(house):
 )
 def test_a_broken_import_rule_is_caught(house, file, statement):
     path = house / "lightning_tricks" / file
-    path.parent.mkdir(exist_ok=True)
-    (path.parent / "__init__.py").touch()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in path.relative_to(house).parents[:-1]:
+        (house / folder / "__init__.py").touch()
     with path.open("a") as source:
         source.write(f"\n{statement}\n")
     run = _lint_imports(house)

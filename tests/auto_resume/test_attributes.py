@@ -41,9 +41,9 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_tricks.auto_resume.attributes import Attributes, fingerprints, put_back
-from lightning_tricks.auto_resume.plain_values import Room, decode, encode
-from lightning_tricks.auto_resume.reading import objects_in, read_as_data
+from lightning_tricks.auto_resume.core.attributes.plain_values import Room, decode, encode
+from lightning_tricks.auto_resume.core.attributes.tracking import Attributes, fingerprints, put_back
+from lightning_tricks.auto_resume.core.safe_loading import objects_in, read_as_data
 
 Point = namedtuple("Point", "x y")
 
@@ -673,7 +673,7 @@ _DIGESTS = """
 import sys
 import numpy as np, torch
 from torch.utils.data import TensorDataset, random_split
-from lightning_tricks.auto_resume.attributes import fingerprints
+from lightning_tricks.auto_resume.core.attributes.tracking import fingerprints
 class Words:
     def __init__(self, first):
         self.words = {first, "b", "c"}

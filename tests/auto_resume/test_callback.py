@@ -32,8 +32,9 @@ from lightning_tricks import (
     cli,
     seed_everything,
 )
-from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, signals
-from lightning_tricks.auto_resume.functional import FORMAT
+from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO
+from lightning_tricks.auto_resume.core import signals
+from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts

@@ -20,12 +20,12 @@ from torch.utils.data import (
 )
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.auto_resume.data import LoadersOfFit, _state_of
-from lightning_tricks.auto_resume.draws import _numpy, _row, _set_state
-from lightning_tricks.auto_resume.loaders import FollowedLoader, objection_to_following
-from lightning_tricks.auto_resume.places import place_of
-from lightning_tricks.auto_resume.signals import StopRequest
-from lightning_tricks.auto_resume.streams import WorkerStreams, pack_streams, unpack_streams
+from lightning_tricks.auto_resume.core.data.loader_position import place_of
+from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _row, _set_state
+from lightning_tricks.auto_resume.core.data.rng_state import WorkerStreams, pack_streams, unpack_streams
+from lightning_tricks.auto_resume.core.data.tracked_loader import FollowedLoader, objection_to_following
+from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.loader_tracker import LoadersOfFit, _state_of
 
 
 class Noisy(Dataset):
@@ -409,7 +409,7 @@ def test_numpys_stream_is_read_as_it_is(operations):
 
 
 def test_more_draws_than_are_kept_are_said(monkeypatch):
-    monkeypatch.setattr("lightning_tricks.auto_resume.draws.MAX_BYTES", 6_000)
+    monkeypatch.setattr("lightning_tricks.auto_resume.core.data.random_draws.MAX_BYTES", 6_000)
     with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the process' random streams"):
         _, places = draws(Buffered(21), epochs=1, batch_size=3)
     with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be kept"):

@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import AutoResume, cli
-from lightning_tricks.auto_resume import CheckpointFolder, lock
-from lightning_tricks.auto_resume.lock import DirectoryLock, is_gone, me
+from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.auto_resume.core import directory_lock as lock
+from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, is_gone, me
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import same

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning_tricks.checkpoint_remapping import CheckpointError, read_checkpoint, read_rules
-from lightning_tricks.checkpoint_remapping.values import outlined
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import outlined
 from lightning_tricks.run_fingerprint import RecordError, read_ranks
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, RECORDS, RULES, Files, archive, honest, number, text
 

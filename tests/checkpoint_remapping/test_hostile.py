@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from lightning_tricks import load_weights, read_checkpoint, remap_keys
-from lightning_tricks._shared.budget import Budget
+from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     MissingCheckpointError,
     NotACheckpointError,
-    downloading,
     read_rules,
-    reading,
-    rules,
 )
+from lightning_tricks.checkpoint_remapping.core import rules
+from lightning_tricks.checkpoint_remapping.core.files import download as downloading
+from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import RecordError, read_ranks
 from tests.checkpoint_remapping import fuzz, hostile
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, PICKLES, RULES

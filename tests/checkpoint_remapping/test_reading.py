@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_tricks import read_checkpoint, save_weights
-from lightning_tricks._shared.budget import Budget
+from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     MissingCheckpointError,
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.pickles import read_pickle
+from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_tricks.ensembles.members import Loop, Stack, as_loop, as_members
+from lightning_tricks.ensembles.core.members import Loop, Stack, as_loop, as_members
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
 
 

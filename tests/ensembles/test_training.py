@@ -32,8 +32,8 @@ from lightning_tricks import (
     adaptive_clip_grad_,
     multiclass_metrics,
 )
-from lightning_tricks.ensembles.members import Loop, Stack
-from lightning_tricks.ensembles.modules import Ensemble
+from lightning_tricks.ensembles.core.members import Loop, Stack
+from lightning_tricks.ensembles.ensemble import Ensemble
 from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values
 

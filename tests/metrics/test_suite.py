@@ -12,8 +12,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
-from lightning_tricks.metrics.groups import Counts, Led, Rankings, Scores
-from lightning_tricks.metrics.tasks import Task, cut_at_will, task_of
+from lightning_tricks.metrics.core.metric_properties import Task, cut_at_will, task_of
+from lightning_tricks.metrics.core.shared_states import Counts, Led, Rankings, Scores
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)

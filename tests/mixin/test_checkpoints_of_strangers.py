@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 import lightning_tricks
 from lightning_tricks import AGC, ClipValue, PercentileClip, Tricks, TricksMixin, VotingClassifier, ZScoreClip
 from lightning_tricks.checkpoint_remapping import CheckpointError, UnsafeCheckpointError
-from lightning_tricks.gradient_clipping.methods import METHODS, ClipNorm
+from lightning_tricks.gradient_clipping.core.methods import METHODS, ClipNorm
 from tests.contract.lab import QUIET, loader
 
 _OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}

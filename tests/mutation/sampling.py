@@ -19,17 +19,23 @@ from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
 
 CORES = {
-    "auto_resume": "functional journal lock rows",
-    "checkpoint_remapping": "alignment archives containers functional heads layers matching pickles reading rules"
-    " saving storages tensors values vocabulary weights",
-    "ensembles": "building functional interchange layers members orders snapshot",
-    "flops": "calls count counter formulas functional rehearsal stand_in thop_rules training_step",
-    "gradient_clipping": "functional methods partition skipping thresholds",
-    "images": "functional ranking",
-    "lr_schedules": "functional layers scheduler specs",
-    "metrics": "collection first_batch functional groups history losses naming presets shares suite tasks trial",
-    "model_report": "functional summary",
-    "run_fingerprint": "comparing functional layers parts record recorder recording reproducible",
+    "_shared": "dry_run/calls dry_run/model_copy dry_run/runner dry_run/trainer_stub mean_loss rng",
+    "auto_resume": "core/checkpoint_files core/directory_lock core/file_journal core/logged_rows",
+    "checkpoint_remapping": "core/files/formats core/files/pickle_interpreter core/files/pickle_values"
+    " core/files/reading core/files/saving core/files/storages core/files/tensor_constructors core/files/weights"
+    " core/files/zip_archives core/head_replacement core/loading core/matching/alignment"
+    " core/matching/layer_matching core/matching/layer_tree core/matching/synonyms core/rules",
+    "ensembles": "core/combination core/factory core/members core/sampling core/stacked_layers"
+    " core/torchensemble_models snapshot",
+    "flops": "core/counting core/operator_costs core/operator_counter core/result core/thop_rules",
+    "gradient_clipping": "core/adaptive_thresholds core/clip_groups core/clipping core/methods core/step_skipping",
+    "images": "core/confident_mistakes core/conversion",
+    "lr_schedules": "core/parameter_groups core/scheduler core/schedules core/specs",
+    "metrics": "core/expected_values core/history core/input_checks core/metric_properties core/metric_table"
+    " core/presets core/sampler_shards core/shared_states core/statistics core/suite core/value_names",
+    "model_report": "core/result core/summarizing",
+    "run_fingerprint": "core/comparison core/fingerprint core/layer_outputs core/record_file core/row_writer"
+    " core/step_recorder core/value_parts reproducibility",
     "seeding": "functional",
 }
 FILES = tuple(f"lightning_tricks/{room}/{name}.py" for room, names in CORES.items() for name in names.split())

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
 from lightning_tricks.run_fingerprint import compare, read_ranks
-from lightning_tricks.run_fingerprint.record import read_record
+from lightning_tricks.run_fingerprint.core.record_file import read_record
 from tests.contract.lab import QUIET, HostReads, Net, digits
 
 
@@ -304,7 +304,7 @@ def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
 
     ddp = {"strategy": "ddp_fork", "devices": 2}
     whole = record(tmp_path / "whole.jsonl", **ddp)
-    with pytest.raises(SystemExit), patch("lightning_tricks.auto_resume.agreement._SECONDS", 0.0):
+    with pytest.raises(SystemExit), patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS", 0.0):
         record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved"), Stops()], **ddp)
     resumed = record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved")], **ddp)
     for ours, theirs in zip(whole, resumed, strict=True):

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks import capture_rng_state, isolated_rng, restore_rng_state, seed_everything
-from lightning_tricks.seeding import derive_seed, isolated_seeding
-from lightning_tricks.seeding.functional import determinism_switches
+from lightning_tricks._shared.rng import derive_seed, determinism_switches, isolated_seeding
 
 
 def _draw():

@@ -1,0 +1,103 @@
+"""What to give a model that was called with something else than tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_tricks._shared.dry_run.calls import Call
+from lightning_tricks._shared.tensors import tensors_in
+
+
+def remedy_for(model: nn.Module, call: Call, error: Exception) -> str:
+    """Say what is wrong with the inputs of a call that failed; nothing, where they look like inputs.
+
+    Args:
+        model: The model that was called.
+        call: How it was called.
+        error: With which it failed.
+    """
+    step = call.method == "training_step"
+    values = call.args[:1] if step else (*call.args, *call.kwargs.values())
+    if any(True for _ in tensors_in(values)):
+        told = "" if step or call.kwargs or not isinstance(error, TypeError) else _of_batch(model, values)
+    else:
+        told = _of_shapes(model, values) or _of_others(model, values, step)
+    reason = str(error).strip().partition("\n")[0].rstrip(":.")
+    return told and f"{call.what}: {told} ({type(error).__name__}: {reason})"
+
+
+def example_for(model: nn.Module) -> str:
+    """Return the code of a tensor that the first layer takes, or of an image."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            sizes = (1, layer.in_channels, *[224] * len(layer.kernel_size))
+            return f"torch.zeros({', '.join(map(str, sizes))})"
+        if isinstance(layer, nn.Embedding):
+            return "torch.zeros(1, 16, dtype=torch.long)"
+        if isinstance(layer, nn.RNNBase):
+            return f"torch.zeros(1, 16, {layer.input_size})"
+        if isinstance(layer, nn.Linear):
+            return f"torch.zeros(1, {layer.in_features})"
+    return "torch.zeros(1, 3, 224, 224)"
+
+
+def _of_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
+    """Say that a batch is not what a model's `forward` takes, where it has no `training_step` to take it."""
+    parts = values if len(values) > 1 else values[0]
+    if not isinstance(parts, list | tuple | Mapping):
+        return ""
+    kind, name = type(model).__name__, repr(next(iter(parts))) if isinstance(parts, Mapping) else "0"
+    return (
+        f"{kind}.forward does not take this {type(parts).__name__} of {len(parts)}, and there is no training_step that "
+        f"does. Of a batch, give what forward takes, such as batch[{name}]."
+    )
+
+
+def _of_shapes(model: nn.Module, values: tuple[Any, ...]) -> str:
+    shapes = _shapes_in(values)
+    if not shapes:
+        return ""
+    given = values[0] if len(values) == 1 and not isinstance(values[0], int) else values
+    some = "is a shape" if len(shapes) == 1 else "are shapes"
+    return f"{given!r} {some}, and {type(model).__name__} takes tensors. Give {_tensors(model, shapes)}."
+
+
+def _of_others(model: nn.Module, values: tuple[Any, ...], step: bool) -> str:
+    inner = [part for value in values if isinstance(value, list | tuple) for part in value]
+    for value in (*values, *inner):
+        if type(value).__module__.partition(".")[0] == "numpy":
+            dtype = ", dtype=torch.float32" * (getattr(getattr(value, "dtype", None), "kind", "") == "f")
+            return f"an array of numpy is no tensor. Give torch.as_tensor(array{dtype}) in its place."
+        if isinstance(value, DataLoader | Dataset):
+            loader = "loader" if isinstance(value, DataLoader) else "DataLoader(dataset)"
+            part = "" if step or hasattr(model, "training_step") else ", or that part of it which forward takes"
+            return f"a {type(value).__name__} is no batch. Give one, next(iter({loader})){part}."
+        if isinstance(value, str):
+            return f"{value!r} is no tensor. Give {example_for(model)}."
+    return ""
+
+
+def _shapes_in(values: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    """Return the shape, or the shapes, that somebody gave in place of tensors; nothing where it is something else."""
+    if len(values) == 1 and isinstance(values[0], list | tuple | Mapping):
+        inner = values[0]
+        values = tuple(inner.values() if isinstance(inner, Mapping) else inner)
+    if values and all(type(size) is int for size in values):
+        return [values]
+    shapes = [tuple(value) for value in values if isinstance(value, list | tuple)]
+    whole = len(shapes) == len(values) and all(type(size) is int for shape in shapes for size in shape)
+    return shapes if whole and all(shapes) else []
+
+
+def _tensors(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
+    wanted = example_for(model)
+    dtype = ", dtype=torch.long" if "dtype" in wanted else ""
+    dims = wanted.count(",") + (0 if dtype else 1)
+    # a shape that lacks one dimension is that of one sample
+    sizes = [(1, *shape) if len(shape) == dims - 1 else shape for shape in shapes]
+    made = [wanted if len(shape) < dims - 1 else f"torch.zeros({', '.join(map(str, shape))}{dtype})" for shape in sizes]
+    return made[0] if len(made) == 1 else f"({', '.join(made)})"

@@ -1,0 +1,74 @@
+"""The mean of the losses of an epoch's batches, weighted by their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.tensors import in_doubles
+
+_MOST_BATCHES = 256
+
+
+class MeanLoss:
+    """A mean over samples, of the losses of batches or of single samples; nothing is read from the device.
+
+    Example:
+        >>> import torch
+        >>> mean = MeanLoss()
+        >>> mean.update(torch.tensor(1.0), samples=3)
+        >>> mean.update(torch.tensor(5.0), samples=1)
+        >>> mean.compute().item()
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sum: Tensor | None = None
+        self._pending: list[tuple[Tensor, float]] = []
+
+    def update(self, loss: Tensor, samples: int, factor: float = 1.0, *, own: bool = False) -> None:
+        """Add a batch.
+
+        Args:
+            loss: The mean over the batch, without dimensions, or the loss of each sample.
+            samples: How many samples it has.
+            factor: What to multiply the loss with.
+            own: Whether nobody else will write to the tensor.
+        """
+        if samples > 0:
+            if not own or loss.ndim:
+                loss = loss.detach().mean()
+            self._pending.append((loss, factor * samples))
+            self.samples += samples
+            if len(self._pending) >= _MOST_BATCHES:
+                self._flush()
+
+    def compute(self) -> Tensor | None:
+        """Return the mean, or None where there were no samples."""
+        self._flush()
+        return None if self._sum is None or not self.samples else self._sum / self.samples
+
+    def state_dict(self) -> dict[str, Tensor | int | None]:
+        """Return the sum, on the CPU, and the samples."""
+        self._flush()
+        return {"sum": None if self._sum is None else self._sum.cpu(), "samples": self.samples}
+
+    def load(self, states: Sequence[dict[str, Tensor | int | None]], device: torch.device | str | None = None) -> None:
+        """Replace what was gathered so far by the states of several parts."""
+        sums = [part.to(device) for state in states if isinstance(part := state["sum"], Tensor)]
+        self._pending = []
+        self._sum = torch.stack(sums).sum(0) if sums else None
+        self.samples = sum(part for state in states if isinstance(part := state["samples"], int))
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            losses = in_doubles(torch.stack([loss for loss, _ in self._pending]))
+            weights = torch.tensor([weight for _, weight in self._pending], dtype=losses.dtype)
+            total = (losses * weights.to(losses.device, non_blocking=True)).sum()
+            self._sum = total if self._sum is None else self._sum + total
+        self._pending = []

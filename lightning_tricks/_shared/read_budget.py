@@ -1,0 +1,81 @@
+"""What reading a file may cost: a reader charges what it makes, and stops where a file asks for too much."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+_COPIED = 1 << 28  # bytes per second, at least
+_LOOK = 1 << 16  # charged bytes between two looks at the clock
+
+
+class OverBudgetError(ValueError):
+    """A file asks for far more memory or time than its size explains."""
+
+
+class Budget:
+    """The memory and the processor time that reading a file may take.
+
+    A reader calls `spend` before it makes something, with about the bytes that this takes; walks that make nothing
+    charge what they visit. So it needs no list of the ways in which a small file can describe a large value.
+
+    Args:
+        size: Of the file, in bytes; it may take 40 MiB and 12 times that, which leaves room for what is not charged.
+        seconds: Of the processor, of the thread that reads; beside the time that copying the file takes.
+
+    Example:
+        >>> Budget(1000).spend(100 * 2**20)
+        Traceback (most recent call last):
+        lightning_tricks._shared.read_budget.OverBudgetError: it asks for more than 41,955,040 bytes of memory
+    """
+
+    def __init__(self, size: int, seconds: float = 8.0) -> None:
+        self._limit = self.left = 0
+        self._end = time.thread_time() + seconds
+        self._seconds = seconds
+        self._next_look = 0
+        self.add(size, 40 << 20)
+
+    def add(self, size: int, base: int = 0) -> None:
+        """Allow for one more file of so many bytes."""
+        self._limit += base + 12 * size
+        self._end += size / _COPIED
+        self.left += base + 12 * size
+        self._next_look = self.left
+
+    def give_back(self, left: int) -> None:
+        """Take the charges back since so much was left, of what was dropped; its time stays charged."""
+        self.left = left
+        self._next_look = left
+
+    def spend(self, size: int) -> None:
+        """Charge bytes.
+
+        Raises:
+            OverBudgetError: If there is no more of them, or of time.
+        """
+        self.left -= size
+        if self.left <= self._next_look:
+            self._look()
+
+    def _look(self) -> None:
+        if self.left < 0:
+            raise OverBudgetError(f"it asks for more than {self._limit:,} bytes of memory")
+        if time.thread_time() > self._end:
+            raise OverBudgetError(f"it asks for more than {self._seconds:g} s of computation")
+        self._next_look = max(self.left - _LOOK, 0)
+
+
+def parse_json(data: str | bytes, budget: Budget) -> Any:
+    """Return the value of a JSON text that is not too deep and not too large for a budget.
+
+    Raises:
+        ValueError: If it is none (`OverBudgetError` if it is too large).
+    """
+    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+    budget.spend(2 * len(text) + 128 * (text.count(",") + text.count(":")))  # one of them stands beside each value
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists lie too deep in each other") from None

@@ -1,0 +1,1 @@
+"""The pure core: checkpoints on disk, attributes, data loaders, signals; no Lightning."""

@@ -1,0 +1,1 @@
+"""Attributes of objects that no state dict holds: found, saved as plain data, compared and restored."""

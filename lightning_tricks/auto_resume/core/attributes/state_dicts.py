@@ -1,0 +1,124 @@
+"""The states of modules, optimizers and schedulers that an object holds and no Trainer saves.
+
+A teacher in a list, averaged weights in a callback, an optimizer of a module's own, the inner optimizer of a wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_tricks.auto_resume.core.attributes.plain_values import MISSING, CannotRestoreError, is_a
+
+
+class HeldModule:
+    """The parameters and buffers of a module that nobody else saves.
+
+    Args:
+        module: That is held.
+        saved: Ids of tensors that are saved elsewhere.
+    """
+
+    def __init__(self, module: nn.Module, saved: Collection[int]) -> None:
+        self._module, self._saved = module, frozenset(saved)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors, buffers that no state dict holds included."""
+        return {name: one.detach() for name, one in self.tensors().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put them back in place.
+
+        Raises:
+            CannotRestoreError: If there are others now.
+        """
+        own = self.tensors()
+        for name, value in state.items():
+            if name not in own or own[name].shape != value.shape:
+                raise CannotRestoreError(f"it has no {name} of {tuple(value.shape)} here")
+        with torch.no_grad():
+            for name, value in state.items():
+                own[name].copy_(value)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors themselves."""
+        tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return {name: one for name, one in tensors.items() if self._is_ours(one)}
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
+
+
+class HeldOptimizer:
+    """An optimizer whose state others may share: it is filled, not bound anew.
+
+    Args:
+        optimizer: That is held.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer says of itself."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load that."""
+        optimizer = self._optimizer
+        groups, kept = optimizer.param_groups, optimizer.state
+        optimizer.load_state_dict(state)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        loaded_state = dict(optimizer.state)
+        kept.clear()
+        kept.update(loaded_state)
+        optimizer.param_groups, optimizer.state = groups, kept
+
+
+def extras_of(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
+    """Return what optimizers of other makers keep beside their states, such as slow weights or an inner optimizer."""
+    return {f"optimizers.{number}": SimpleNamespace(**_extras(one)) for number, one in enumerate(optimizers)}
+
+
+def give_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
+    """Give optimizers the attributes of `extras_of` again, of which some were set since."""
+    for number, optimizer in enumerate(optimizers):
+        vars(optimizer).update(vars(extras[f"optimizers.{number}"]))
+
+
+def _extras(optimizer: Any) -> dict[str, Any]:
+    known = _attributes_of_torch()
+    return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+
+
+@cache
+def _attributes_of_torch() -> frozenset[str]:
+    """Return the names of what every optimizer of torch has."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
+
+
+def is_held(kind: type) -> bool:
+    """Whether a type's objects are followed by their states alone."""
+    return is_a(kind, Optimizer, LRScheduler)
+
+
+def as_held(value: Any) -> Any:
+    """Return what gives and takes the state of an optimizer or a scheduler."""
+    return HeldOptimizer(value) if is_a(type(value), Optimizer) else value
+
+
+def state_of(stateful: Any) -> Any:
+    """Return the state of an object, or that it has none."""
+    try:
+        return stateful.state_dict()
+    except Exception:  # it is the user's
+        return MISSING

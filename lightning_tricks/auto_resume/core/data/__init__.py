@@ -1,0 +1,1 @@
+"""The position of a DataLoader's iteration: tracked, saved and restored."""

@@ -1,0 +1,231 @@
+"""The random streams of a process as one row of bytes, and what DataLoader workers write down of theirs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing import parent_process
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from lightning_tricks.auto_resume.core.data.worker_state import WorkerData, call_at_start
+from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
+
+_SECONDS_TO_SEE = 0.5  # whether a SIGTERM reached the training process, too
+
+
+def pack_streams() -> Tensor:
+    """Return the state of `random`, `numpy.random` and torch's CPU stream, a uint8 tensor (about 10,000,)."""
+    record = np.zeros(1, _layout())
+    _write_streams(record[0])
+    return torch.from_numpy(record.view(np.uint8))
+
+
+def unpack_streams(packed: Tensor) -> None:
+    """Put the three streams back to where `pack_streams` saw them."""
+    record = packed.contiguous().numpy().view(_layout())[0]
+    words = tuple(record["python"].tolist())
+    random.setstate((3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None))
+    numpy_state = (record["numpy"], int(record["numpy_place"]), int(record["numpy_has_gauss"]))
+    np.random.set_state(("MT19937", *numpy_state, float(record["numpy_gauss"])))
+    torch.set_rng_state(torch.from_numpy(record["torch"].copy()))
+
+
+class WorkerStreams:
+    """Shared memory in which each worker of a DataLoader writes its streams down after each batch.
+
+    A worker is ahead of what the training step has seen by at most its prefetched batches; a ring with room for more
+    than those still holds the state that belongs to the last batch seen.
+
+    Args:
+        n_workers: Of the loader.
+        prefetch: Batches that a worker is ahead at most (`prefetch_factor`).
+        room: Bytes for a note beside the streams.
+    """
+
+    def __init__(self, n_workers: int, prefetch: int, room: int = 0) -> None:
+        self.slots = prefetch + 3
+        self.notes = torch.zeros(n_workers, self.slots, 8 + room, dtype=torch.uint8)
+        self.memory = torch.zeros(n_workers, self.slots, _layout().itemsize, dtype=torch.uint8)
+        if n_workers:
+            self.memory.share_memory_()
+            self.notes.share_memory_()
+
+    def write(self, worker: int, count: int, note: bytes = b"") -> None:
+        """Write down this process' streams after its `count`-th batch (from 1), and a note where there is room."""
+        record = self._records(worker)[count % self.slots]
+        record["count"] = 0
+        _write_streams(record)
+        row = self.notes[worker, count % self.slots].numpy()
+        row[:8].view(np.int64)[0] = len(note)
+        row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
+        record["count"] = count  # last: says that the rest is whole
+
+    def read(self, worker: int, count: int) -> Tensor | None:
+        """Return a worker's streams after its `count`-th batch, or None where they were not or are no longer there."""
+        record = self._records(worker)[count % self.slots]
+        packed = self.memory[worker, count % self.slots].clone()
+        return packed if record["count"] == count else None
+
+    def read_note(self, worker: int, count: int) -> bytes:
+        """Return the note that a worker wrote with its streams; nothing where they are not there."""
+        record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
+        note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
+        return note if record["count"] == count else b""
+
+    def last_count(self, worker: int) -> int:
+        """Return how many batches a worker has made."""
+        return int(self._records(worker)["count"].max())
+
+    def _records(self, worker: int) -> Any:
+        return self.memory[worker].numpy().reshape(-1).view(_layout())
+
+
+def _end_with_parent() -> None:
+    """End a worker whose training process was killed while it started: it would wait for batches to make for ever.
+
+    The watchdog of torch's workers takes whoever is their parent when it starts for the training process.
+    """
+    parent = parent_process()
+    if parent is None or parent.pid == os.getppid():
+        return
+    try:
+        os.kill(parent.pid or 0, 0)
+    except ProcessLookupError:
+        os._exit(1)
+
+
+class WorkerStart:
+    """A `worker_init_fn`: the given one first, then the streams that the worker goes on with.
+
+    A signal that reaches the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is for the training
+    process to answer, which still needs its workers to finish the step: they pass it over. A SIGTERM that the training
+    process did not get, or that comes when it leaves, came from there and ends the worker; so does a second one.
+
+    Args:
+        given: The loader's own function.
+        states: Of `pack_streams`, for each worker; None leaves its fresh streams.
+        signals: To pass over.
+        stopping: A shared byte: one of `signals.GOING_ON`, `STOPPING` and `LEAVING`.
+        recording: That writes down what the worker makes.
+        data: What the copies of the data keep, for each worker, see `WorkerData`; None leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        given: Callable[[int], None] | None,
+        states: Sequence[Tensor | None] = (),
+        signals: Sequence[int] = (),
+        stopping: Any = None,
+        recording: RecordingCollate | None = None,
+        data: Sequence[Any] = (),
+    ) -> None:
+        self.given, self.states, self.signals, self.stopping = given, list(states), list(signals), stopping
+        self.recording, self.data = recording, list(data)
+
+    def __call__(self, worker: int) -> None:
+        """Start a worker, in its process."""
+        _end_with_parent()
+        if self.given is not None:
+            self.given(worker)
+        for number in self.signals:
+            signal.signal(number, self._wait_and_see if number == signal.SIGTERM else signal.SIG_IGN)
+        if self.recording is not None:
+            self.recording.begin(self.data[worker] if worker < len(self.data) else None)
+        state = self.states[worker] if worker < len(self.states) else None
+        if state is not None:
+            unpack_streams(state)
+
+    def _wait_and_see(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.stopping is None or self.stopping.value == LEAVING:
+            os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGALRM, self._decide)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_SEE)
+
+    def _decide(self, number: int, frame: object) -> None:
+        if self.stopping.value != STOPPING:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class RecordingCollate:
+    """A `collate_fn` that, in a worker, writes down the streams and what the data keep, when a batch is made.
+
+    Args:
+        given: The loader's own function.
+        streams: To write to after each batch.
+        starts: To write to whenever the worker's iterable dataset is asked for an iterator.
+    """
+
+    def __init__(
+        self, given: Callable[[Any], Any], streams: WorkerStreams, starts: WorkerStreams | None = None
+    ) -> None:
+        self.given, self.streams, self.starts = given, streams, starts
+        self.count = self.started = 0
+        self.data: WorkerData | None = None  # in the worker
+
+    def begin(self, changes: Any) -> None:
+        """Follow the data in the worker, from where another one left them."""
+        self.data = WorkerData(self.given)
+        if changes is not None:
+            self.data.put_back(changes)
+        info = get_worker_info()
+        if self.starts is not None and info is not None:
+            call_at_start(info.dataset, self._start)
+
+    def _start(self) -> None:
+        info = get_worker_info()
+        if self.starts is not None and info is not None:
+            self.started += 1
+            self.starts.write(info.id, self.started, self._note())
+
+    def _note(self) -> bytes:
+        return b"" if self.data is None else self.data.note()
+
+    def __call__(self, samples: Any) -> Any:
+        """Make a batch."""
+        batch = self.given(samples)
+        worker = get_worker_info()
+        if worker is not None:
+            self.count += 1
+            self.streams.write(worker.id, self.count, self._note() if self.starts is None else b"")
+        return batch
+
+
+@cache
+def _layout() -> np.dtype[Any]:
+    size = torch.get_rng_state().numel()
+    return np.dtype(
+        [
+            ("count", "<i8"),
+            ("numpy_place", "<i8"),
+            ("numpy_has_gauss", "<i8"),
+            ("numpy_gauss", "<f8"),
+            ("python_has_gauss", "<i8"),
+            ("python_gauss", "<f8"),
+            ("numpy", "<u4", 624),
+            ("python", "<u4", 625),
+            ("torch", "u1", size),
+        ]
+    )
+
+
+def _write_streams(record: Any) -> None:
+    _, words, gauss = random.getstate()
+    record["python"] = words
+    record["python_has_gauss"], record["python_gauss"] = gauss is not None, gauss or 0.0
+    state: Any = np.random.get_state(legacy=True)
+    if not isinstance(state, tuple):
+        raise ValueError(
+            f"numpy's global generator is {state['bit_generator']}; its state can be saved only when it is numpy's "
+            "default, MT19937 (np.random.set_bit_generator chooses it)."
+        )
+    _, record["numpy"], record["numpy_place"], record["numpy_has_gauss"], record["numpy_gauss"] = state
+    record["torch"] = torch.get_rng_state().numpy()

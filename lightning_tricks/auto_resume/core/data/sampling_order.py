@@ -1,0 +1,92 @@
+"""The order in which a sampler gives its indices, watched and digested."""
+
+from __future__ import annotations
+
+import marshal
+from collections import deque
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+from lightning_tricks.auto_resume.core.attributes.digests import Digest
+from lightning_tricks.auto_resume.core.data.random_draws import Draws
+
+
+class Order:
+    """A running digest of what a sampler gave: two orders are the same where their digests are.
+
+    Args:
+        ahead: How many of the last digests can be asked for.
+    """
+
+    def __init__(self, ahead: int = 0) -> None:
+        self.count = 0
+        self._digests = deque([b""], maxlen=ahead + 4)
+
+    def add(self, indices: Any) -> None:
+        """Add the indices of a batch."""
+        self.count += 1
+        self._digests.append(blake2b(self._digests[-1] + _bytes_of(indices), digest_size=8).digest())
+
+    def digest(self, count: int) -> str:
+        """Return the digest of the first `count` batches, or nothing where it is no longer there."""
+        back = self.count - count
+        return self._digests[-1 - back].hex() if 0 <= back < len(self._digests) else ""
+
+
+class WatchedSampler:
+    """An iterator of a sampler, whose draws and order are watched.
+
+    Args:
+        iterator: That gives the indices.
+        draws: None where only the first index is drawn, from where the streams are then.
+        order: Of what is given.
+
+    Attributes:
+        ended: Whether it was asked for more than it had.
+    """
+
+    def __init__(self, iterator: Iterator[Any], draws: Draws | None, order: Order) -> None:
+        self.iterator, self.draws, self.order = iterator, draws, order
+        self.ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.order.add(indices)
+        return indices
+
+
+def draws_at_first_only(sampler: Any) -> bool:
+    """Whether a sampler is one of torch's, which draw from the process' streams for their first index only."""
+    inner = getattr(sampler, "sampler", None)
+    known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
+    return known and (inner is None or draws_at_first_only(inner))
+
+
+def digest_of(batch: Any) -> str:
+    """Return a digest of what a batch, or another value, holds; of a large one, some of it is looked at."""
+    digest = Digest(here=False)
+    digest.feed(batch)
+    return f"{int(digest):016x}"
+
+
+def _bytes_of(indices: Any) -> bytes:
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    try:
+        return marshal.dumps(indices, 2)  # a later version writes down who refers to what
+    except ValueError:
+        return repr([one.tolist() if isinstance(one, Tensor) else type(one) for one in _as_list(indices)]).encode()
+
+
+def _as_list(indices: Any) -> list[Any]:
+    return list(indices) if isinstance(indices, list | tuple) else [indices]

@@ -1,0 +1,137 @@
+"""Rows that a run logged to files: where they stood at a save, and back there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks.auto_resume.core.checkpoint_files import write_durably
+
+
+class RowsOfCsv:
+    """A CSV file whose rows go to a copy at each save.
+
+    Lightning deletes the file where a version is named, and empties it while it writes it anew with another header: a
+    kill then leaves nothing. What the copy gets is what is new, so that a save costs no more in a long run.
+
+    Args:
+        copy: Path of the copy, which nobody else writes.
+    """
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+        self._source: Path | None = None  # of which the copy is one
+        self._header = b""
+        self._bytes = self._rows = 0
+
+    def take(self, source: Path) -> dict[str, Any]:
+        """Copy what is new; return what `restore` needs: the number of rows and the header, None without a file."""
+        try:
+            with source.open("rb") as file:
+                header = file.readline()
+                goes_on = source == self._source and header == self._header and self.copy.is_file()
+                goes_on = goes_on and self._bytes <= os.fstat(file.fileno()).st_size
+                file.seek(self._bytes if goes_on else 0)
+                new = file.read()
+        except FileNotFoundError:
+            return {"rows": 0, "header": None}
+        if not goes_on:
+            self._bytes, self._rows = 0, -1  # the header is none
+            write_durably(self.copy, lambda stream: stream.write(new))
+        elif new:
+            with self.copy.open("r+b") as file:
+                file.seek(self._bytes)
+                file.write(new)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+        self._source, self._header = source, header
+        self._bytes += len(new)
+        self._rows += sum(1 for _ in csv.reader(io.StringIO(new.decode(), newline="")))
+        return {"rows": self._rows, "header": next(csv.reader([header.decode()]), [])}
+
+    def restore(self, target: Path, record: Mapping[str, Any]) -> str:
+        """Write the rows of a record to a file, or remove it where there was none; return what is wrong, or nothing."""
+        header, count = record.get("header"), int(record.get("rows", 0))
+        self._source = None
+        if header is None:
+            target.unlink(missing_ok=True)
+            return ""
+        for source in (self.copy, target):
+            rows = _rows_in(source)
+            if len(rows) >= count:
+                break
+        else:
+            return f"{target} has {len(rows)} of the {count} rows that were logged before."
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=header, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows[:count])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(target, lambda stream: stream.write(text.getvalue().encode()))
+        return ""
+
+    def is_of(self, target: Path, record: Mapping[str, Any]) -> bool:
+        """Whether a file holds these rows, or no others: it may have been emptied, and not those of another run."""
+        mine, present = _rows_in(self.copy)[: record.get("rows")], _rows_in(target)
+        shared = set(record.get("header") or ())
+        return all(
+            {name: row.get(name) for name in shared} == {name: other.get(name) for name in shared}
+            for row, other in zip(mine, present, strict=False)
+        )
+
+
+def _rows_in(path: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, UnicodeDecodeError, csv.Error), path.open(newline="") as file:
+        return list(csv.DictReader(file))
+    return []
+
+
+def header_of(path: Path) -> list[str]:
+    """Return the names of the columns of a CSV file; none where there is no file."""
+    with suppress(OSError, UnicodeDecodeError), path.open(newline="") as file:
+        return next(csv.reader(file), [])
+    return []
+
+
+def event_files(folder: Path) -> Iterator[Path]:
+    """Yield the event files of TensorBoard in a folder and in those of `add_scalars` in it."""
+    for pattern in ("*tfevents*", "*/*tfevents*"):
+        yield from (path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
+
+
+def event_sizes(folder: Path, own: Callable[[Path], bool]) -> dict[str, int | None]:
+    """Return the sizes of a run's event files, and None for others': relative path -> bytes. They must be flushed."""
+    files = event_files(folder)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size if own(path) else None for path in files}
+
+
+def cut_event_files(folder: Path, sizes: Mapping[str, int | None], own: Callable[[Path], bool]) -> str:
+    """Withdraw what was logged after a record of `event_sizes`; return what is wrong, or nothing.
+
+    Records in these files are only ever appended: cut at a record's end, a file is what it was then.
+    """
+    present = {path.relative_to(folder).as_posix(): path for path in event_files(folder)}
+    for name, path in present.items():
+        size = sizes.get(name)
+        if size is not None and path.stat().st_size > size:
+            os.truncate(path, size)
+        elif name not in sizes and own(path):
+            path.unlink()
+    lost = [
+        name
+        for name, size in sizes.items()
+        if size is not None and (name not in present or present[name].stat().st_size < size)
+    ]
+    return f"{folder} lacks what was logged before to {', '.join(sorted(lost))}." if lost else ""
+
+
+def newest_second(folder: Path) -> int:
+    """Return the largest time in the names of event files, in seconds since the Unix epoch; 0 without any."""
+    times = [path.name.partition("tfevents.")[2].partition(".")[0] for path in event_files(folder)]
+    return max((int(time) for time in times if time.isdecimal() and len(time) < 12), default=0)

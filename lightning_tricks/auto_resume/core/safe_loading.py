@@ -1,0 +1,61 @@
+"""Checkpoints read as data, and what of them that leaves out."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
+
+# What a resume does not restore; any object may stand there
+_ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+
+
+def read_as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint without running code of it.
+
+    Args:
+        path: Of the file.
+        mmap: Whether tensors are mapped from the file, if it is a zip archive.
+
+    Returns:
+        Its values; in place of an object that is neither plain nor a tensor a `Placeholder`.
+
+    Raises:
+        CheckpointError: If it is none, or asks for a call that no checkpoint needs.
+    """
+    mmap = mmap and zipfile.is_zipfile(path)
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError:
+        checkpoint = read_values(path, mmap=mmap)
+    return checkpoint
+
+
+def objects_in(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """Return what was not restored and a resume needs: place in the checkpoint -> qualified name of its class."""
+    return {
+        place: kind
+        for key, value in checkpoint.items()
+        if key not in _ARGUMENTS
+        for place, kind in _objects(value, (str(key),))
+    }
+
+
+def _objects(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    seen: set[int] = set()
+    waiting = [(value, place)]
+    while waiting:
+        value, place = waiting.pop()
+        if isinstance(value, Global | Placeholder):
+            yield place, str(value) if isinstance(value, Global) else value.name
+        elif id(value) not in seen:
+            seen.add(id(value))
+            for key, part in children(value):
+                waiting += [(key, (*place, "a key")), (part, (*place, str(key)))]

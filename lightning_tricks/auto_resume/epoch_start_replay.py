@@ -1,0 +1,71 @@
+"""The hooks of an epoch's start, called again in the process that goes on in the middle of that epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.fit import begin_epoch_again
+from lightning_tricks.auto_resume.core.attributes.model_structure import restore_groups
+from lightning_tricks.auto_resume.core.temporary_attributes import patched
+
+Groups = Sequence[Sequence[Sequence[str]]]
+
+
+def replay_epoch_start(
+    trainer: Trainer, module: LightningModule, groups_then: Groups, reload: Callable[[], None]
+) -> None:
+    """Call `on_train_epoch_start` of callbacks and module, and undo what it does to what was restored already.
+
+    What the hooks set outside the model is what this is for: the epoch of a dataset, a factor of accumulation, a part
+    of the Trainer. Learning rates, momenta and schedulers are put back after it, and so are the weights and the states
+    of the optimizers where the hooks change them.
+
+    Args:
+        trainer: That fits; its random streams are those of the epoch's start.
+        module: That is fitted.
+        groups_then: Of `groups_of`, before the hooks were called.
+        reload: Loads weights and optimizer states from the checkpoint once more.
+    """
+    optimizers = trainer.optimizers
+    groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    before = [(value, value._version) for value in _tensors(trainer, module)]
+    restore_groups(module, optimizers, groups_then)
+    with _muted(trainer.loggers):  # what was logged at the epoch's start is there
+        begin_epoch_again(trainer)
+    for optimizer, were in zip(optimizers, groups, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in were]
+        for group, values in were:
+            group.clear()
+            group.update(values)
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
+    now = list(_tensors(trainer, module))
+    if len(now) != len(before) or any(a is not b or a._version != v for a, (b, v) in zip(now, before, strict=True)):
+        reload()
+
+
+@contextmanager
+def _muted(loggers: Sequence[Logger]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for logger in loggers:
+            stack.enter_context(patched(logger, {"log_metrics": lambda *_, **__: None}))
+        yield
+
+
+def _tensors(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
+    """Yield weights and states of optimizers."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            values: Any = state.values() if isinstance(state, dict) else ()
+            yield from (value for value in values if isinstance(value, Tensor))

@@ -1,0 +1,1 @@
+"""Files of weights of any format, read as data and written atomically."""

@@ -1,0 +1,84 @@
+"""Downloads of checkpoints, bounded in size and in time."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+from lightning_tricks.checkpoint_remapping.core.errors import (
+    CheckpointError,
+    MissingCheckpointError,
+    NotACheckpointError,
+)
+
+LARGEST_DOWNLOAD = 64 << 30  # bytes; what is larger is better kept, and read as a file
+SILENCE = 60.0  # seconds in which a server must answer, or send the next bytes
+SLOWEST = 1 << 10  # bytes per second on average, after the first SILENCE seconds
+
+
+def download(address: str, target: Path) -> None:
+    """Write what is at an address (`https://...`, `http://...`, or what fsspec opens) to a file.
+
+    Raises:
+        MissingCheckpointError: If it cannot be downloaded, whatever the reason.
+        NotACheckpointError: If it breaks off, comes too slowly, or has more than `LARGEST_DOWNLOAD` bytes.
+    """
+    try:
+        if urlsplit(address).scheme in ("http", "https"):
+            with _opener().open(address, timeout=SILENCE) as answer, target.open("wb") as file:
+                _copy(address, answer.read1, file, _announced(answer.headers.get("Content-Length")))
+        else:
+            import fsspec
+
+            with fsspec.open(address, "rb") as source, target.open("wb") as file:
+                _copy(address, source.read, file, None)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the network, HTTP, TLS, the address itself, or one of fsspec's many libraries
+        text = " ".join(str(error).split())[:200]
+        raise MissingCheckpointError(f"{address} cannot be downloaded: {text or type(error).__name__}.") from error
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Return what opens http and https and nothing else: `urlopen` follows redirections to ftp."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+def _announced(length: str | None) -> int | None:
+    if length is None:
+        return None
+    if not length.strip().isdecimal():
+        raise http.client.HTTPException(f"its length is given as {length[:40]!r}")
+    return int(length)
+
+
+def _copy(address: str, read: Callable[[int], bytes], file: IO[bytes], announced: int | None) -> None:
+    size, began = 0, time.monotonic()
+    too_large = f"{address} has more than {LARGEST_DOWNLOAD:,} bytes. Download it yourself, and give the file."
+    if announced is not None and announced > LARGEST_DOWNLOAD:
+        raise NotACheckpointError(too_large)
+    while block := read(1 << 20):
+        size += len(block)
+        if size > LARGEST_DOWNLOAD:
+            raise NotACheckpointError(too_large)
+        if time.monotonic() - began > SILENCE + size / SLOWEST:
+            raise NotACheckpointError(f"{address} comes slower than {SLOWEST:,} bytes per second. Try again.")
+        file.write(block)
+    if announced is not None and size != announced:
+        raise NotACheckpointError(f"{address} broke off after {size:,} of {announced:,} bytes. Try again.")

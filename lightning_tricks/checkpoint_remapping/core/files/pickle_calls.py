@@ -1,0 +1,165 @@
+"""What a pickle may ask to be called: constructors of plain values, done by us, and what no honest checkpoint needs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, brief, check_key
+
+Rebuild = Callable[..., Any]
+
+
+def fill(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
+    """Put keys, or pairs of keys and values in a list, into a set or dict.
+
+    They go in by the thousand with a look at the budget between: a file can choose numbers that all collide.
+    """
+    values = values if isinstance(values, list) else list(values)
+    for start in range(0, len(values), 1000):
+        part = values[start : start + 1000]
+        budget.spend(128 * len(part))
+        add(part)
+
+
+def adder(items: dict[Any, Any]) -> Callable[[Any], object]:
+    """Return what puts pairs into a dict; the `update` of a Counter would count them."""
+    return items.update if isinstance(items, OrderedDict) else lambda pairs: dict.update(items, pairs)
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Check what is to be hashed; see `check_key`."""
+    for key in keys:
+        if type(key) is not str:
+            check_key(key)
+
+
+def constructors(budget: Budget) -> dict[str, Rebuild]:
+    """Return the constructors of plain values by their qualified names; none of them runs code of its arguments."""
+
+    def set_of(values: Any = ()) -> set[Any]:
+        check_keys(values)
+        made: set[Any] = set()
+        fill(made.update, values, budget)
+        return made
+
+    def dict_of(kind: type[dict[Any, Any]], items: Any = ()) -> dict[Any, Any]:
+        pairs = list(items.items() if isinstance(items, dict) else items)
+        check_keys(key for key, _ in pairs)
+        made = kind()
+        fill(adder(made), pairs, budget)
+        return made
+
+    return {
+        "_codecs.encode": _encode,
+        "builtins.bytearray": _bytearray,
+        "builtins.bytes": lambda *parts: bytes(_bytearray(*parts)),
+        "builtins.complex": complex,
+        "builtins.dict": lambda *items: dict_of(dict, *items),
+        "builtins.frozenset": lambda *values: frozenset(set_of(*values)),
+        "builtins.list": list,
+        "builtins.set": set_of,
+        "builtins.tuple": tuple,
+        "collections.Counter": lambda *items: dict_of(Counter, *items),
+        "collections.OrderedDict": lambda *items: dict_of(OrderedDict, *items),
+        "torch.Size": torch.Size,
+        "torch.device": _device,
+        "torch.serialization._get_layout": _layout,
+        # TorchScript's lists, and the types that it notes beside dicts and lists
+        "torch.jit._pickle.build_boollist": list,
+        "torch.jit._pickle.build_doublelist": list,
+        "torch.jit._pickle.build_intlist": list,
+        "torch.jit._pickle.build_tensorlist": list,
+        "torch.jit._pickle.restore_type_tag": lambda value, _: value,
+    }
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8"):
+        raise ValueError(f"text in {brief(encoding)}")
+    return text.encode(encoding)
+
+
+def _bytearray(value: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
+    return bytearray(value if isinstance(value, bytes) else _encode(value, encoding))
+
+
+def _device(kind: str, *index: int) -> torch.device:
+    if not isinstance(kind, str) or len(kind) > 40:
+        raise TypeError(f"a device named {brief(kind)}")
+    return torch.device(kind, *index)
+
+
+def _layout(name: str) -> Any:
+    known = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+    return known[name if isinstance(name, str) else ""]
+
+
+# Objects that people keep among hyper-parameters although a lower-case name makes them
+_HONEST_CALLS = {
+    "argparse.Namespace",
+    "array._array_reconstructor",
+    "array.array",
+    "builtins.getattr",  # how Python 3.11 stores the members of an enumeration
+    "builtins.object",
+    "builtins.range",
+    "builtins.xrange",
+    "builtins.slice",
+    "collections.defaultdict",
+    "collections.deque",
+    "datetime.date",
+    "datetime.datetime",
+    "datetime.time",
+    "datetime.timedelta",
+    "datetime.timezone",
+    "functools.partial",
+    "logging.getLogger",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy._core.numeric._frombuffer",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.core.numeric._frombuffer",
+    "numpy.dtype",
+    "operator.attrgetter",
+    "operator.itemgetter",
+    "re._compile",
+    "zoneinfo.ZoneInfo._unpickle",
+}
+# Standard modules whose very classes reach the system
+_SYSTEM = frozenset(
+    """
+    _ctypes _io _pickle _posixsubprocess _thread asyncio bdb builtins cProfile code codeop concurrent ctypes
+    distutils doctest ensurepip fileinput ftplib gc http imaplib imp importlib inspect io linecache lib2to3
+    marshal mmap multiprocessing nt ntpath os pdb pickle pip pkgutil platform poplib posix posixpath profile pty
+    pydoc runpy sched shelve shutil signal site smtplib socket socketserver sqlite3 ssl subprocess sys tarfile
+    telnetlib tempfile threading timeit trace types unittest urllib venv webbrowser xmlrpc zipfile zipimport
+    """.split()  # noqa: SIM905  # a list of words
+)
+_LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
+RUNNERS = frozenset(
+    """
+    call check_call check_output delattr eval exec execfile getattr import_module load loads open popen Popen
+    run run_module run_path runstring setattr spawn system urlopen urlretrieve __import__
+    """.split()  # noqa: SIM905  # a list of words
+)
+
+
+def is_dangerous(function: Global) -> bool:
+    """Whether no honest checkpoint asks for this call. Nothing depends on it: no call is made, whatever the answer."""
+    package = function.module.partition(".")[0]
+    if str(function) in _HONEST_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
+        return False
+    looks_like_a_function = function.name.lstrip("_")[:1].islower()
+    if package in sys.stdlib_module_names:
+        known = {"SimpleNamespace", "MappingProxyType"} if package == "types" else set()
+        in_system = package in _SYSTEM and function.name not in known
+        return in_system or looks_like_a_function or "." in function.name
+    if package in _LIBRARIES and looks_like_a_function:
+        return True
+    return function.name.rpartition(".")[2] in RUNNERS

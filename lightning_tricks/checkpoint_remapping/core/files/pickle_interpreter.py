@@ -1,0 +1,347 @@
+"""Pickles, read as data: an interpreter of their instructions that constructs plain values alone.
+
+`pickle.load` imports what a file names and calls it. The interpreter here has no import and no call in it: what a file
+names stays a `Global`, what it would construct becomes a `Placeholder`, and only plain values and tensors are made.
+Each instruction is charged to a `Budget`, so that a small file cannot ask for much.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import sys
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any
+
+import torch
+
+from lightning_tricks._shared.read_budget import Budget, OverBudgetError
+from lightning_tricks.checkpoint_remapping.core.errors import (
+    CheckpointError,
+    NotACheckpointError,
+    UnsafeCheckpointError,
+)
+from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import (
+    RUNNERS,
+    Rebuild,
+    adder,
+    check_keys,
+    constructors,
+    fill,
+    is_dangerous,
+)
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
+    LONGEST_NAME,
+    Global,
+    Placeholder,
+    brief,
+    check_nesting,
+)
+
+
+def read_pickle(
+    stream: IO[bytes],
+    budget: Budget,
+    rebuild: dict[str, Rebuild] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Read one pickle of any protocol from a stream, without importing or calling anything that it names.
+
+    Args:
+        stream: Read from where it stands to the end of the pickle.
+        budget: What it may cost.
+        rebuild: Functions of ours for the qualified names of functions that make tensors.
+        persistent: Turns a persistent id into a value; None refuses them.
+
+    Returns:
+        Plain values as they are; everything else as `Global` and `Placeholder`. Containers lie neither in themselves
+        nor very deep in each other.
+
+    Raises:
+        UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
+        NotACheckpointError: If it is no pickle or breaks off.
+        OverBudgetError: If it asks for too much.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
+            value = _Machine(rebuild or {}, persistent, budget).run(pickletools.genops(stream))
+    except (CheckpointError, OverBudgetError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise NotACheckpointError(f"a pickle that is broken or cut off ({str(error)[:200]})") from error
+    check_nesting(value, budget)
+    return value
+
+
+# Instructions that push the value of their argument
+_LITERALS = frozenset(
+    """
+    INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES
+    SHORT_BINBYTES BINBYTES8 UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8
+    """.split()  # noqa: SIM905  # a list of words
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+# Bytes that instructions take, beside what is in their arguments; those that are not here take 64
+_COSTS = {
+    **dict.fromkeys((*_LITERALS, *_CONSTANTS, "DUP", "GET", "BINGET", "LONG_BINGET"), 16),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "DICT", "EMPTY_DICT", "EMPTY_LIST"), 96),
+    **dict.fromkeys(("EMPTY_SET", "FROZENSET"), 256),
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), 512),
+}
+_SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _Machine:
+    """The stack, the memo, and one method for each family of instructions."""
+
+    def __init__(self, rebuild: dict[str, Rebuild], persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []  # where MARK was
+        self.memo: dict[int, Any] = {}
+        self.rebuild = constructors(budget) | rebuild
+        self.persistent = persistent
+        self.budget = budget
+
+    def run(self, instructions: Iterator[tuple[Any, Any, int | None]]) -> Any:
+        ways: dict[str, tuple[int, Callable[..., None]]] = {}
+        for opcode, argument, _ in instructions:
+            name = opcode.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name not in ways:
+                ways[name] = _COSTS.get(name, 64), self._way_of(name)
+            cost, handle = ways[name]
+            self.budget.spend(cost)
+            handle() if argument is None else handle(argument)
+        raise NotACheckpointError("a pickle that is cut off")
+
+    def _way_of(self, name: str) -> Callable[..., None]:
+        """Return what does an instruction."""
+        if name in _CONSTANTS:
+            return partial(self.stack.append, _CONSTANTS[name])
+        if name in _LITERALS:
+            return self.stack.append if name == "BININT1" else self._literal  # there is one of each small number
+        if name in ("PROTO", "FRAME"):
+            return lambda _: None
+        way: Callable[..., None] | None = getattr(self, f"_{name.lower()}", None)
+        if way is None:
+            raise UnsafeCheckpointError(f"a pickle with the instruction {name}, which no checkpoint needs")
+        return way
+
+    def _literal(self, value: Any) -> None:
+        self.budget.spend(sys.getsizeof(value))
+        self.stack.append(value)
+
+    # the stack and the memo
+
+    def _mark(self) -> None:
+        self.marks.append(len(self.stack))
+
+    def _to_mark(self) -> list[Any]:
+        position = self.marks.pop()
+        values = self.stack[position:]
+        del self.stack[position:]
+        return values
+
+    def _pop(self) -> None:
+        if self.marks and self.marks[-1] >= len(self.stack):
+            self.marks.pop()
+        else:
+            self.stack.pop()
+
+    def _pop_mark(self) -> None:
+        self._to_mark()
+
+    def _dup(self) -> None:
+        self.stack.append(self.stack[-1])
+
+    def _put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    _binput = _long_binput = _put
+
+    def _memoize(self) -> None:
+        self._put(len(self.memo))
+
+    def _get(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+
+    _binget = _long_binget = _get
+
+    # containers
+
+    def _empty_dict(self) -> None:
+        self.stack.append({})
+
+    def _empty_list(self) -> None:
+        self.stack.append([])
+
+    def _empty_set(self) -> None:
+        self.stack.append(set())
+
+    def _bytearray8(self, value: bytes) -> None:
+        self.budget.spend(len(value))
+        self.stack.append(bytearray(value))
+
+    def _dict(self) -> None:
+        values = self._to_mark()
+        self._empty_dict()
+        self._set(values[::2], values[1::2])
+
+    def _list(self) -> None:
+        self.stack.append(self._to_mark())
+
+    def _tuple(self) -> None:
+        self.stack.append(tuple(self._to_mark()))
+
+    def _frozenset(self) -> None:
+        self.stack.append(self.rebuild["builtins.frozenset"](self._to_mark()))
+
+    def _tuple_of(self, count: int) -> None:
+        values = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.stack.append(values)
+
+    def _tuple1(self) -> None:
+        self._tuple_of(1)
+
+    def _tuple2(self) -> None:
+        self._tuple_of(2)
+
+    def _tuple3(self) -> None:
+        self._tuple_of(3)
+
+    def _set(self, keys: list[Any], values: list[Any]) -> None:
+        target = self.stack[-1]
+        items = target.items if isinstance(target, Placeholder) else target
+        if not isinstance(items, dict):
+            raise TypeError(f"items for {type(items).__name__}")
+        check_keys(keys)
+        fill(adder(items), zip(keys, values, strict=True), self.budget)
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key], [value])
+
+    def _setitems(self) -> None:
+        values = self._to_mark()
+        self._set(values[::2], values[1::2])
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        elements = target.elements if isinstance(target, Placeholder) else target
+        if not isinstance(elements, list):
+            raise TypeError(f"elements for {type(elements).__name__}")
+        elements.extend(values)
+
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self._to_mark())
+
+    def _additems(self) -> None:
+        values = self._to_mark()
+        target = self.stack[-1]
+        if not isinstance(target, set):
+            raise TypeError(f"elements for {type(target).__name__}")
+        check_keys(values)
+        fill(target.update, values, self.budget)
+
+    # names and calls
+
+    def _global(self, argument: str) -> None:
+        self._name(*argument.split(" ", 1))
+
+    def _stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self._name(module, name)
+
+    def _name(self, module: str, name: str) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > LONGEST_NAME:
+            raise NotACheckpointError("a pickle with a class whose name is none")
+        found = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
+        if found.name in RUNNERS and is_dangerous(found):
+            raise UnsafeCheckpointError(f"a pickle that names {found}")
+        self.stack.append(_DTYPES.get(str(found), found))
+
+    def _inst(self, argument: str) -> None:
+        arguments = self._to_mark()
+        self._global(argument)
+        self.stack.append(self._call(self.stack.pop(), tuple(arguments)))
+
+    def _obj(self) -> None:
+        function, *arguments = self._to_mark()
+        self.stack.append(self._call(function, tuple(arguments)))
+
+    def _reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(self._call(function, arguments))
+
+    _newobj = _reduce
+
+    def _newobj_ex(self) -> None:
+        keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self._charge(arguments)
+        self.stack.append(self._call(function, (*arguments, *([keywords] if keywords else ()))))
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        if isinstance(function, Placeholder) and function.name == "builtins.getattr":
+            self.budget.spend(512)
+            name = ".".join(brief(part).strip("'") for part in function.args)
+            return Placeholder(name, arguments)  # of a class inside of a class
+        if not isinstance(function, Global):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {brief(function)}")
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"a call of {function} without a tuple of arguments")
+        self._charge(arguments)
+        name = str(function)
+        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
+            return self._call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
+        make = self.rebuild.get(name)
+        if make is not None:
+            for part in arguments:
+                self._charge(part)
+            return make(*arguments)
+        if is_dangerous(function):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
+        self.budget.spend(512)
+        return Placeholder(name, arguments)
+
+    def _charge(self, value: Any) -> None:
+        """Charge a copy of a value, or a walk along it: the memo gives the same one to any number of calls."""
+        if type(value) in _SIZED and len(value) > 32:
+            self.budget.spend(sys.getsizeof(value))
+
+    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if function == "__newobj__":
+            return arguments
+        if function == "__newobj_ex__":
+            self._charge(arguments[0])
+            return (*arguments[0], arguments[1])
+        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Placeholder):
+            target.state = state
+        elif isinstance(target, OrderedDict):
+            if isinstance(state, dict) and "_metadata" in state:
+                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+        elif not isinstance(target, torch.Tensor):
+            raise UnsafeCheckpointError(f"a pickle that asks for changes to {brief(target)}")
+
+    # values outside the pickle
+
+    def _persid(self, identifier: str) -> None:
+        self.stack.append(identifier)
+        self._binpersid()
+
+    def _binpersid(self) -> None:
+        if self.persistent is None:
+            raise NotACheckpointError("a pickle that refers to data outside of it")
+        self.stack.append(self.persistent(self.stack.pop()))

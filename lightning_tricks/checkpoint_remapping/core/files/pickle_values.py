@@ -1,0 +1,180 @@
+"""What is left of a pickle that is read as data: the values in it, walks over them, and bounds on their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.text import shape_text
+from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+
+LONGEST_NAME = 1000  # characters of a qualified name, of a tensor or of a class
+MOST_NESTED = 200  # containers in each other; pickle.dump itself gives up at some hundred
+_MOST_SHARED = 1_000_000  # parts that only repeat others
+_LARGEST_KEY = 64  # parts of a tuple that is a key
+
+
+@dataclass(frozen=True)
+class Global:
+    """What a pickle names, such as a class or a function; it was neither looked up nor imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False, repr=False)
+class Placeholder:
+    """An object that a pickle describes and that was not constructed.
+
+    Attributes:
+        name: The qualified name of its class, or of the function that would have made it.
+        args: The arguments of the call.
+        state: What would have been given to its `__setstate__` or `__dict__`, None where there is nothing.
+        items: Its items, where it is like a dict.
+        elements: Its elements, where it is like a list.
+        location: Where in the checkpoint it is, such as `hyper_parameters.root`.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    elements: list[Any] = field(default_factory=list)
+    location: str = ""
+
+    def __repr__(self) -> str:
+        return f"<placeholder of {self.name}{' at ' * bool(self.location)}{self.location}>"
+
+
+def brief(value: Any, longest: int = 80) -> str:
+    """Describe a value in a few words, whatever it is: `repr` of lists that share their parts can fill any memory."""
+    if isinstance(value, Placeholder | Global):
+        return str(value) if isinstance(value, Global) else value.name
+    if isinstance(value, str | bytes | bytearray):
+        return repr(value[:longest]) + "..." * (len(value) > longest)
+    if isinstance(value, torch.Tensor):
+        return f"<tensor of {shape_text(value.shape) or 'one number'}, {value.dtype}>"
+    plain = value is None or isinstance(value, bool | float | complex | torch.dtype | torch.device)
+    if plain or (isinstance(value, int) and value.bit_length() < 256):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def outlined(value: Any, longest: int = 100) -> str:
+    """Return the beginning of what a value looks like, and no more work than that takes."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > longest:
+            return text[: longest - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if not is_container(value):
+        yield repr(value) if isinstance(value, Placeholder) else brief(value, 100)
+        return
+    opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+    yield opening
+    for number, (key, part) in enumerate(children(value)):
+        yield ", " if number else ""
+        if isinstance(value, dict):
+            yield from _pieces(key)
+            yield ": "
+        yield from _pieces(part)
+    yield closing
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the (key, value) pairs directly inside a container; of others nothing."""
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from enumerate(value)
+
+
+def is_container(value: Any) -> bool:
+    """Whether other values can lie in a value."""
+    return isinstance(value, dict | list | tuple | set | frozenset)
+
+
+@dataclass
+class _Measure:
+    """How deep a container is, and how many parts it has where shared ones count each time."""
+
+    height: int = 0
+    parts: int = 0
+
+    def take(self, inside: _Measure) -> None:
+        """Add what lies inside."""
+        self.height = max(self.height, inside.height + 1)
+        self.parts += inside.parts
+
+
+def check_nesting(value: Any, budget: Budget) -> None:
+    """Refuse containers that no simple walk survives: in themselves, too deep in each other, or shared too often.
+
+    Twenty lists that each hold the one before twice are a million to whoever copies or prints them. Placeholders may
+    lie in circles, as objects do. Each begins anew.
+
+    Raises:
+        NotACheckpointError: If there are such containers.
+    """
+    known: dict[int, _Measure | None] = {}  # of what was walked; None while it is
+    roots, whole, distinct = [value], _Measure(), 0
+    while roots:
+        frames = [(None, iter([(None, roots.pop())]), whole)]
+        while frames:
+            owner, inside, measure = frames[-1]
+            for _, part in inside:
+                if isinstance(part, Placeholder) and id(part) not in known:
+                    budget.spend(112)
+                    known[id(part)] = _Measure()
+                    roots += part.args, part.state, part.items, part.elements
+                if not is_container(part):
+                    continue
+                found = known.get(id(part), _Measure())
+                if found is None:
+                    raise NotACheckpointError("a checkpoint with a list or dict that lies in itself.")
+                if len(frames) + found.height > MOST_NESTED:
+                    raise NotACheckpointError(
+                        f"a checkpoint with lists or dicts over {MOST_NESTED} deep in each other."
+                    )
+                if id(part) in known:
+                    measure.take(found)
+                    continue
+                budget.spend(112 + 8 * len(part))
+                distinct += len(part)
+                known[id(part)] = None
+                frames.append((part, children(part), _Measure(parts=len(part))))
+                break
+            else:
+                frames.pop()
+                known[id(owner)] = measure
+                if frames:
+                    frames[-1][2].take(measure)
+    if whole.parts > _MOST_SHARED + 4 * distinct:
+        raise NotACheckpointError("a checkpoint with lists or dicts that share their parts without end.")
+
+
+def check_key(key: Any) -> None:
+    """Refuse a key whose hash could take long: of a large number, or of tuples that share their parts.
+
+    Raises:
+        NotACheckpointError: If it is one.
+    """
+    parts = [key]
+    for count, part in enumerate(parts):  # which grows
+        if isinstance(part, tuple | frozenset):
+            if len(part) > _LARGEST_KEY or count > _LARGEST_KEY:
+                raise NotACheckpointError("a checkpoint with a key of very many parts.")
+            parts.extend(part)
+        elif isinstance(part, int) and part.bit_length() > 1024:
+            raise NotACheckpointError("a checkpoint with a key that is a very large number.")

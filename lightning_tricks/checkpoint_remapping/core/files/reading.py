@@ -1,0 +1,202 @@
+"""`read_checkpoint`: the weights of any file, without running anything that the file names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tricks._shared.checks import nearest
+from lightning_tricks._shared.files import NotAFileError
+from lightning_tricks._shared.read_budget import Budget, OverBudgetError
+from lightning_tricks.checkpoint_remapping.core.errors import (
+    CheckpointError,
+    MissingCheckpointError,
+    NotACheckpointError,
+    UnsafeCheckpointError,
+)
+from lightning_tricks.checkpoint_remapping.core.files.download import download
+from lightning_tricks.checkpoint_remapping.core.files.formats import read_container
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder, brief
+from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
+from lightning_tricks.checkpoint_remapping.core.files.weights import (
+    check_names,
+    find_weights,
+    kind_of,
+    placeholders_in,
+    without,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of a file and what else is in it.
+
+    Attributes:
+        state_dict: The tensors by qualified name, in the file's order; they may be mapped from the file.
+        kind: `"lightning"`, `"state_dict"`, `"nested"` (in a dict of other things), `"model"` (a pickled module),
+            `"torchscript"`, `"safetensors"` or `"sharded"`.
+        metadata: The rest: what lies beside the weights, or the header's metadata.
+        placeholders: What stands for the objects that were not constructed, each with its `name` and `location`.
+        key: Where in the file the weights are, such as `"model_state_dict"`; empty at the top.
+        source: What was read.
+    """
+
+    state_dict: dict[str, Any] = field(repr=False)
+    kind: str
+    metadata: dict[str, Any] = field(repr=False)
+    placeholders: tuple[Placeholder, ...] = ()
+    key: str = ""
+    source: str = ""
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", mmap: bool = True, key: str | None = None
+) -> Checkpoint:
+    """Read the weights of a file of any usual format; what it is, is told from its content.
+
+    Nothing beyond tensors and plain values is constructed, and nothing that the file names is imported or called,
+    whatever the environment says. Objects of other types come back as placeholders, so that the weights beside them
+    load; a pickled module gives up its tensors by qualified name. A file that asks for far more memory or time than its
+    size explains is refused.
+
+    Args:
+        path: A local file, the index of a sharded model, or an address (`https://...`, or what fsspec opens), which is
+            downloaded first: at most 64 GiB, from a server that is never silent for a minute.
+        map_location: Where tensors go, as in `torch.load`: a device, a dict or a function; None for where they were.
+        mmap: Whether tensors are mapped from the file, so that they take no memory before they are used.
+        key: The entry that holds the weights (`"model.ema"` for an entry inside an entry); None finds it.
+
+    Raises:
+        MissingCheckpointError: If there is no such file.
+        NotACheckpointError: If it holds no weights, is of another kind or is cut off; the message says what it is.
+        UnsafeCheckpointError: If it asks for a call that no honest checkpoint needs.
+        CheckpointError: If several entries could be the weights, or a device is missing.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"epoch": 3, "model": {"weight": torch.eye(2)}}, f"{folder}/checkpoint.pt")
+        ...     checkpoint = read_checkpoint(f"{folder}/checkpoint.pt")
+        >>> checkpoint.state_dict["weight"].shape, checkpoint.metadata
+        (torch.Size([2, 2]), {'epoch': 3})
+    """
+    name = os.fspath(path)
+    if "://" not in name:
+        return _read(Path(name).expanduser(), name, map_location, mmap, key)
+    with tempfile.TemporaryDirectory(prefix="lightning_tricks_") as folder:
+        target = Path(folder) / "checkpoint"
+        download(name, target)
+        return _read(target, name, map_location, False, key)
+
+
+def read_values(path: Path, *, mmap: bool = True) -> Any:
+    """Return all values of a local file, as `read_checkpoint` reads them.
+
+    Raises:
+        CheckpointError: As `read_checkpoint` does.
+    """
+    with _explained(path, str(path)):
+        return read_container(path, "cpu", mmap, Budget(0))[0]
+
+
+def _read(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
+    with _explained(path, name):
+        if path.is_dir():
+            raise NotACheckpointError(_described_directory(path))
+        return _found(path, name, map_location, mmap, key)
+
+
+@contextmanager
+def _explained(path: Path, name: str) -> Iterator[None]:
+    """Turn what goes wrong while a file is read into a sentence that names it."""
+    try:
+        yield
+    except UnsafeCheckpointError as error:
+        raise UnsafeCheckpointError(
+            f"{name} is {error}. Nothing of it was run, and it was not read. Use a file of tensors alone, such as "
+            ".safetensors, or one from another source."
+        ) from error
+    except CheckpointError as error:
+        raise type(error)(f"{name} is {error}") from error
+    except FileNotFoundError as error:
+        raise MissingCheckpointError(f"{name} does not exist.{_near(path) or ' Is the path right?'}") from error
+    except NotAFileError as error:
+        raise NotACheckpointError(f"{name}: {error}. Save it to a file first.") from error
+    except OverBudgetError as error:
+        raise NotACheckpointError(
+            f"{name} is too costly to read: {error}, which its size does not explain. If it is yours, save its weights "
+            "alone."
+        ) from error
+    except (ImportError, torch.OutOfMemoryError):
+        raise
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # an offset that cannot be
+            raise NotACheckpointError(f"{name} is broken or cut off. Download it again.") from error
+        raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # what comes of bytes that mean nothing: offsets beyond the file, names that are none
+        raise NotACheckpointError(f"{name} is broken or cut off ({str(error)[:200]}). Download it again.") from error
+
+
+def _found(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
+    budget = Budget(0)
+    value, container, header = read_container(path, map_location, mmap, budget)
+    place, tensors = find_weights(value, key, budget)
+    if not tensors:
+        raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
+    check_names(tensors)
+    metadata = header | (without(value, place) if isinstance(value, dict) and place else {})
+    _check_instantiators(metadata)
+    return Checkpoint(
+        state_dict=tensors,
+        kind=kind_of(value, place, container),
+        metadata=metadata,
+        placeholders=tuple(placeholders_in(value, budget)),
+        key=".".join(place),
+        source=name,
+    )
+
+
+def _near(path: Path) -> str:
+    """Return a sentence that names a file with nearly the name of one that is not there."""
+    folder = path.parent
+    return nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else ""
+
+
+def _described_directory(path: Path) -> str:
+    files = {file.name for file in path.iterdir()}
+    if ".metadata" in files:
+        tool = (
+            "python -m lightning.pytorch.utilities.consolidate_checkpoint " + str(path)
+            if "meta.pt" in files
+            else f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
+        return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
+    if "zero_to_fp32.py" in files:
+        return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"
+    weights = sorted(
+        (file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json"))),
+        key=lambda file: (not file.endswith(".index.json"), not file.endswith(".safetensors"), file),
+    )
+    return f"a directory. Give a file{f' in it, such as {path / weights[0]}' if weights else ''}."
+
+
+_INSTANTIATORS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+
+def _check_instantiators(metadata: Mapping[str, Any]) -> None:
+    """Refuse hyper-parameters that make Lightning call a function which the file names (CVE-2026-58659)."""
+    for key, values in metadata.items():
+        asked = values.get("_instantiator") if isinstance(values, dict) else None
+        if asked is not None and not (isinstance(asked, str) and asked in _INSTANTIATORS):
+            named = key[:80] if isinstance(key, str) else brief(key)
+            raise UnsafeCheckpointError(
+                f"a checkpoint whose {named} name {brief(asked)} as the function that makes the model "
+                "(Lightning's own is lightning.pytorch.cli.instantiate_module)"
+            )

@@ -1,0 +1,81 @@
+"""`save_weights`: a file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_tricks._shared.files import replacing
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import listed
+from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
+
+
+def save_weights(
+    model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, clean: bool = True, metadata: Any = None
+) -> None:
+    """Write the weights of a model to a file that is there whole or not at all.
+
+    Args:
+        model: Or its tensors by name.
+        path: With `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin` for `torch.save`; the suffix decides.
+        clean: Whether the parts that wrappers put into names, and thop's counters, are left out.
+        metadata: A dict of strings for the header of a `.safetensors`.
+
+    Raises:
+        ValueError: If the suffix is another, or a value does not go into such a file.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_weights(torch.nn.DataParallel(torch.nn.Linear(2, 3)), f"{folder}/weights.safetensors")
+        ...     os.listdir(folder)
+        ['weights.safetensors']
+    """
+    tensors = dict(model.state_dict() if isinstance(model, nn.Module) else model)
+    if clean:
+        names = strip_wrappers(tensors)
+        tensors = {new: tensors[old] for old, new in names.items() if new is not None}
+    path = Path(path)
+    on_meta = [name for name, tensor in tensors.items() if is_on_meta(tensor)]
+    if on_meta:
+        raise ValueError(f"{listed(on_meta)} are on the meta device and have no values to save.")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        stored, header = _for_safetensors(tensors)
+        with replacing(path) as temporary:
+            save_file(stored, temporary, metadata={"format": "pt"} | header | (metadata or {}))
+    elif path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        with replacing(path) as temporary:
+            torch.save(tensors, temporary)
+    else:
+        raise ValueError(f"path must end in .safetensors, .pt, .pth, .ckpt or .bin, got {os.fspath(path)!r}.")
+
+
+def is_on_meta(tensor: Any) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta
+
+
+def _for_safetensors(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return each tensor once, contiguous; the header names the tied ones that were left out."""
+    stored: dict[str, torch.Tensor] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    header: dict[str, str] = {}
+    used: set[int] = set()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is no tensor ({type(tensor).__name__}), and .safetensors holds tensors: use .pt.")
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(place, name) != name:
+            header[name] = first[place]
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.detach().clone() if storage in used and tensor.numel() else tensor.detach().contiguous()
+        used.add(storage)
+    return stored, header

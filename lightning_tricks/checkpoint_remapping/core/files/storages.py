@@ -1,0 +1,172 @@
+"""The storages of a file of weights: parts of its mapping, or copies of its bytes, where they are to be."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from lightning_tricks._shared.files import open_file
+from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, brief
+
+MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+
+AGAIN = "Download it again."
+
+
+@dataclass
+class Typed:
+    """A storage and the type of its elements."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+
+
+class Storages:
+    """The storages of one file: each is read once, from the file's mapping where that goes, and moved by location.
+
+    Args:
+        path: Of the file.
+        map_location: As in `torch.load`.
+        mmap: Whether storages are mapped from the file instead of read.
+        budget: What reading the file may cost.
+    """
+
+    def __init__(self, path: Path, map_location: MapLocation, mmap: bool, budget: Budget) -> None:
+        self.path = path
+        self.map_location = map_location
+        self.mmap = mmap
+        self.budget = budget
+        self.known: dict[str, torch.UntypedStorage] = {}
+
+    def get(self, key: str, dtype: torch.dtype, location: Any, read: Callable[[], torch.UntypedStorage]) -> Typed:
+        """Return the storage of a key, which is read the first time; the file says where it was."""
+        if not isinstance(location, str):
+            raise NotACheckpointError("a checkpoint with a broken tensor.")
+        self.budget.spend(192)
+        if key not in self.known:
+            self.budget.spend(512)
+            self.known[key] = restore(read(), location, self.map_location)
+        return Typed(self.known[key], dtype)
+
+    @cached_property
+    def mapped(self) -> torch.UntypedStorage:
+        """The whole file, mapped once; its storages are parts of it."""
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(self.path), False, self.length))
+
+    @cached_property
+    def length(self) -> int:
+        """Of the file, in bytes."""
+        return self.path.stat().st_size
+
+    def part(self, start: int, size: int) -> torch.UntypedStorage:
+        """Return `size` bytes of the file from `start`."""
+        length = self.length
+        if start < 0 or size < 0:
+            raise NotACheckpointError("a checkpoint with a broken tensor.")
+        if start + size > length:
+            raise NotACheckpointError(f"cut off: it has {length:,} bytes of at least {start + size:,}. {AGAIN}")
+        if self.on_meta:
+            return torch.UntypedStorage(size, device="meta")
+        if self.mmap and size and start % 16 == 0:
+            return cast(torch.UntypedStorage, self.mapped[start : start + size])
+        self.budget.spend(size)
+        storage = torch.UntypedStorage(size)
+        with self.open() as stream:
+            stream.seek(start)
+            if size and stream.readinto(bytes_of(storage)) != size:  # type: ignore[attr-defined]
+                raise NotACheckpointError(f"cut off. {AGAIN}")
+        return storage
+
+    def open(self) -> IO[bytes]:
+        """Open the file."""
+        return open_file(self.path)
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether tensors are to have no values."""
+        return str(self.map_location) == "meta"
+
+
+class StoragesInside(Storages):
+    """The storages of a file inside of a file."""
+
+    def __init__(self, data: bytes, map_location: MapLocation, budget: Budget) -> None:
+        super().__init__(Path(), map_location, mmap=False, budget=budget)
+        self.data = data
+        self.length = len(data)
+
+    def open(self) -> IO[bytes]:
+        """Open the file."""
+        return io.BytesIO(self.data)
+
+
+def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
+    """Return a storage where `map_location` puts what was saved at `location`, as `torch.load` does.
+
+    Raises:
+        CheckpointError: If there is no such place here.
+    """
+    if storage.device.type == "meta":
+        return storage
+    if callable(map_location):
+        placed: Any = map_location(storage, location)
+        if placed is not None:
+            untyped: torch.UntypedStorage = getattr(placed, "_untyped_storage", placed)
+            return untyped
+    elif isinstance(map_location, Mapping):
+        location = map_location.get(location, location)
+    elif map_location is not None:
+        location = str(map_location)
+    try:
+        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
+        return there
+    except (AssertionError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a checkpoint with tensors for {brief(location)}, which is not there: pass map_location='cpu'."
+        ) from error
+
+
+def bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the memory of a storage on the CPU."""
+    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # type: ignore[arg-type]
+
+
+_DTYPES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "UntypedStorage": torch.uint8,
+}
+
+
+def storage_dtype(kind: Any) -> torch.dtype:
+    """Return the type of the elements of a storage of a class that a file names."""
+    if isinstance(kind, Global) and kind.module.startswith("torch"):
+        kind = kind.name.rpartition(".")[2]
+    if not isinstance(kind, str) or kind not in _DTYPES:
+        raise NotACheckpointError(f"a file with tensors of {brief(kind)}, which this reader does not know.")
+    return _DTYPES[kind]
+
+
+def storage_key(key: Any) -> str:
+    """Return the name of a storage in its file."""
+    if not isinstance(key, str | int):
+        raise NotACheckpointError("a checkpoint with a broken tensor.")
+    return str(key)

@@ -1,0 +1,242 @@
+"""Where the weights are among the values of a file, and what stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
+    LONGEST_NAME,
+    Global,
+    Placeholder,
+    brief,
+    children,
+    is_container,
+)
+
+Place = tuple[str, ...]
+
+_RAW = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights", "params")
+_AVERAGED = (
+    "state_dict_ema",
+    "model_ema",
+    "ema",
+    "ema_state_dict",
+    "ema_model",
+    "params_ema",
+    "averaged_model",
+)
+_NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", "hparam", "rng", "args", "config")
+
+
+def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[Place, dict[str, Any]]:
+    """Return where the weights are, or those at a key, and the tensors there.
+
+    Raises:
+        CheckpointError: If there are none or several; the message is a phrase after "it is".
+    """
+    search = _Search(budget)
+    if key is not None:
+        chosen = tuple(key.split("."))
+        inside = _at(value, chosen)
+        tensors = None if inside is None else search.tensors(inside)
+        if tensors is None:
+            places = _listed([".".join(place) for place, _ in search.candidates(value)])
+            raise CheckpointError(f"a checkpoint without weights at key={key!r}. It has {places or 'none'}.")
+        return chosen, tensors
+    found = dict(search.candidates(value))
+    for known in (_RAW, _AVERAGED):
+        top = [place for place in found if place and place[0] in known]
+        if len({place[0] for place in top}) == 1:
+            found = {place: found[place] for place in top}
+            break
+        if len(top) > 1:
+            found = {place: found[place] for place in top}
+            raise CheckpointError(_several(found))
+        if () in found:
+            return (), found[()]
+    if not found:
+        raise NotACheckpointError(_without_weights(value))
+    if len(found) > 1:
+        raise CheckpointError(_several(found))
+    return next(iter(found.items()))
+
+
+def check_names(tensors: Mapping[str, Any]) -> None:
+    """Refuse names that nothing but a trick has: very long ones, and those that a terminal would act upon.
+
+    Raises:
+        NotACheckpointError: If there is one; the message is a phrase after "it is".
+    """
+    for name in tensors:
+        if len(name) > LONGEST_NAME:
+            raise NotACheckpointError(f"a checkpoint with a tensor whose name has {len(name):,} characters.")
+        if not name.isprintable():
+            raise NotACheckpointError(f"a checkpoint with control characters in the name of a tensor, {brief(name)}.")
+
+
+def kind_of(value: Any, place: Place, container: str) -> str:
+    """Return the `kind` of a checkpoint whose weights are at a place."""
+    if container in ("safetensors", "sharded", "torchscript"):
+        return container
+    inside = _at(value, place)
+    if isinstance(inside, Placeholder) and not inside.items:
+        return "model"
+    if place == ("state_dict",) and isinstance(value, dict) and "pytorch-lightning_version" in value:
+        return "lightning"
+    return "nested" if place else "state_dict"
+
+
+def without(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
+    """Return what is beside a place."""
+    first, *others = place
+    inner = value[first]
+    if others and isinstance(inner, dict):
+        return {**value, first: without(inner, tuple(others))}
+    return {name: part for name, part in value.items() if name != first}
+
+
+def placeholders_in(value: Any, budget: Budget) -> Iterator[Placeholder]:
+    """Yield what was not constructed, with its location; the parts of a placeholder belong to it."""
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [("", value)]
+    while stack:
+        location, part = stack.pop()
+        if isinstance(part, Global):
+            budget.spend(512)
+            yield Placeholder(str(part), location=location)
+        elif isinstance(part, Placeholder) and id(part) not in seen:
+            part.location = location
+            yield part
+        elif is_container(part) and id(part) not in seen:
+            inner = []
+            for name, inside in children(part):
+                if is_container(inside) or isinstance(inside, Global | Placeholder):
+                    text = name[:LONGEST_NAME] if isinstance(name, str) else brief(name)
+                    inner.append((f"{location}.{text}".lstrip("."), inside))
+                    budget.spend(256 + len(location) + len(text))
+            stack.extend(reversed(inner))
+        seen.add(id(part))
+
+
+class _Search:
+    """A search for state dicts, which looks at no dict twice."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.known: dict[int, dict[str, Any] | None] = {}
+
+    def candidates(self, value: Any, place: Place = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """Yield the places of weights, at most three names deep, and what is there."""
+        tensors = self.tensors(value)
+        if tensors is not None:
+            yield place, tensors
+        items = value.items if isinstance(value, Placeholder) else value
+        if len(place) == 3 or not isinstance(items, dict) or {"param_groups", "state"} <= items.keys():
+            return
+        for name, part in items.items():
+            self.budget.spend(8)
+            if isinstance(name, str) and isinstance(part, dict | Placeholder):
+                self.budget.spend(128 + len(name))
+                if not any(word in name.lower() for word in _NOT_WEIGHTS):
+                    yield from self.candidates(part, (*place, name))
+
+    def tensors(self, value: Any) -> dict[str, Any] | None:
+        """Return the tensors of a state dict or of a pickled module; None where it is neither."""
+        if id(value) not in self.known:
+            self.known[id(value)] = self._collect(value)
+        return self.known[id(value)]
+
+    def _collect(self, value: Any) -> dict[str, Any] | None:
+        if isinstance(value, Placeholder) and isinstance(_attributes(value), dict) and not value.items:
+            return self._of_module(value) or None
+        items = value.items if isinstance(value, Placeholder) else value
+        if not isinstance(items, dict):
+            return None
+        self.budget.spend(128 * len(items))
+        if not all(isinstance(name, str) for name in items):
+            return None
+        kept = {
+            name: part
+            for name, part in items.items()
+            if isinstance(part, torch.Tensor) or name.endswith("_extra_state")
+        }
+        empty = not items and isinstance(value, dict)
+        return kept if any(isinstance(part, torch.Tensor) for part in kept.values()) or empty else None
+
+    def _of_module(self, module: Placeholder) -> dict[str, Any]:
+        """Collect the tensors that `module.state_dict()` would have, from what is left of a pickled module."""
+        tensors: dict[str, Any] = {}
+        above = {id(module)}
+        frames = [("", module, self._parts(module))]
+        while frames:
+            prefix, owner, parts = frames[-1]
+            for name, part in parts:
+                path = prefix + name
+                self.budget.spend(128 + len(path))  # a module that is shared is there at each of its paths
+                if isinstance(part, torch.Tensor):
+                    tensors[path] = part
+                elif id(part) not in above:
+                    above.add(id(part))
+                    frames.append((f"{path}.", part, self._parts(part)))
+                    break
+            else:
+                frames.pop()
+                above.discard(id(owner))
+        return tensors
+
+    def _parts(self, module: Placeholder) -> Iterator[tuple[str, Any]]:
+        """Return an iterator over the tensors and modules directly inside a module."""
+        attributes = _attributes(module)
+        if not isinstance(attributes, dict):
+            return iter(())
+        ours: list[Any] = [attributes]
+        skipped = None
+        if "_modules" in attributes:
+            ours = [attributes.get(group) for group in ("_parameters", "_buffers", "_modules")]
+            skipped = attributes.get("_non_persistent_buffers_set")
+        found: dict[str, Any] = {}
+        for group in ours:
+            for name, part in group.items() if isinstance(group, dict) else ():
+                self.budget.spend(64)
+                hidden = isinstance(part, torch.Tensor) and isinstance(skipped, set) and name in skipped
+                if isinstance(name, str) and isinstance(part, torch.Tensor | Placeholder) and not hidden:
+                    found[name] = part
+        return iter(found.items())
+
+
+def _attributes(module: Placeholder) -> Any:
+    return module.state[0] if isinstance(module.state, tuple) and module.state else module.state
+
+
+def _at(value: Any, place: Place) -> Any:
+    for name in place:
+        items = value.items if isinstance(value, Placeholder) else value
+        if not isinstance(items, dict) or name not in items:
+            return None
+        value = items[name]
+    return value
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - 8:,} more" if len(places) > 8 else ""
+    return ", ".join(place[:200] for place in places[:8]) + more
+
+
+def _several(found: Mapping[Place, Any]) -> str:
+    places = _listed([repr(".".join(place)) for place in found])
+    return f"a checkpoint with several sets of weights. Choose one with key=: {places}."
+
+
+def _without_weights(value: Any) -> str:
+    if isinstance(value, dict):
+        if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
+            return "a checkpoint of an optimizer, without a model's weights. Take the file that holds the model."
+        keys = _listed([key if isinstance(key, str) else brief(key) for key in value])
+        return f"a checkpoint without weights: it holds {keys or 'nothing'}."
+    what = value.name if isinstance(value, Placeholder) else type(value).__name__
+    return f"a pickled {what}, not a state dict. Save model.state_dict() instead."

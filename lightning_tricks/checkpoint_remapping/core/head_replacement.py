@@ -1,0 +1,106 @@
+"""`replace_head`: a new last layer, for another number of classes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from lightning_tricks._shared.checks import check_count
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+
+_WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear|output|linear|predictor|\d+)([._]|$)")
+
+
+def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.Module:
+    """Replace the layer that gives a model's scores by a new one, freshly initialised, on the same device.
+
+    Args:
+        model: Is changed in place; its `num_classes` and `config.num_labels` are set where it has them.
+        num_classes: How many scores the new layer gives.
+        name: The qualified name of the layer, a Linear or a convolution; `"auto"` finds the last one.
+
+    Returns:
+        The new layer.
+
+    Raises:
+        CheckpointError: If the last layer is not known to be a head, or there are two; the message names them.
+        TypeError, ValueError: If `num_classes` is no whole number >= 1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
+        >>> replace_head(model, 10)
+        Linear(in_features=8, out_features=10, bias=True)
+    """
+    check_count("num_classes", num_classes)
+    place = _find_head(model) if name == "auto" else name
+    parent_name, _, attribute = place.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    old = model.get_submodule(place)
+    if not isinstance(old, nn.Linear | nn.Conv2d):
+        raise CheckpointError(
+            f"{place} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
+        )
+    new = _resized(old, num_classes)
+    setattr(parent, attribute, new)
+    classes = old.out_features if isinstance(old, nn.Linear) else old.out_channels
+    if getattr(model, "num_classes", None) == classes:
+        model.num_classes = num_classes  # type: ignore[assignment]
+    config = getattr(model, "config", None)
+    if getattr(config, "num_labels", None) == classes:
+        config.num_labels = num_classes  # type: ignore[union-attr]
+    return new
+
+
+def _find_head(model: nn.Module) -> str:
+    layers: list[tuple[str, nn.Module]] = [
+        (name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))
+    ]
+    candidates: list[str] = [name for name, module in layers if isinstance(module, nn.Linear | nn.Conv2d)]
+    if not layers or not candidates:
+        raise CheckpointError(f"{type(model).__name__} has no Linear and no convolution to replace.")
+    last_name, last = layers[-1]
+    if not _is_head(last_name, last):
+        raise CheckpointError(
+            f"the last layer, {last_name} ({type(last).__name__}), is not known to be a head: name it, such as "
+            f"name={candidates[-1]!r}."
+        )
+    twins = [
+        name
+        for name, module in layers[:-1]
+        if _is_head(name, module) and _outputs(module) == _outputs(last) and _are_twins(name, last_name)
+    ]
+    if twins:
+        raise CheckpointError(f"{', '.join([*twins, last_name])} all look like heads: replace each by its name.")
+    return last_name
+
+
+def _is_head(name: str, module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d) and set(module.kernel_size) != {1}:
+        return False
+    last = name.rpartition(".")[2]
+    return isinstance(module, nn.Linear | nn.Conv2d) and bool(_WORDS.search(last) or _WORDS.search(name))
+
+
+def _are_twins(name: str, other: str) -> bool:
+    """Whether two names differ in one component alone, which is a word for a head in both."""
+    pairs = [(a, b) for a, b in zip(name.split("."), other.split("."), strict=False) if a != b]
+    if name.count(".") != other.count(".") or len(pairs) != 1:
+        return False
+    return all(_WORDS.search(part) and not part.isdecimal() for part in pairs[0])
+
+
+def _outputs(module: nn.Module) -> int:
+    return module.out_features if isinstance(module, nn.Linear) else module.out_channels  # type: ignore[return-value]
+
+
+def _resized(old: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
+    place: Any = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+    new: nn.Linear | nn.Conv2d
+    if isinstance(old, nn.Linear):
+        new = nn.Linear(old.in_features, outputs, **place)
+    else:
+        size, stride, padding = old.kernel_size, old.stride, old.padding
+        new = nn.Conv2d(old.in_channels, outputs, size, stride, padding, **place)  # type: ignore[arg-type]
+    return new.train(old.training).requires_grad_(old.weight.requires_grad)

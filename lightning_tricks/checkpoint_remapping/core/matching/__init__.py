@@ -1,0 +1,1 @@
+"""Which tensor of a file is which tensor of a model."""

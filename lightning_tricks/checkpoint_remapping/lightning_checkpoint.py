@@ -1,0 +1,112 @@
+"""What Lightning needs of a checkpoint, made of one that was read safely."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch import __version__ as lightning_version
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
+
+# What holds values that the Trainer does not restore; placeholders may stand there
+ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
+
+
+def checkpoint_for(
+    module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
+) -> tuple[dict[str, Any], LoadReport]:
+    """Return the dict that Lightning restores a module from, with the module's own names, and what was done.
+
+    A checkpoint of the Trainer keeps its training state when its names are the module's but for prefixes; of any other
+    file only the weights are left, and a fit starts at its first step.
+
+    Args:
+        module: That takes the weights.
+        checkpoint: As read.
+        fit: Whether the training state is wanted.
+        **options: As in `load_weights`.
+
+    Raises:
+        CheckpointError: If the weights do not fit, or the training state is made of other than plain values.
+    """
+    plan = plan_loading(module, checkpoint, **options)
+    own = module.state_dict()
+    weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
+    weights._metadata = getattr(own, "_metadata", {})  # or modules take them for those of an old version
+    found = plan.report.alignment
+    same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
+    if checkpoint.kind == "lightning" and (same_model or not fit):
+        rest = {name: in_memory(value) for name, value in checkpoint.metadata.items()}
+        if fit:
+            _refuse_placeholders(checkpoint)
+        return {**rest, "state_dict": weights}, plan.report
+    if fit:
+        rank_zero_info(
+            f"CheckpointRemapping: {checkpoint.source} gives its weights alone. The fit starts at step 0 with fresh "
+            f"optimizers. {plan.report}"
+        )
+    fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
+    return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
+
+
+class ReadWeights(dict[str, Any]):
+    """The weights of a checkpoint that was read safely, told from all other state dicts by their type."""
+
+    def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
+        super().__init__(weights)
+        self.origin = origin
+
+    def as_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with these weights, as hooks of the module may have changed them."""
+        return replace(self.origin, state_dict=dict(self))
+
+
+class ReadCheckpoint(dict[str, Any]):
+    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `ReadWeights`."""
+
+    def __init__(self, origin: Checkpoint, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.origin = origin
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if name == "state_dict" and not isinstance(value, ReadWeights):
+            value = self[name] = ReadWeights(self.origin, value)
+        return value
+
+
+def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """Put a storage on the device that it was saved from, or leave it on the CPU where there is no such device."""
+    try:
+        there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
+        return there
+    except (AssertionError, RuntimeError):
+        return storage
+
+
+def _refuse_placeholders(checkpoint: Checkpoint) -> None:
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in ARGUMENTS]
+    if inert:
+        raise CheckpointError(
+            f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
+            "as that would run code of the file. Its weights load with load_weights, or in validate, test and predict."
+        )
+
+
+def in_memory(value: Any) -> Any:
+    """Copy mapped tensors, so that the file may be written anew while they are in use."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)({name: in_memory(part) for name, part in value.items()})
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(in_memory(part) for part in value)
+    return value

@@ -1,0 +1,102 @@
+"""A module made of a checkpoint that is read as data, as `load_from_checkpoint` does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import is_dataclass, replace
+from typing import IO, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch import __version__ as lightning_version
+from packaging.version import InvalidVersion, Version
+
+from lightning_tricks._lightning_compat import module_from_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
+from lightning_tricks.checkpoint_remapping.hyperparameters import (
+    arguments_of,
+    class_asked_for,
+    read_arguments,
+    values_in,
+)
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENTS, ReadCheckpoint, where_it_was
+
+# The texts among the hyper-parameters of the file that a module is being made of
+TEXTS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
+    "texts of the file that a module is made of", default=frozenset()
+)
+
+
+def texts_in(value: Any) -> frozenset[str]:
+    """Return the texts in a value, also those of paths and in the fields of dataclasses."""
+    parts = list(values_in(value))
+    inner = [vars(part) for part in parts if is_dataclass(part) and not isinstance(part, type)]
+    texts = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
+    return frozenset(texts).union(*map(texts_in, inner))
+
+
+def _version_of(checkpoint: Checkpoint) -> str:
+    """Return the version of Lightning that a checkpoint is of; this one where it says none that can be."""
+    try:
+        return str(Version(checkpoint.metadata["pytorch-lightning_version"]))
+    except (InvalidVersion, KeyError, TypeError):
+        return str(lightning_version)
+
+
+def read_for_module(
+    path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return a checkpoint, and the hyper-parameters in the file beside it.
+
+    Args:
+        path: A path, an address or a stream.
+        map_location: As in `torch.load`; None for where tensors were.
+        hparams_file: As in Lightning's `load_from_checkpoint`.
+
+    Raises:
+        CheckpointError: If a file is unsafe or is none.
+    """
+    beside = {} if hparams_file is None else read_arguments(hparams_file)
+    location = where_it_was if map_location is None else map_location
+    if isinstance(path, str | os.PathLike):
+        return read_checkpoint(path, map_location=location), beside
+    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+        shutil.copyfileobj(path, file)
+        file.flush()
+        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream"), beside
+
+
+def make_module(
+    module: type[LightningModule],
+    checkpoint: Checkpoint,
+    beside: Mapping[str, Any],
+    strict: bool | None,
+    given: dict[str, Any],
+) -> LightningModule:
+    """Make a module of what was read, or of the imported subclass of its class that the checkpoint asks for.
+
+    Args:
+        module: The class.
+        checkpoint: Of `read_for_module`.
+        beside: Of `read_for_module`.
+        strict: As in Lightning's `load_from_checkpoint`.
+        given: Arguments of the caller, which replace hyper-parameters.
+
+    Raises:
+        CheckpointError: If it asks for another class, or a hyper-parameter was not restored and is not given.
+    """
+    kind = class_asked_for(module, checkpoint)
+    values = {**arguments_of(kind, checkpoint, given, beside), "state_dict": checkpoint.state_dict}
+    values["pytorch-lightning_version"] = _version_of(checkpoint)
+    foreign = [checkpoint.metadata.get(key) for key in ARGUMENTS]
+    token = TEXTS_OF_FILE.set(texts_in((foreign, beside)))
+    try:
+        made = module_from_checkpoint(kind, ReadCheckpoint(checkpoint, values), strict, given)
+    finally:
+        TEXTS_OF_FILE.reset(token)
+    first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
+    return made.to(first.device)

@@ -1,0 +1,193 @@
+"""Making the members of an ensemble from what a user gives: a class, a module, several modules, files of weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.checkpoint_remapping.core.loading import load_weights
+from lightning_tricks.ensembles.core.combination import derived_seed
+
+Factory = Callable[..., nn.Module]
+Estimator = Factory | nn.Module | Sequence[Any] | str
+
+_WEIGHTS = 0  # purpose of a seed
+_NAMED_BY_FILE: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
+
+
+def build_members(
+    estimator: Estimator, n_estimators: int, arguments: Mapping[str, Any] | None, seed: int
+) -> tuple[list[nn.Module], list[str]]:
+    """Make the members, each with initial weights of its own.
+
+    Args:
+        estimator: A class or factory; the `MODULE:CLASS` of one that is imported already; a module, of which each
+            member is a copy with new initial weights; or a list of modules and of paths of weights.
+        n_estimators: How many to make; a list makes as many as it holds.
+        arguments: Of the class or factory. For paths, the class or factory is its `"estimator"`.
+        seed: Decides about the initial weights; the global random streams are left alone.
+
+    Returns:
+        The members, and remarks on what was done that the user may not expect.
+
+    Raises:
+        TypeError: If something is no module and makes none.
+        ValueError: If a class is not known, arguments have no use, or a module cannot be made anew.
+    """
+    if isinstance(estimator, list | tuple):
+        return _of_list(estimator, dict(arguments or {}), seed)
+    if isinstance(estimator, str):
+        estimator = imported_class(estimator)
+    if isinstance(estimator, nn.Module):
+        if arguments:
+            raise ValueError(f"estimator_args={dict(arguments)!r} have no use: estimator is a module already.")
+        return _copies(estimator, n_estimators, seed)
+    return [_made(estimator, arguments or {}, seed, index) for index in range(n_estimators)], []
+
+
+@contextmanager
+def named_by_file() -> Iterator[None]:
+    """Take classes that are named for named by a file, with the arguments that they are called with.
+
+    Classes of installed packages may read files, or what they find at addresses, when they are made: these the caller
+    has to give.
+    """
+    token = _NAMED_BY_FILE.set(True)
+    try:
+        yield
+    finally:
+        _NAMED_BY_FILE.reset(token)
+
+
+def imported_class(name: str) -> type[nn.Module]:
+    """Return the class `MODULE:CLASS` if its module is imported; nothing is imported here.
+
+    Raises:
+        ValueError: If it is not, is no class of modules, or is of an installed package inside of `named_by_file`.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None  # getattr could import
+    known = isinstance(found, type) and issubclass(found, nn.Module)
+    if known and not (_NAMED_BY_FILE.get() and _is_installed(module)):
+        return found  # type: ignore[no-any-return]
+    reason = "is of an installed package" if known else "names no class of modules that is imported"
+    raise ValueError(
+        f"estimator={name!r} {reason}: give the class itself (load_from_checkpoint(path, estimator=...)), or import "
+        f"{module!r} first if it is a part of your program."
+    )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to Python, this or an installed package but `torch.nn`, and not to the program."""
+    file = getattr(sys.modules[module], "__file__", None)
+    if module in ("__main__", "torch.nn") or module.startswith("torch.nn.modules."):
+        return False
+    if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
+        return True
+    folders = {os.path.realpath(folder) for folder in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    folders -= {os.path.realpath(sysconfig.get_path("data")), os.path.realpath(sysconfig.get_path("scripts"))}
+    return any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in folders)
+
+
+def class_name(estimator: Estimator | None) -> str | None:
+    """Return the `MODULE:CLASS` under which `imported_class` finds the class again, or None."""
+    if isinstance(estimator, str):
+        return estimator
+    if not (isinstance(estimator, type) and issubclass(estimator, nn.Module)):
+        return None
+    name = f"{estimator.__module__}:{estimator.__qualname__}"
+    return None if "<locals>" in name else name
+
+
+def reset_parameters(module: nn.Module) -> list[str]:
+    """Give a module new initial weights, by what its layers offer for it.
+
+    Returns:
+        Names of the parameters of layers that offer nothing: they keep their values.
+    """
+    kept: list[str] = []
+
+    def visit(part: nn.Module, prefix: str) -> None:
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        for name, child in part.named_children():
+            visit(child, f"{prefix}{name}.")
+        if callable(reset):
+            reset()
+        else:
+            kept.extend(f"{prefix}{name}" for name, _ in part.named_parameters(recurse=False))
+
+    visit(module, "")
+    return kept
+
+
+def _made(factory: Any, arguments: Mapping[str, Any], seed: int, index: int) -> nn.Module:
+    if not callable(factory):
+        raise TypeError(
+            "estimator must be a class or factory, a torch.nn.Module, or a list of modules or paths, got "
+            f"{factory!r} ({type(factory).__name__})."
+        )
+    with isolated_rng(derived_seed(seed, _WEIGHTS, index)):
+        made = factory(**arguments)
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"estimator must make a torch.nn.Module, {factory!r} made {made!r}.")
+    return made
+
+
+def _copies(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list[str]]:
+    members, kept = [], []
+    for index in range(n):
+        member = copy.deepcopy(module)
+        with isolated_rng(derived_seed(seed, _WEIGHTS, index)):
+            kept = reset_parameters(member)
+        members.append(member)
+    kind = type(module).__name__
+    if n > 1 and len(kept) == sum(1 for _ in module.parameters()):
+        raise ValueError(
+            f"estimator: no layer of {kind} has reset_parameters, so that all members would begin with the same "
+            "weights: give the class, with estimator_args, or a list of modules."
+        )
+    remarks = [f"the members are copies of the given {kind} with new initial weights, not with its own"]
+    if kept:
+        remarks.append(f"{len(kept)} parameters have no reset_parameters and begin alike in all members: {kept[0]}")
+    return members, remarks
+
+
+def _of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int) -> tuple[list[nn.Module], list[str]]:
+    if not given:
+        raise ValueError("estimator must not be an empty list.")
+    paths = [value for value in given if isinstance(value, str | os.PathLike)]
+    factory = arguments.pop("estimator", None)
+    if paths and factory is None:
+        raise ValueError(
+            f"estimator holds paths of weights ({os.fspath(paths[0])!r}): say what they are weights of, "
+            "estimator_args={'estimator': Net, ...}."
+        )
+    if arguments and not paths:
+        raise ValueError(f"estimator_args={arguments!r} have no use: estimator is a list of modules.")
+    members: list[nn.Module] = []
+    remarks = []
+    for index, value in enumerate(given):
+        if isinstance(value, nn.Module):
+            if any(value is member for member in members):
+                raise ValueError(f"estimator[{index}] is the same module as one before it: give a copy.")
+            members.append(value)
+        elif isinstance(value, str | os.PathLike):
+            member = _made(factory, arguments, seed, index)
+            remarks.append(f"member {index}: {load_weights(member, value)}")
+            members.append(member)
+        else:
+            raise TypeError(f"estimator[{index}] must be a torch.nn.Module or a path, got {value!r}.")
+    return members, remarks

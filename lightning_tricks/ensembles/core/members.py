@@ -1,0 +1,395 @@
+"""The members of an ensemble as one module: stacked, so that all of them run at once, or one after another.
+
+Both have the same state dict, that of a `ModuleList` of the members, so that either reads what the other has saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_tricks._shared.modes import evaluating
+from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
+
+_WORK_OF_A_LOOP = 10_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
+_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
+
+
+class Members(nn.Module):
+    """Members of an ensemble: n modules that take the same inputs.
+
+    Attributes:
+        reason: Why they do not run at once, where that was asked for or could have been.
+    """
+
+    reason = ""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.member(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return map(self.member, range(len(self)))
+
+    def member(self, index: int) -> nn.Module:
+        """Return one member as a module of its own: itself where members run one after another, or else a copy."""
+        raise NotImplementedError
+
+    def tensors_of(self, index: int) -> dict[str, Tensor]:
+        """Return a member's parameters and buffers by their names in it; they share memory with it."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def copy_member_(self, index: int, module: nn.Module) -> None:
+        """Give a member the values of a module of the same structure."""
+        values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in self.tensors_of(index).items():
+            tensor.copy_(values[name])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Run each member on its own rows.
+
+        Args:
+            *inputs: Rows of the members one after another, (n x B, ...).
+
+        Returns:
+            Outputs of shape (n, B, ...).
+        """
+        raise NotImplementedError
+
+    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+        """Run all members on the same rows.
+
+        Args:
+            *inputs: Of shape (B, ...).
+
+        Returns:
+            Outputs of shape (n, B, ...).
+        """
+        raise NotImplementedError
+
+
+class Loop(Members):
+    """Members that run one after another; they may be of different structure.
+
+    Args:
+        members: At least one.
+        reason: Why they are not stacked, or nothing.
+    """
+
+    def __init__(self, members: Sequence[nn.Module], reason: str = "") -> None:
+        super().__init__()
+        self.reason = reason
+        for index, member in enumerate(members):
+            self.add_module(str(index), member)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def member(self, index: int) -> nn.Module:
+        """Return one member, itself."""
+        return cast(nn.Module, self._modules[str(index)])
+
+    def tensors_of(self, index: int) -> dict[str, Tensor]:
+        """Return a member's parameters and buffers by their names in it."""
+        member = self.member(index)
+        return {**dict(member.named_parameters()), **dict(member.named_buffers())}
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
+        rows = [value.unflatten(0, (len(self), -1)).unbind() for value in inputs]
+        return _together([member(*own) for member, *own in zip(self.children(), *rows, strict=True)])
+
+    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+        """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
+        return _together([member(*inputs) for member in self.children()])
+
+
+class Stack(Members):
+    """Members of one structure that run at once, as one module whose layers hold the parameters of all.
+
+    The first call compares the result with that of the members one after another: a model that mixes rows of a batch
+    outside its layers (`x - x.mean(0)`, the batch in another dimension) gives something else, and runs as a loop over
+    the stacked parameters from then on.
+
+    Args:
+        members: For which `objection_to_stacking` has no objection.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.n_members = len(members)
+        self.net = _stacked(members)
+        self._plain = [_without_values(members[0])]  # in a list, so that it is no child
+        self._views: list[nn.Module] = []
+        self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
+        self._checked = False
+        self.register_state_dict_post_hook(_by_member)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_from_members)  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return self.n_members
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": []}
+
+    def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
+        """Yield the layers with parameters, by their names in a member."""
+        for name, layer in self.net.named_modules():
+            if isinstance(layer, StackedLayer):
+                yield name, layer
+
+    def tensors_of(self, index: int) -> dict[str, Tensor]:
+        """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
+        return {name: tensors[index] for name, tensors in self._by_name().items()}
+
+    def member(self, index: int) -> nn.Module:
+        """Return a copy of one member, which shares no memory with the stack."""
+        member = copy.deepcopy(self._plain[0])
+        for name, tensor in self.tensors_of(index).items():
+            # fused optimizers of torch 2.15 take a parameter with other strides than its gradient for contiguous
+            _replace(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
+        return member.train(self.training)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
+        compiling = torch.compiler.is_compiling()
+        if not self._checked and not compiling:
+            self._check(inputs)
+        if self.reason or not (self._checked or compiling):
+            return self._one_by_one([self._by_rows(value).unbind() for value in inputs])
+        return self._by_rows(self.net(*inputs))
+
+    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+        """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
+        n = self.n_members
+        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _WORK_OF_A_LOOP:
+            return _together([view(*inputs) for view in self._tied_views()])
+        return cast(Tensor, self(*(value.expand(n, *value.shape).flatten(0, 1) for value in inputs)))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._views = []
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _by_name(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
+        cut = {}
+        for path, layer in self.stacked_layers():
+            for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+                cut[_key(path, name)] = layer.as_stored(name, tensor).unbind()
+        return cut
+
+    def _by_rows(self, rows: Tensor) -> Tensor:
+        """Return rows (n x B, ...) as (n, B, ...)."""
+        return rows.reshape(self.n_members, -1, *rows.shape[1:])  # in half the time of `unflatten`
+
+    def _varied(self, rows: Tensor) -> Tensor:
+        """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
+        parts = [part.roll(index, 0) for index, part in enumerate(self._by_rows(rows).unbind())]
+        if rows.is_floating_point():
+            parts = [part * (1 - index / (2 * self.n_members)) for index, part in enumerate(parts)]
+        return torch.cat(parts)
+
+    def _one_by_one(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
+        tensors = self._by_name()
+        self._plain[0].train(self.training)
+        return _together(
+            [
+                functional_call(self._plain[0], {name: parts[index] for name, parts in tensors.items()}, own)
+                for index, own in enumerate(zip(*inputs, strict=True))
+            ]
+        )
+
+    def _tied_views(self) -> list[nn.Module]:
+        """Return members that share memory with the stack, made anew where it has moved."""
+        first = next(self.net.parameters())
+        if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
+            self._views = [copy.deepcopy(self._plain[0]) for _ in range(self.n_members)]
+            for index, view in enumerate(self._views):
+                for name, tensor in self.tensors_of(index).items():
+                    _replace(view, name, tensor.detach())
+        if self._views[0].training != self.training:
+            for view in self._views:
+                view.train(self.training)
+        return self._views
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        """Compare with a loop, on rows that differ from member to member, of which mixing would show."""
+        differ = len(inputs[0]) > self.n_members or any(value.is_floating_point() for value in inputs)
+        if not differ:
+            return  # one row of whole numbers: the next batch will tell
+        self._checked = True
+        with torch.no_grad(), evaluating(self):
+            varied = [self._varied(value) for value in inputs]
+            expected = self._one_by_one([self._by_rows(value).unbind() for value in varied])
+            try:
+                given = self._by_rows(self.net(*varied))
+                off = _difference(given, expected)
+            except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+                self.reason = f"with stacked layers the model raises {type(error).__name__}: {error}"
+                return
+        if off:
+            self.reason = f"the model mixes rows of a batch outside its layers ({off})"
+
+
+def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", objection: str = "") -> Members:
+    """Put members into the module that runs them faster.
+
+    Args:
+        members: At least one.
+        vectorize: "auto" stacks what gains by it: members of one structure without convolutions, for which a loop is
+            the faster one on a CPU. True stacks what can be stacked, False nothing.
+        objection: A reason against stacking that the members do not show.
+
+    Returns:
+        A `Stack`, or a `Loop` that bears the reason.
+    """
+    if vectorize is False or len(members) == 1:
+        return Loop(members)
+    reason = objection or objection_to_stacking(members)
+    if not reason and vectorize == "auto":
+        kinds = map(stacked_type, members[0].modules())
+        if any(not isinstance(kind, str) and kind.needs_loop_on_cpu for kind in kinds):
+            return Loop(members, "convolutions of their own are faster than one for all members")
+    return Loop(members, reason) if reason else Stack(members)
+
+
+def as_loop(members: Members, reason: str = "") -> Loop:
+    """Return the same members, with their values, to be run one after another."""
+    if isinstance(members, Loop):
+        return members
+    return Loop(list(members), reason)
+
+
+def objection_to_stacking(members: Sequence[nn.Module]) -> str:
+    """Return why members cannot be stacked, or nothing.
+
+    They must be of one structure, and all their parameters in layers that have a stacked form.
+    """
+    first, *others = members
+    names = [name for name, _ in first.named_parameters(remove_duplicate=False)]
+    if len(names) != len(list(first.parameters())):
+        return "layers share a parameter"
+    if not names:
+        return "the members have no parameters"
+    for path, module in first.named_modules():
+        where = f" ({path})" if path else ""
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{type(module).__name__} has hooks{where}"
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if own and isinstance(kind := stacked_type(module), str):
+            return f"{kind}{where}"
+    structure = _structure(first)
+    for index, other in enumerate(others, start=1):
+        if _structure(other) != structure:
+            return f"member {index} is of another structure than member 0"
+    return ""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """Return what has to be equal for modules to be stacked: types, options, shapes, what is trained."""
+    parts: list[Any] = []
+    for path, part in module.named_modules():
+        options = {
+            name: value
+            for name, value in vars(part).items()
+            if name != "training" and isinstance(value, bool | int | float | str | tuple | None)
+        }
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        shapes = [(name, _shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+        parts.append((path, type(part), options, shapes))
+    return parts
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...] | None:
+    return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _stacked(members: Sequence[nn.Module]) -> nn.Module:
+    """Return a copy of the first member in which the layers with parameters are stacked."""
+    kind = stacked_type(members[0])
+    if not isinstance(kind, str):
+        return kind(members)
+    memo: dict[int, Any] = {}  # what the copy shall not copy
+    parts = [dict(member.named_modules()) for member in members]
+    for path, part in parts[0].items():
+        if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            kind = cast(type[StackedLayer], stacked_type(part))
+            memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
+    return copy.deepcopy(members[0], memo)
+
+
+def _without_values(member: nn.Module) -> nn.Module:
+    """Return a copy that holds the structure and no memory."""
+    return copy.deepcopy(member).to("meta")
+
+
+def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    part = module.get_submodule(path)
+    if own in part._parameters:
+        trained = cast(nn.Parameter, part._parameters[own]).requires_grad
+        part._parameters[own] = nn.Parameter(tensor, requires_grad=trained)
+    else:
+        part._buffers[own] = tensor
+
+
+def _by_member(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Give a stack's state dict the keys and shapes of the members'."""
+    cut: dict[str, Tensor] = {}
+    for path, layer in stack.stacked_layers():
+        for name in layer._parameters.keys() | layer._buffers.keys():
+            stored = state.pop(_key(f"{prefix}net", path, name), None)
+            if stored is not None:
+                cut[_key(path, name)] = layer.as_stored(name, stored)
+    order = stack._plain[0].state_dict()
+    for index in range(stack.n_members):
+        # contiguous, which safetensors asks for
+        state.update({f"{prefix}{index}.{name}": cut[name][index].contiguous() for name in order})
+
+
+def _from_members(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Turn the members' tensors back into the stacked ones."""
+    for path, layer in stack.stacked_layers():
+        for name in layer._parameters.keys() | layer._buffers.keys():
+            keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
+            tensors = [state.pop(key) for key in keys if key in state]
+            if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
+                stored = torch.stack([layer.as_stored(name, tensor) for tensor in tensors])
+                state[_key(f"{prefix}net", path, name)] = stored
+
+
+def _key(*parts: str) -> str:
+    """Return a qualified name; the path of a module itself is empty."""
+    return ".".join(filter(None, parts))
+
+
+def _together(outputs: Sequence[Any]) -> Tensor:
+    first = outputs[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"members must return a tensor, got {type(first).__name__}.")
+    shapes = [tuple(output.shape) for output in outputs]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"members must return outputs of one shape, got {', '.join(map(str, shapes))}.")
+    return torch.stack(list(outputs))
+
+
+def _difference(given: Tensor, expected: Tensor) -> str:
+    if given.shape != expected.shape:
+        return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
+    tolerance = _TOLERANCES.get(given.dtype, 0.05)
+    given, expected = given.nan_to_num().float(), expected.nan_to_num().float()
+    off, largest = (given - expected).abs().max(), expected.abs().max()
+    if off > tolerance * largest.clamp(min=1e-6):
+        return f"outputs are {off:.2g} off, of {largest:.2g}"
+    return ""

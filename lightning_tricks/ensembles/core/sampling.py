@@ -1,0 +1,269 @@
+"""Each member's own sample order: batches that hold the rows of all members, one member after another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from lightning_tricks._shared.rng import seed_streams
+from lightning_tricks.ensembles.core.combination import derived_seed
+
+_ORDER, _BOOTSTRAP, _WORKERS = 1, 2, 3  # purposes of seeds
+
+
+class MemberOrders:
+    """The order in which each member sees the samples, epoch by epoch; the same on all ranks, which share it out.
+
+    Args:
+        size: Of the data set.
+        n_members: How many orders.
+        seed: Decides, with the epoch, about all of them.
+        bootstrap: Whether each member has a data set of its own, drawn once with replacement.
+        sampler: The loader's; None and a `RandomSampler` stand for all samples, shuffled.
+        ranks: This rank and the number of them, for a loader that Lightning would share out.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        n_members: int,
+        seed: int,
+        *,
+        bootstrap: bool = False,
+        sampler: Any = None,
+        ranks: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.size, self.n_members, self.seed = size, n_members, seed
+        self.sampler, self.ranks = sampler, ranks
+        self.epoch = 0
+        self.tables = [self._table(member) for member in range(n_members)] if bootstrap else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of samples that each member sees on this rank."""
+        world = self.ranks[1]
+        return -(-(self.size if self.sampler is None else len(self.sampler)) // world)
+
+    def draw(self) -> Tensor:
+        """Return this epoch's indices, (n_members, samples)."""
+        seed = self.seed
+        generator = getattr(self.sampler, "generator", None)
+        if generator is not None:  # the user's, which then decides
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        return torch.stack([self._of(member, abs(seed)) for member in range(self.n_members)])
+
+    def _of(self, member: int, seed: int) -> Tensor:
+        own = torch.Generator().manual_seed(derived_seed(seed, _ORDER, self.epoch, member))
+        sampled = self._sampled(own, member)
+        order = sampled if isinstance(sampled, Tensor) else torch.tensor(list(sampled), dtype=torch.int64)
+        rank, world = self.ranks
+        if world > 1:  # as DistributedSampler does it
+            missing = len(self) * world - len(order)
+            order = torch.cat([order, order.repeat(-(-missing // len(order)))[:missing]])[rank::world]
+        return order if self.tables is None else self.tables[member][order]
+
+    def _sampled(self, own: torch.Generator, member: int) -> Any:
+        sampler, twin = self.sampler, copy.copy(self.sampler)
+        if sampler is None:
+            return torch.randperm(self.size, generator=own)
+        if isinstance(sampler, DistributedSampler):
+            twin.seed = derived_seed(sampler.seed, _ORDER, self.seed, member)
+            twin.epoch = self.epoch
+            return twin
+        if hasattr(sampler, "generator"):
+            twin.generator = own
+            return twin
+        return sampler
+
+    def _table(self, member: int) -> Tensor:
+        own = torch.Generator().manual_seed(derived_seed(self.seed, _BOOTSTRAP, member))
+        return torch.randint(self.size, (self.size,), generator=own)
+
+
+class MemberLoader:
+    """The batches of a DataLoader, with rows of n members in an order of each one's own.
+
+    Data sets of tensors in memory are indexed directly; others are read by a DataLoader with the settings of the given
+    one. A batch holds n times as many rows. As the seed and the epoch decide about the orders, and with the batch about
+    the random numbers in workers, a run that is resumed in the middle of an epoch goes on with the batches that it has
+    not seen, however many workers make them.
+
+    Args:
+        loader: For which `objection_to_orders` has no objection.
+        orders: Of the members.
+    """
+
+    def __init__(self, loader: DataLoader[Any], orders: MemberOrders) -> None:
+        self.loader, self.sampler = loader, orders
+        batches = cast(BatchSampler, loader.batch_sampler)
+        self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
+        self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
+        self._inner: DataLoader[Any] | None = None
+        self.given = 0  # batches of this epoch
+        self._resumed = {"epoch": -1, "batches": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far this epoch has come."""
+        return {"epoch": self.sampler.epoch, "batches": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there, where the next epoch is that one."""
+        self._resumed = dict(state)
+
+    def __len__(self) -> int:
+        count = len(self.sampler)
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, {"epoch": -1, "batches": 0}
+        self.given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
+        tensors = tensors_in_memory(self.loader)
+        for batch in self._reading() if tensors is None else self._indexed(*tensors):
+            self.given += 1
+            yield batch
+
+    def batches(self) -> Iterator[Tensor]:
+        """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
+        indices = self.sampler.draw()
+        for number in range(self.given, len(self)):
+            yield indices[:, number * self.batch_size : (number + 1) * self.batch_size]
+
+    def _indexed(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
+        pinned = self.loader.pin_memory and torch.cuda.is_available()
+        for indices in self.batches():
+            flat = indices.flatten()
+            rows = flat if subset is None else subset[flat]
+            parts = [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
+            yield [part.pin_memory() if pinned and not part.is_cuda else part for part in parts]
+
+    def _reading(self) -> Iterator[Any]:
+        if self._inner is None:
+            given = self.loader
+            self._inner = DataLoader(
+                _SeededBatches(given.dataset),
+                batch_sampler=_Flat(self),
+                num_workers=given.num_workers,
+                collate_fn=given.collate_fn,
+                pin_memory=given.pin_memory,
+                timeout=given.timeout,
+                worker_init_fn=self.worker_init_fn,
+                multiprocessing_context=given.multiprocessing_context,
+                generator=given.generator or torch.Generator(),  # not the process' stream: it would go on elsewhere
+                prefetch_factor=given.prefetch_factor,
+                persistent_workers=given.persistent_workers,
+            )
+        return iter(self._inner)
+
+
+class _Flat:
+    """A batch sampler of all members' indices."""
+
+    def __init__(self, loader: MemberLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        orders = self.loader.sampler
+        for number, indices in enumerate(self.loader.batches(), self.loader.given):
+            seed = derived_seed(orders.seed, _WORKERS, orders.epoch, number, orders.ranks[0])
+            yield [seed, *indices.flatten().tolist()]
+
+
+class _SeededBatches(Dataset[Any]):
+    """A data set asked for whole batches, whose random numbers in workers follow from the batch alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        seed, *rows = indices
+        if get_worker_info() is not None:
+            seed_streams(seed)
+        whole = getattr(self.dataset, "__getitems__", None)
+        return list(whole(rows)) if whole is not None else [self.dataset[row] for row in rows]
+
+
+def objection_to_orders(loader: Any) -> str:
+    """Return why the order of a loader's samples cannot be chosen, or nothing."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} is no DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in a way of its own"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an IterableDataset, which gives one order"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"{type(loader.batch_sampler or loader.dataset).__name__} makes the batches itself"
+    return ""
+
+
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Whether a loader gives another order each time."""
+    sampler = _sampler(loader)
+    return bool(sampler.shuffle) if isinstance(sampler, DistributedSampler) else type(sampler) is not SequentialSampler
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    return cast(BatchSampler, loader.batch_sampler).sampler
+
+
+def orders_of(
+    loader: DataLoader[Any], n_members: int, seed: int, bootstrap: bool, ranks: tuple[int, int]
+) -> MemberOrders:
+    """Return the orders of the members for a loader's sampler; `ranks` as Lightning would share it out."""
+    sampler = _sampler(loader)
+    if isinstance(sampler, DistributedSampler):
+        ranks = (0, 1)  # shares out by itself
+    all_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if all_shuffled and sampler.generator is None:
+        sampler = None
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    return MemberOrders(size, n_members, seed, bootstrap=bootstrap, sampler=sampler, ranks=ranks)
+
+
+def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Return the tensors behind a loader, and the rows of a subset of them; None where there is more to it."""
+    dataset: Any = loader.dataset
+    rows: Tensor | None = None
+    while type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices)
+        rows = indices if rows is None else indices[rows]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or loader.collate_fn is not default_collate:
+        return None
+    return dataset.tensors, rows
+
+
+def rows_of_member(batch: Any, index: int, n_members: int) -> Any:
+    """Return one member's part of a batch that holds the rows of all."""
+    if isinstance(batch, Tensor):
+        return batch.chunk(n_members)[index] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {name: rows_of_member(value, index, n_members) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        if any(isinstance(value, Tensor) and value.ndim and len(value) % n_members == 0 for value in batch):
+            return type(batch)(rows_of_member(value, index, n_members) for value in batch)
+        size = len(batch) // n_members
+        return batch[index * size : (index + 1) * size]
+    return batch

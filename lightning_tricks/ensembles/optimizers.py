@@ -1,0 +1,193 @@
+"""One loss, one optimizer and one schedule for all members, from any of the ways to name them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler
+
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks.ensembles.core.combination import Criterion
+from lightning_tricks.ensembles.core.members import Members, Stack
+from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule
+from lightning_tricks.lr_schedules.core.specs import OptimizerSpec, ScheduleSpec
+
+Named = str | tuple[str, dict[str, Any]]
+CriterionChoice = Criterion | Named | None
+OptimizerChoice = OptimizerSpec | Callable[..., Optimizer] | Named | dict[str, Any] | None
+ScheduleChoice = ScheduleSpec | Callable[..., Any] | Named | dict[str, Any] | None
+
+# Whose step treats each element for itself: for stacked parameters it is that of the members' own
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+_OPTIMIZERS: Mapping[str, Any] = {
+    name: kind for name, kind in vars(optim).items() if inspect.isclass(kind) and name != "Optimizer"
+}
+_SCHEDULERS: Mapping[str, Any] = {
+    name: kind
+    for name, kind in vars(lr_scheduler).items()
+    if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and name[0] != "_"
+}
+
+_LOSSES: Mapping[str, Any] = {
+    name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and name.endswith("Loss")
+}
+
+
+def checked_criterion(choice: Any) -> Any:
+    """Return the loss that is chosen, by itself or as `as_plain_criterion` names it, or None.
+
+    Raises:
+        TypeError: If it is no function.
+        ValueError: If the name is not one of torch's.
+    """
+    if isinstance(choice, str) and ":" in choice:
+        raise ValueError(
+            f"criterion={choice!r} is none of torch.nn's, and not saved: give the function itself "
+            "(load_from_checkpoint(path, criterion=...))."
+        )
+    if named := _name_and_options("criterion", choice, _LOSSES):
+        return _LOSSES[named[0]](**named[1])
+    if choice is None or callable(choice):
+        return choice
+    raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
+
+
+def as_plain_criterion(criterion: Any) -> Any:
+    """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
+    kind = type(criterion)
+    if _LOSSES.get(kind.__name__) is kind and getattr(criterion, "weight", None) is None:
+        known = [name for name in inspect.signature(kind).parameters if name in vars(criterion)]
+        return kind.__name__, {name: getattr(criterion, name) for name in known}
+    named = criterion if inspect.isroutine(criterion) else kind
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def checked_optimizer(choice: Any) -> Any:
+    """Return the choice of an optimizer in one of its forms: a spec, a function of parameters, or a name with options.
+
+    Raises:
+        TypeError: If it is of another kind.
+        ValueError: If the name is unknown.
+    """
+    if choice is None:
+        return "Adam", {"lr": 1e-3}
+    if isinstance(choice, Mapping):
+        return OptimizerSpec(**choice)
+    return _named("optimizer", choice, _OPTIMIZERS, OptimizerSpec)
+
+
+def checked_schedule(choice: Any) -> Any:
+    """Return the choice of a schedule in one of its forms, or None.
+
+    Raises:
+        TypeError: If it is of another kind.
+        ValueError: If the name is unknown.
+    """
+    if choice is None:
+        return None
+    if isinstance(choice, Mapping):
+        return ScheduleSpec(**choice)
+    return _named("lr_scheduler", choice, _SCHEDULERS, ScheduleSpec)
+
+
+def as_plain(choice: Any) -> Any:
+    """Return a choice as plain values for a checkpoint; None where it has none, being a function."""
+    if isinstance(choice, OptimizerSpec | ScheduleSpec):
+        return {field.name: getattr(choice, field.name) for field in fields(choice)}
+    return choice if isinstance(choice, str | tuple | list | dict) else None
+
+
+def objection_to_stacking(choice: Any) -> str:
+    """Return why the optimizer cannot step stacked parameters, or nothing."""
+    if isinstance(choice, OptimizerSpec):
+        kind = choice.optimizer()
+    elif isinstance(choice, tuple):
+        kind = _OPTIMIZERS[choice[0]]
+    else:
+        kind = type(choice([nn.Parameter(torch.zeros(2, 2))]))
+    return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter for itself"
+
+
+def optimizer_of(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
+    """Make the optimizer of all members."""
+    modules = [members.net] if isinstance(members, Stack) else list(members.children())
+    if isinstance(choice, OptimizerSpec):
+        return build_optimizer(modules, choice)
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("the members have no trainable parameters (requires_grad=True).")
+    if not isinstance(choice, tuple):
+        return cast(Optimizer, choice(parameters))
+    name, options = choice
+    clips = trainer is not None and trainer.gradient_clip_val  # which Lightning refuses beside a fused step under AMP
+    fused = "fused" in inspect.signature(_OPTIMIZERS[name]).parameters and not clips
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
+    if fused and kinds <= {(device, torch.float32) for device in ("cpu", "cuda")} and not options.keys() & _KERNELS:
+        options = {**options, "fused": True}
+    return cast(Optimizer, _OPTIMIZERS[name](parameters, **options))
+
+
+_KERNELS = {"fused", "foreach", "differentiable", "capturable"}
+
+
+def schedule_of(optimizer: Optimizer, choice: Any, trainer: Trainer, has_validation: bool) -> dict[str, Any]:
+    """Make the schedule of the optimizer, as Lightning takes it from `configure_optimizers`."""
+    if isinstance(choice, ScheduleSpec):
+        return build_schedule(optimizer, choice, trainer)
+    made = _SCHEDULERS[choice[0]](optimizer, **choice[1]) if isinstance(choice, tuple) else choice(optimizer)
+    schedule = {"scheduler": made, "interval": "epoch"}
+    if isinstance(made, lr_scheduler.ReduceLROnPlateau):
+        schedule["monitor"] = getattr(made, "monitor", "val/loss" if has_validation else "train/loss")
+    return schedule
+
+
+def own_optimizers(members: Sequence[LightningModule]) -> Optimizer:
+    """Merge what LightningModules have from their own `configure_optimizers`.
+
+    Raises:
+        MisconfigurationException: If they have none, more than one each, of different types, or schedulers.
+    """
+    made = [
+        member.configure_optimizers() if is_overridden("configure_optimizers", member) else None for member in members
+    ]
+    if not all(type(one) is type(made[0]) and isinstance(one, Optimizer) for one in made):
+        raise MisconfigurationException(
+            f"{type(members[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
+            f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."
+        )
+    optimizers = cast(Sequence[Optimizer], made)
+    kind: Any = type(optimizers[0])
+    return cast(Optimizer, kind([group for one in optimizers for group in one.param_groups], **optimizers[0].defaults))
+
+
+def _named(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:
+    if isinstance(choice, spec):
+        return choice
+    if named := _name_and_options(argument, choice, known):
+        return named
+    if callable(choice):
+        return choice
+    raise TypeError(
+        f"{argument} must be a {spec.__name__} or a dict of its arguments, a function, a name, or a name with a dict "
+        f"of options, got {choice!r}."
+    )
+
+
+def _name_and_options(argument: str, choice: Any, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return a known name and options for it, where that is what the choice is."""
+    if isinstance(choice, str):
+        choice = (choice, {})
+    if isinstance(choice, list | tuple) and len(choice) == 2 and isinstance(choice[1], Mapping):
+        return check_choice(argument, choice[0], sorted(known)), dict(choice[1])
+    return None

@@ -1,0 +1,1 @@
+"""The pure core: counting the operators of a model, for any training loop; no Lightning."""

@@ -1,0 +1,180 @@
+"""Counting the operators of a run, module by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks.flops.core.operator_costs import Rule, rule_for
+
+
+@dataclass
+class Tally:
+    """What one module cost in the forward pass, with all that it called.
+
+    Attributes:
+        macs: Multiply-accumulates of matrix products and convolutions.
+        own_macs: Those of them that none of its submodules made.
+        other_flops: FLOPs of everything else.
+        calls: How often it was called.
+        input_shapes: Of the tensors in its first call.
+        output_shapes: Of the tensors that its first call returned.
+    """
+
+    macs: float = 0
+    own_macs: float = 0
+    other_flops: float = 0
+    calls: int = 0
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    output_shapes: tuple[tuple[int, ...], ...] = ()
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts every operator that runs while it is entered, and what each submodule of `model` costs.
+
+    Args:
+        model: The module that is run.
+        call: What runs an operator: `call(operator, args, kwargs)`.
+        operators: Formulas by operator, see `rule_for`.
+        modules: thop's kind of rule by module class; it counts a module in place of all that it calls.
+
+    Attributes:
+        total: Of the forward pass.
+        backward_macs: Of what ran in `backward_pass()`.
+        uncounted: Operators that have no rule, and how often they were called.
+        seen: The operators that were called.
+        tallies: What each module cost, by the module.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        operators: Mapping[Any, Callable[..., float]] | None = None,
+        modules: Mapping[type, Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = Tally()
+        self.backward_macs: float = 0
+        self.uncounted: Counter[str] = Counter()
+        self.tallies: dict[nn.Module, Tally] = {}
+        self._operators = operators or {}
+        self._modules = modules or {}
+        self._call = call
+        self._parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._rules: dict[Any, Rule] = {}
+        self._open: list[tuple[nn.Module | None, Tally]] = [(None, self.total)]
+        self._in_backward = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch asks; what runs in this mode runs eagerly anyhow, and faster so
+        return False
+
+    @property
+    def seen(self) -> set[Any]:
+        """The operators that were called, and their packets."""
+        return {*self._rules, *(getattr(operator, "overloadpacket", None) for operator in self._rules)}
+
+    @contextmanager
+    def attributed(self) -> Iterator[None]:
+        """Attribute what runs inside to the submodules that run it, by hooks, which are removed on leaving."""
+        handles: list[RemovableHandle] = []
+        for part in self._parts:
+            handles.append(part.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(part.register_forward_hook(self._leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while len(self._open) > 1:
+                self._close()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Count what runs inside as a part of the backward pass."""
+        before, self._in_backward = self._in_backward, True
+        try:
+            yield
+        finally:
+            self._in_backward = before
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._in_backward:
+            self._open.append((module, Tally()))
+
+    def _leave(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+        if self._in_backward or all(module is not part for part, _ in self._open):
+            return
+        while self._open[-1][0] is not module:  # those that an exception has left
+            self._close()
+        own = self._open[-1][1]
+        if type(module) in self._modules:
+            own.macs = own.own_macs = _by_rule(self._modules[type(module)], module, inputs, output)
+        self._close()
+        total = self.tallies.setdefault(module, Tally())
+        if not total.calls:
+            total.input_shapes, total.output_shapes = shapes_in((inputs, kwargs)), shapes_in(output)
+        total.calls += 1
+        total.own_macs += own.own_macs
+        if all(module is not part for part, _ in self._open):  # it did not call itself
+            total.macs += own.macs
+            total.other_flops += own.other_flops
+
+    def _close(self) -> None:
+        _, own = self._open.pop()
+        self._open[-1][1].macs += own.macs
+        self._open[-1][1].other_flops += own.other_flops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count it."""
+        kwargs = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = rule_for(func, self._operators)
+        if rule.kind == "composite":  # in inference mode, such operators arrive in one piece
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = self._call(func, args, kwargs)
+        if rule.kind == "free":
+            return out
+        tally = self._open[-1][1]
+        if rule.kind == "unknown":
+            # the backward operators of torch itself that no rule has are those of pointwise operators, norms and pools
+            if not self._in_backward or getattr(func, "namespace", "") not in ("aten", "prims"):
+                self.uncounted[str(func)] += 1
+        elif rule.kind == "matmul" and self._in_backward:
+            self.backward_macs += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
+        elif rule.kind == "matmul":
+            cost = rule.cost(out, *args, **kwargs)  # type: ignore[misc]
+            tally.macs += cost
+            tally.own_macs += cost
+        elif not self._in_backward:
+            tally.other_flops += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
+        return out
+
+
+def _by_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
+    """Return what one of thop's rules counts for one call: it adds it to a buffer of the module."""
+    with _disable_current_modes():
+        module.total_ops = torch.zeros(1, dtype=torch.float64)
+        rule(module, inputs, output)
+        counted = float(module.total_ops)
+        del module.total_ops
+    return counted
+
+
+def shapes_in(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors in a value."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))

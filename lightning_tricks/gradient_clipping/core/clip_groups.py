@@ -1,0 +1,112 @@
+"""Which parameters are clipped together, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
+from lightning_tricks.gradient_clipping.core.clipping import GradientNorms
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod
+
+
+class Part(NamedTuple):
+    """Parameters that are clipped together.
+
+    Attributes:
+        label: The pattern that they match, or what stands for the rest.
+        method: How they are clipped; None where they are left alone.
+        parameters: Those of the part that have a gradient.
+        indices: Their places among all with a gradient, shape (n,); None where they are all.
+    """
+
+    label: str
+    method: ClipMethod | None
+    parameters: list[Tensor]
+    indices: Tensor | None
+
+    def total(self, norms: GradientNorms, norm_type: float) -> Tensor:
+        """Return the norm of the part's gradients, of `norms` those of all; shape ()."""
+        if self.indices is None:
+            return norms.total
+        total: Tensor = torch.linalg.vector_norm(norms.per_parameter[self.indices], norm_type)
+        return total
+
+
+class Partition:
+    """Sorts qualified names by the first pattern that they match, and by what a method excludes.
+
+    Args:
+        methods: Pattern -> method.
+        rest: The method for what no pattern matches.
+    """
+
+    REST = "the rest"
+
+    def __init__(self, methods: Mapping[str, ClipMethod], rest: ClipMethod) -> None:
+        self._methods = {**methods, self.REST: rest}
+        self._patterns = [Pattern(text) for text in methods]
+        self._excludes = {label: [Pattern(text) for text in m.exclude] for label, m in self._methods.items()}
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether all parameters are always clipped together."""
+        return not self._patterns and not self._excludes[self.REST]
+
+    def label(self, name: str) -> tuple[str, bool]:
+        """Return the label of a name, and whether its method excludes it."""
+        label = next((pattern.text for pattern in self._patterns if pattern.matches(name)), self.REST)
+        return label, any(pattern.matches(name) for pattern in self._excludes[label])
+
+    def new_threshold(self, label: str) -> Threshold:
+        """Return what the method of a label remembers from step to step; nothing for an unknown label."""
+        return self._methods[label].new_threshold() if label in self._methods else NoThreshold()
+
+    def report(self, sizes: Mapping[str, int]) -> str:
+        """Say what is clipped how, by label.
+
+        Args:
+            sizes: Qualified name -> number of values, of all parameters of a model.
+
+        Raises:
+            ValueError: If a pattern matches nothing, or nothing that an earlier one has not taken.
+        """
+        labels = {name: self.label(name) for name in sizes}
+        for label, method in self._methods.items():
+            patterns = [label] * (label != self.REST) + list(method.exclude)
+            for pattern in patterns:
+                excluded = pattern != label
+                if (label, excluded) not in labels.values() or not any(map(Pattern(pattern).matches, sizes)):
+                    raise ValueError(
+                        f"pattern {pattern!r} matches none of the {len(sizes)} parameters that no earlier pattern "
+                        f"matches: {', '.join(list(sizes)[:5])}, ..."
+                    )
+        said = []
+        for label, method in self._methods.items():
+            members = [name for name, found in labels.items() if found == (label, False)]
+            if members or label != self.REST:
+                values = sum(sizes[name] for name in members)
+                said.append(f"{label}: {len(members)} tensors ({values:,} values) by {method}")
+        left = [name for name, (_, excluded) in labels.items() if excluded]
+        return "; ".join(said + [f"excluded: {', '.join(left)}"] * bool(left))
+
+    def parts(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[Part]:
+        """Divide parameters, all of which have a gradient, by their qualified names."""
+        if self.is_trivial:
+            return [Part(self.REST, self._methods[self.REST], list(parameters), None)]
+        places: dict[tuple[str, bool], list[int]] = {}
+        for place, name in enumerate(names):
+            places.setdefault(self.label(name), []).append(place)
+        return [
+            Part(
+                label,
+                None if excluded else self._methods[label],
+                [parameters[place] for place in members],
+                torch.tensor(members, device=parameters[0].device),
+            )
+            for (label, excluded), members in places.items()
+        ]

@@ -1,0 +1,238 @@
+"""The ways to clip that `GradientClipping` takes: small descriptions that check their values when they are made."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.checks import check_number
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks.gradient_clipping.core.adaptive_thresholds import (
+    NoThreshold,
+    PercentileThreshold,
+    Threshold,
+    ZScoreThreshold,
+)
+from lightning_tricks.gradient_clipping.core.clipping import (
+    adaptive_clip_grad_,
+    check_clip_factor,
+    check_clip_value,
+    check_max_norm,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    gradient_norms,
+)
+
+
+class Clipped(NamedTuple):
+    """What a method did to the gradients that it was given.
+
+    Attributes:
+        after: Their norm after clipping, shape (); None where it would take another pass to know it.
+        happened: Whether anything was clipped, a bool, shape ().
+    """
+
+    after: Tensor | None
+    happened: Tensor
+
+
+class ClipMethod(ABC):
+    """A way to clip gradients.
+
+    Attributes:
+        exclude: Patterns of parameters that it leaves alone.
+    """
+
+    exclude: str | Sequence[str] = ()
+
+    def new_threshold(self) -> Threshold:
+        """Return what it remembers from step to step; each optimizer and group gets its own."""
+        return NoThreshold()
+
+    @abstractmethod
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clip the gradients of `parameters` in place, whose common norm, of `norm_type`, is `total`."""
+
+
+@dataclass(frozen=True)
+class ClipNorm(ClipMethod):
+    """Scale all gradients so that their common norm is at most `max_norm`: `clip_grad_norm_`.
+
+    Args:
+        max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not positive.
+    """
+
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_max_norm(self.max_norm)
+
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clip to `max_norm`."""
+        return _clip_to_norm_(parameters, self.max_norm, total)
+
+
+@dataclass(frozen=True)
+class ClipValue(ClipMethod):
+    """Clamp each element of the gradients to [-clip_value, clip_value]: `clip_grad_value_`.
+
+    Args:
+        clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not positive.
+    """
+
+    clip_value: float
+
+    def __post_init__(self) -> None:
+        check_clip_value(self.clip_value)
+
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clamp."""
+        happened = gradient_norms(parameters, inf).total > self.clip_value
+        clip_grad_value_(parameters, self.clip_value)
+        return Clipped(None, happened)
+
+
+@dataclass(frozen=True)
+class AGC(ClipMethod):
+    """Clip each unit's gradient to `clip_factor` times the norm of its weights: `adaptive_clip_grad_`.
+
+    Args:
+        clip_factor: The largest ratio of the two norms, > 0; `float("inf")` leaves the gradients untouched.
+        eps: The least norm that a unit's weights are taken to have, > 0.
+        exclude: Patterns of parameters that are not clipped; the paper leaves out the final linear layer
+            (`exclude="head.*"`).
+
+    Raises:
+        TypeError: If a number or a pattern is none.
+        ValueError: If a number is not positive, or a pattern is empty or no regular expression.
+
+    Source: Brock et al., arXiv 2102.06171.
+    """
+
+    clip_factor: float = 0.01
+    eps: float = 1e-3
+    exclude: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_clip_factor(self.clip_factor)
+        check_number("eps", self.eps, above=0)
+        patterns = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
+        for pattern in patterns:
+            Pattern(pattern)
+        object.__setattr__(self, "exclude", patterns)
+
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clip unit by unit."""
+        done = adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
+        return Clipped(done.norm if norm_type == 2 else None, done.clipped > 0)
+
+
+class _ClipToThreshold(ClipMethod):
+    """Scales all gradients to a common norm that follows those of the steps before."""
+
+    def __post_init__(self) -> None:
+        self.new_threshold()  # refuses wrong values
+
+    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+        """Clip to what the threshold makes of this norm."""
+        return _clip_to_norm_(parameters, threshold.update(total), total)
+
+
+@dataclass(frozen=True)
+class PercentileClip(_ClipToThreshold):
+    """Clip the common norm to a percentile of the norms of the last steps: `PercentileThreshold` (AutoClip).
+
+    Args:
+        percentile: In (0, 100]; 100 never clips.
+        history: How many norms it remembers, at least 1.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If one is out of range.
+
+    Source: Seetharaman et al., arXiv 2007.14469.
+    """
+
+    percentile: float = 10.0
+    history: int = 1000
+
+    def new_threshold(self) -> PercentileThreshold:
+        """Return the memory of one optimizer or group."""
+        return PercentileThreshold(self.percentile, self.history)
+
+
+@dataclass(frozen=True)
+class ZScoreClip(_ClipToThreshold):
+    """Clip the common norm where it is an outlier of the norms before it: `ZScoreThreshold` (ZClip).
+
+    Args:
+        z: The largest z-score that is left alone, > 0.
+        decay: Of the running mean and variance, in (0, 1].
+        warmup_steps: How many steps it learns from before it clips, at least 1.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If one is out of range.
+
+    Source: Kumar et al., arXiv 2504.02507.
+    """
+
+    z: float = 2.5
+    decay: float = 0.97
+    warmup_steps: int = 25
+
+    def new_threshold(self) -> ZScoreThreshold:
+        """Return the memory of one optimizer or group."""
+        return ZScoreThreshold(self.z, self.decay, self.warmup_steps)
+
+
+# What a checkpoint or YAML may describe by name
+METHODS = {method.__name__: method for method in (AGC, ClipNorm, ClipValue, PercentileClip, ZScoreClip)}
+
+
+def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
+    """Return `method`, or say why it is none, or why it cannot be beside `max_norm`."""
+    if method is None:
+        return None
+    if not isinstance(method, ClipMethod):
+        raise TypeError(
+            "method must be a ClipMethod such as AGC(0.01) or ClipValue(0.5), got "
+            f"{method!r} ({type(method).__name__})."
+        )
+    if max_norm != 1.0:
+        raise ValueError(f"max_norm={max_norm!r} and method={method!r} are both given: choose one.")
+    return method
+
+
+def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
+    """Return pattern -> method, or say what is wrong with a value; a number is a `max_norm`."""
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
+    methods = {}
+    for pattern, how in (groups or {}).items():
+        if not isinstance(how, ClipMethod):
+            how = ClipNorm(check_number(f"groups[{pattern!r}]", how, above=0, note="or a ClipMethod such as AGC(0.01)"))
+        methods[pattern] = how
+    return methods
+
+
+def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total: Tensor) -> Clipped:
+    above = total > max_norm
+    if isinstance(max_norm, Tensor):
+        max_norm = torch.where(above, max_norm, torch.inf)  # a norm at its own threshold stays bit-identical
+    factor = clip_grads_with_norm_(parameters, max_norm, total)
+    return Clipped(total * factor, above)

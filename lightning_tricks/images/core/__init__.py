@@ -1,0 +1,1 @@
+"""The pure core: conversions of images, and which samples are worth a look; no Lightning."""

@@ -1,0 +1,145 @@
+"""Layers and parameter groups of a model, for optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_tricks._shared.patterns import Pattern, unwrapped
+from lightning_tricks.lr_schedules.core.specs import NO_DECAY_WORDS, OptimizerSpec
+
+_PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def layer_of_parameters(module: nn.Module) -> dict[str, int]:
+    """Number the layers of a model from its stem, 0, to its head, for layer-wise learning rates.
+
+    Each child of a stack is a layer; a stack is an nn.Sequential, nn.ModuleList or nn.ModuleDict two of whose children
+    are of one class. What lies before the first stack, and between two, is one layer each; after the last, and in a
+    model without one, each module that holds parameters itself is a layer. A normalisation joins what it follows. For
+    the ViTs, Mixers and ResNets of timm these are timm's layers.
+
+    Args:
+        module: The model.
+
+    Returns:
+        Qualified name of each parameter -> its layer.
+
+    Raises:
+        ValueError: If there is only one layer.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> layer_of_parameters(net)
+        {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 1}
+    """
+    stacked = list(_stacked(module, ""))
+    names = [name for name, _ in module.named_parameters()]
+    owners = [next((path for path in stacked if name.startswith(f"{path}.")), None) for name in names]
+    norms = _names_in_norms(module)
+    last_stacked = max((place for place, owner in enumerate(owners) if owner), default=-1)
+
+    layers: dict[str, int] = {}
+    layer, before = -1, ""
+    for place, (name, owner) in enumerate(zip(names, owners, strict=True)):
+        holder = name.rpartition(".")[0]
+        current = owner or ("between stacks" if place < last_stacked else holder)
+        if name in norms and owner in (None, holder) and layer >= 0:
+            current = before
+        layer += current != before or layer < 0
+        layers[name], before = layer, current
+    if layer < 1:
+        raise ValueError(
+            f"{type(module).__name__} has no layers to tell apart: layer_decay needs several modules with parameters."
+        )
+    return layers
+
+
+def _stacked(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Find the children of stacks; one that is a plain stack itself is opened."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}".lstrip(".")
+        if _is_stack(module) and not (type(child) in _PLAIN and _is_stack(child)):
+            if _has_parameters(child):
+                yield path
+        else:
+            yield from _stacked(child, path)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if not isinstance(module, _PLAIN):
+        return False
+    classes = Counter(type(child) for child in module.children() if _has_parameters(child))
+    return any(count > 1 for count in classes.values())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
+    """Divide the trainable parameters of a model by the options that a spec gives them.
+
+    Frozen parameters are left out, as `BaseFinetuning` expects; tied ones come once.
+
+    Args:
+        module: The model.
+        spec: What it shall be optimized with.
+
+    Returns:
+        Groups for an optimizer, each with a `name` of its own, its `params` and their options.
+
+    Raises:
+        ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
+    """
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError(f"{type(module).__name__} has no trainable parameters (requires_grad=True).")
+    patterns = [Pattern(text) for text in spec.groups or ()]
+    undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
+    # a pattern for what is frozen is no misspelling
+    _refuse_unmatched([*patterns, *undecayed], [unwrapped(name) for name, _ in module.named_parameters()])
+    norms = _names_in_norms(module)
+    layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
+
+    groups: dict[str, dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        plain = unwrapped(name)
+        pattern = next((pattern.text for pattern in patterns if pattern.matches(plain)), None)
+        options: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
+        options.update((spec.groups or {}).get(pattern or "", {}))
+        exempt = (
+            ("bias" in spec.no_decay and "bias" in plain.rpartition(".")[2])
+            or ("norm" in spec.no_decay and (name in norms or "norm" in plain.lower()))
+            or any(pattern.matches(plain) for pattern in undecayed)
+        )
+        label = pattern or "parameters"
+        if exempt and options["weight_decay"]:
+            label, options["weight_decay"] = f"{label}, no decay", 0.0
+        if spec.layer_decay is not None:
+            label = f"{label}, layer {layers[name]}"
+            options["lr"] *= spec.layer_decay ** (max(layers.values()) - layers[name])
+        groups.setdefault(label, {"name": label, "params": [], **options})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _refuse_unmatched(patterns: list[Pattern], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(map(pattern.matches, names)):
+            raise ValueError(
+                f"pattern {pattern.text!r} matches none of the {len(names)} parameters: "
+                f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+            )
+
+
+def _names_in_norms(module: nn.Module) -> set[str]:
+    """Return the parameters of modules whose class is called a norm; names like `net.1.weight` do not say so."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        if "Norm" in type(part).__name__
+        for name, _ in part.named_parameters(recurse=False)
+    }

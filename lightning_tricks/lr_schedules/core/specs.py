@@ -1,0 +1,352 @@
+"""Descriptions of optimizers and schedules, for code and for YAML, that check themselves when they are made."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+from lightning_tricks._shared.checks import (
+    check_choice,
+    check_count,
+    check_not_negative,
+    check_number,
+    nearest,
+    proposes_names,
+)
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks.lr_schedules.core import schedules as functional
+
+NO_DECAY_WORDS = ("bias", "norm")
+_OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
+_WARMUPS = {"warmup_cosine": 0.03, "warmup_linear": 0.03, "wsd": 0.03, "inverse_sqrt": 0.03, "one_cycle": 0.3}
+_REQUIRED = object()
+# what each kind takes beside that which all take, and what None stands for
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "warmup_cosine": {"end_factor": 0.0},
+    "warmup_linear": {"end_factor": 0.0},
+    "wsd": {"decay": 0.2, "end_factor": 0.0},
+    "inverse_sqrt": {},
+    "one_cycle": {"start_factor": 1 / 25, "end_factor": 1 / 250_000},
+    "polynomial": {"power": 1.0, "end_factor": 0.0},
+    "multistep": {"milestones": _REQUIRED, "gamma": 0.1},
+    "step": {"step_size": _REQUIRED, "gamma": 0.1},
+    "exponential": {"gamma": _REQUIRED},
+    "constant": {},
+}
+_OF_ALL_KINDS = ("warmup", "total", "interval")
+_HINTS = {"exponential": ", such as 0.999 for steps or 0.95 for epochs"}
+_NEED_TOTAL = ("warmup_cosine", "warmup_linear", "wsd", "one_cycle", "polynomial")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch)s?\s*")
+
+Factor = Callable[[float], float]
+
+
+@proposes_names(" The optimizer's own arguments go into kwargs={...}.")
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer of `torch.optim` and what its parameter groups get.
+
+    Args:
+        name: The class: "AdamW", "SGD", ...
+        lr: Base learning rate, > 0.
+        weight_decay: >= 0; must be 0 for an optimizer that has none.
+        no_decay: What gets no weight decay: "bias" (parameters called so), "norm" (those of normalisation layers) and
+            patterns over qualified names.
+        layer_decay: Factor of the learning rate from each layer to the one below it, in (0, 1]; None for one rate. The
+            layers are those of `layer_of_parameters`.
+        groups: Pattern over qualified names -> options of the optimizer, such as `{"backbone.*": {"lr": 1e-4}}`. The
+            first that matches counts; what `no_decay` exempts stays exempt.
+        fused: Whether to use the fused implementation; "auto" does on CUDA, unless the Trainer's `gradient_clip_val` is
+            set, which AMP refuses beside it.
+        kwargs: Further arguments of the optimizer, such as `{"momentum": 0.9}`.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a name is unknown or a value out of range.
+
+    Example:
+        >>> OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, kwargs={"momentum": 0.9}).name
+        'SGD'
+    """
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    no_decay: Sequence[str] = ("bias", "norm")
+    layer_decay: float | None = None
+    groups: dict[str, dict[str, Any]] | None = None
+    fused: bool | Literal["auto"] = "auto"
+    kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        known = list(inspect.signature(self.optimizer()).parameters)
+        check_number("lr", self.lr, above=0, at_most=1e9)
+        if check_not_negative("weight_decay", self.weight_decay) and "weight_decay" not in known:
+            raise ValueError(f"{self.name} has no weight decay: set weight_decay=0, got {self.weight_decay!r}.")
+        if self.layer_decay is not None:
+            check_number("layer_decay", self.layer_decay, above=0, at_most=1)
+        if self.fused not in (True, False, "auto"):
+            raise ValueError(f'fused must be True, False or "auto", got {self.fused!r}.')
+        if self.fused is True and "fused" not in known:
+            raise ValueError(f'{self.name} has no fused implementation: set fused="auto" or False, got True.')
+        if isinstance(self.no_decay, str):
+            raise TypeError(f"no_decay must be a list of words and patterns, got the string {self.no_decay!r}.")
+        for pattern in (*self.no_decay, *(self.groups or ())):
+            Pattern(pattern)
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))
+        self._check_options("kwargs", self.kwargs or {}, [name for name in known if name not in _OWN_FIELDS])
+        for pattern, options in (self.groups or {}).items():
+            name = f"groups[{pattern!r}]"
+            self._check_options(name, options, [option for option in known if option not in ("params", "fused")])
+            if "lr" in options:
+                check_number(f"{name}['lr']", options["lr"], above=0, at_most=1e9)
+            check_not_negative(f"{name}['weight_decay']", options.get("weight_decay", 0))
+        if self.name == "LBFGS" and (self.groups or self.layer_decay is not None):
+            given = f"groups={self.groups!r}" if self.groups else f"layer_decay={self.layer_decay!r}"
+            raise ValueError(f"LBFGS takes one group of parameters, got {given}: leave it out.")
+
+    def optimizer(self) -> Any:
+        """Return the class.
+
+        Raises:
+            ValueError: If torch has no such optimizer.
+        """
+        from torch import optim
+
+        classes = {n: c for n, c in vars(optim).items() if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
+        known = sorted(classes.keys() - {"Optimizer"})
+        return classes[check_choice("OptimizerSpec.name", self.name, known)]
+
+    def _check_options(self, where: str, options: object, known: list[str]) -> None:
+        if not isinstance(options, dict):
+            raise TypeError(f"{where} must be a dict of options such as {{'{known[0]}': ...}}, got {options!r}.")
+        for option in options:
+            if option in _OWN_FIELDS and option not in known:
+                raise ValueError(f"{where} must not hold {option!r}: it is a field of OptimizerSpec.")
+            if option not in known:
+                raise ValueError(
+                    f"{where}: {self.name} has no {option!r}, it takes {', '.join(known)}.{nearest(option, known)}"
+                )
+
+
+@proposes_names()
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A learning rate schedule, with durations in steps, epochs or shares of the run.
+
+    A duration is a whole number (of `interval`s), a fraction of the whole below 1, or such as "500 steps", "2 epochs".
+    What a kind has no use for stays None.
+
+    Args:
+        kind: warmup_cosine, warmup_linear, wsd (warm-up, stable, decay), inverse_sqrt, one_cycle, polynomial,
+            multistep, step, exponential or constant.
+        warmup: Duration of the rise, in a straight line and never at 0. None stands for 0.03 of the whole; 0.3 for
+            one_cycle; none for the kinds without a warm-up of their own.
+        total: Length of the whole, in the same units but no fraction; None for that of the run.
+        milestones: Of multistep: durations at which to multiply by `gamma`, increasing.
+        gamma: Of multistep and step (None stands for 0.1) and exponential (must be given).
+        interval: When the learning rate changes, and the unit of whole numbers: "step" or "epoch".
+        step_size: Of step: duration between two multiplications by `gamma`.
+        power: Of polynomial, > 0; None stands for 1.
+        decay: Of wsd: duration of the fall at the end; None stands for 0.2.
+        start_factor: Of one_cycle: factor at the first step, in (0, 1]; None stands for 1/25.
+        end_factor: Of the kinds that fall until the end: factor there, in [0, 1]; None stands for 0, and 1/250,000 for
+            one_cycle.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a name is unknown, a value out of range, missing, or one that the kind does not take.
+
+    Example:
+        >>> ScheduleSpec("multistep", milestones=[100, 140, 240], interval="epoch").gamma
+        0.1
+    """
+
+    kind: str = "warmup_cosine"
+    warmup: float | str | None = None
+    total: int | str | None = None
+    milestones: Sequence[float | str] | None = None
+    gamma: float | None = None
+    interval: Literal["step", "epoch"] = "step"
+    step_size: float | str | None = None
+    power: float | None = None
+    decay: float | str | None = None
+    start_factor: float | None = None
+    end_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("ScheduleSpec.kind", self.kind, _OPTIONS)
+        check_choice("interval", self.interval, ("step", "epoch"))
+        self._fill_in({"warmup": _WARMUPS.get(self.kind, 0.0), **_OPTIONS[self.kind]})
+        for name, most in (("gamma", math.inf), ("power", math.inf), ("start_factor", 1)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0, at_most=most)
+        if self.end_factor is not None and check_not_negative("end_factor", self.end_factor) > 1:
+            raise ValueError(f"end_factor must be in [0, 1], got {self.end_factor!r}.")
+        for name in ("warmup", "total", "step_size", "decay"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_duration(name, value, zero=name == "warmup", fraction=name != "total")
+        if isinstance(self.milestones, str):
+            raise TypeError(f"milestones must be a list of durations, got the string {self.milestones!r}.")
+        if self.milestones is not None:
+            object.__setattr__(self, "milestones", tuple(self.milestones))
+        for milestone in self.milestones or ():
+            _check_duration("milestones", milestone)
+        if not any(isinstance(milestone, str) for milestone in self.milestones or ()):
+            _check_increasing(self.milestones or ())
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the schedule depends on the length of the run."""
+        durations = [self.warmup, self.step_size, *(self.milestones or ())]
+        return self.kind in _NEED_TOTAL or any(isinstance(d, float | int) and 0 < d < 1 for d in durations)
+
+    def bind(self, total: float | None, steps_after: Callable[[float], float] | None = None) -> Factor:
+        """Turn durations into counts, and return the factor as a function of the `interval`s that have passed.
+
+        Args:
+            total: The length of the run, in `interval`s, for a spec without a `total` of its own; None where unknown.
+            steps_after: Epochs -> optimizer steps made by then; needed where the units are mixed.
+
+        Raises:
+            ValueError: If the warm-up (and wsd's decay) is longer than the whole, or a length that is needed unknown.
+        """
+        if self.total is not None:
+            total = self._count("total", self.total, None, steps_after)
+        if total is None and self.needs_total:
+            raise ValueError(f'kind="{self.kind}" needs the length of the run: give ScheduleSpec(total=...).')
+
+        def count(name: str) -> float:
+            return self._count(name, getattr(self, name), total, steps_after)
+
+        warmup, until = count("warmup"), math.inf if total is None else total
+        decay = count("decay") if self.kind == "wsd" else 0
+        if warmup + decay > until:
+            raise ValueError(
+                f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} longer than the whole: "
+                f"{warmup + decay:g} > {until:g} {self.interval}s."
+            )
+        step_size = count("step_size") if self.step_size else None
+        if step_size == 0:
+            raise ValueError(f"step_size={self.step_size!r} is less than one {self.interval} of {until:g}.")
+        milestones = [self._count("milestones", m, total, steps_after) for m in self.milestones or ()]
+        _check_increasing(milestones)
+        fall = {"total": until, "warmup": warmup, "end_factor": self.end_factor}
+        arguments: dict[str, dict[str, Any]] = {
+            "warmup_cosine": fall,
+            "warmup_linear": fall,
+            "wsd": {**fall, "decay": decay},
+            "inverse_sqrt": {"warmup": warmup, "total": until},
+            "one_cycle": {**fall, "start_factor": self.start_factor},
+            "polynomial": {**fall, "power": self.power},
+            "multistep": {"milestones": milestones, "gamma": self.gamma},
+            "step": {"step_size": step_size, "gamma": self.gamma, "total": until},
+            "exponential": {"gamma": self.gamma, "total": until},
+            "constant": {},
+        }
+        factor: Factor = partial(getattr(functional, self.kind), **arguments[self.kind])
+        return factor if "warmup" in arguments[self.kind] or not warmup else partial(_ramped, factor, warmup)
+
+    def factors(self, total_steps: int, steps_per_epoch: int | None = None) -> list[float]:
+        """List the factor at each step of a run.
+
+        Args:
+            total_steps: Optimizer steps of the run, at least 1.
+            steps_per_epoch: Optimizer steps of an epoch, for a spec that counts in epochs.
+
+        Returns:
+            `total_steps` + 1 factors: before the first step, ..., after the last.
+
+        Raises:
+            ValueError: If the spec does not fit into the run, or needs `steps_per_epoch`.
+
+        Example:
+            >>> ScheduleSpec("warmup_linear", warmup="1 step").factors(4)
+            [0.5, 1.0, 0.6666666666666667, 0.33333333333333337, 0.0]
+        """
+        check_count("total_steps", total_steps)
+        steps_after = None
+        if steps_per_epoch is not None:
+            steps_after = partial(operator.mul, check_count("steps_per_epoch", steps_per_epoch))
+        if self.interval == "step":
+            factor = self.bind(total_steps, steps_after)
+            return [factor(step) for step in range(total_steps + 1)]
+        if steps_per_epoch is None:
+            raise ValueError('interval="epoch" needs the steps of an epoch (steps_per_epoch).')
+        factor = self.bind(math.ceil(total_steps / steps_per_epoch), steps_after)
+        return [factor(step // steps_per_epoch) for step in range(total_steps + 1)]
+
+    def _fill_in(self, options: dict[str, Any]) -> None:
+        """Put the kind's own values in the place of None, and refuse what it does not take."""
+        takes = [*_OF_ALL_KINDS, *(name for name in options if name not in _OF_ALL_KINDS)]
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if value is not None and part.name not in ("kind", *takes):
+                raise ValueError(f'kind="{self.kind}" has no {part.name}, got {value!r}: it takes {", ".join(takes)}.')
+            if value is None and options.get(part.name) is _REQUIRED:
+                raise ValueError(f'kind="{self.kind}" needs {part.name}{_HINTS.get(self.kind, "")}.')
+            if value is None and part.name in options:
+                object.__setattr__(self, part.name, options[part.name])
+
+    def _count(
+        self, name: str, duration: Any, total: float | None, steps_after: Callable[[float], float] | None
+    ) -> float:
+        """Return a duration in `interval`s."""
+        if not isinstance(duration, str):
+            if not 0 < duration < 1:
+                return float(duration)
+            if total is None:
+                raise ValueError(
+                    f"{name}={duration!r} is a share of a run of unknown length: count it in {self.interval}s."
+                )
+            share = duration * total
+            return float(share if self.kind == "one_cycle" else round(share))  # torch's own cycle does not round
+        amount, unit = _parsed(name, duration)
+        if unit == self.interval:
+            return amount
+        if steps_after is None:
+            raise ValueError(
+                f"{name}={duration!r} with interval={self.interval!r} needs the steps of an epoch (steps_per_epoch)."
+            )
+        per_epoch = steps_after(1)
+        if per_epoch == math.inf:
+            raise ValueError(f"{name}={duration!r}: the training data has no length, count in {self.interval}s.")
+        return steps_after(amount) if unit == "epoch" else amount / max(per_epoch, 1)
+
+
+def _ramped(factor: Factor, warmup: float, step: float) -> float:
+    return factor(step) * functional.ramp(step, warmup)
+
+
+def _check_duration(name: str, value: object, *, zero: bool = False, fraction: bool = True) -> None:
+    must = f'{name} must be a whole number{" or a fraction" * fraction} > 0, or such as "500 steps" or "2 epochs"'
+    if isinstance(value, str):
+        amount = _parsed(name, value)[0]
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
+    else:
+        amount = value
+        if (value < 1 and value != 0 and not fraction) or (value > 1 and value % 1):
+            raise ValueError(f"{must}, got {value!r}.")
+    if not 0 <= amount < math.inf or (amount == 0 and not zero):
+        raise ValueError(f"{must}, got {value!r}.")
+
+
+def _parsed(name: str, duration: str) -> tuple[float, str]:
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ValueError(f'{name} must be a number or such as "500 steps" or "2 epochs", got {duration!r}.')
+    return float(match[1]), match[2]
+
+
+def _check_increasing(milestones: Sequence[Any]) -> None:
+    if any(later <= earlier for earlier, later in pairwise(milestones)):
+        raise ValueError(f"milestones must increase, got {list(milestones)!r}.")

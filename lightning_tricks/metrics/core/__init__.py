@@ -1,0 +1,1 @@
+"""The pure core: metrics with shared states, their names and their plots; no Lightning."""

@@ -1,0 +1,100 @@
+"""What the values of metrics will be called, found out before there is data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks.metrics.core.metric_properties import Task, task_of
+from lightning_tricks.metrics.core.metric_table import Entry, entries_of
+from lightning_tricks.metrics.core.suite import MetricSuite
+from lightning_tricks.metrics.core.value_names import clash_of, clashing
+
+_MOST_CLASSES = 512  # of which a confusion matrix is made only to see what comes out
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the values of some metrics are called.
+
+    Attributes:
+        known: The names that there will be.
+        roots: The keys of metrics of which only data shows what they compute: a number of that name, or parts of it.
+    """
+
+    known: tuple[str, ...]
+    roots: tuple[str, ...]
+
+    def may_hold(self, name: str) -> bool:
+        """Whether there is, or may be, a value of that name."""
+        return name in self.known or any(
+            name == root or name.startswith((f"{root}_", f"{root}/")) for root in self.roots
+        )
+
+
+def names_of(metrics: Any, class_names: Sequence[str] | None = None) -> Names:
+    """Return what the values of metrics are called, found out with four samples that are made up.
+
+    Args:
+        metrics: As for `MetricSuite`.
+        class_names: As for `MetricSuite`.
+
+    Raises:
+        TypeError: As `MetricSuite` does.
+        ValueError: As `MetricSuite` does, and where two names are one, or one is a folder of the other.
+    """
+    known: list[str] = []
+    roots: list[str] = []
+    for entry in entries_of(metrics, class_names):
+        if not entry.of_parts:  # those come with the metric that they are parts of
+            found = _tried(entry)
+            known += found or []
+            roots += [entry.key] if found is None else []
+    clash = clash_of(known)
+    if clash is not None:
+        raise ValueError(clashing(*clash))
+    return Names(tuple(known), tuple(roots))
+
+
+def _tried(entry: Entry) -> list[str] | None:
+    """Return the names of the numbers that come out for some samples, or None where that cannot be tried."""
+    home = f"{type(entry.metric).__module__}."
+    if not home.startswith(("torchmetrics.", "lightning_tricks.")):
+        return None  # somebody's own may do anything when it computes
+    task = task_of(entry.metric)
+    inputs = None if task is None else _samples(task, entry.metric)
+    if inputs is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            suite = MetricSuite({entry.key: entry.metric}, entry.parts or None)
+            suite.update(**inputs)
+            return list(suite.compute())
+        except Exception:  # whatever a metric dislikes in the samples
+            return None
+
+
+def _samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
+    rows = torch.arange(4)
+    classes = task.classes or 0
+    if classes > _MOST_CLASSES or getattr(metric, "multioutput", "") == "raw_values":
+        return None
+    if task.kind == "binary":
+        return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2}
+    if task.kind == "multiclass":
+        return {"preds": torch.eye(classes)[rows % classes], "target": rows % classes} if classes else None
+    if task.kind == "multilabel":
+        target = (rows[:, None] + torch.arange(classes)) % 2
+        return {"preds": 0.2 + 0.5 * target, "target": target} if classes else None
+    if task.kind == "retrieval":
+        return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2, "indexes": rows // 2}
+    outputs = getattr(metric, "num_outputs", 1)
+    values = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    values = values[:, None].repeat(1, outputs) if outputs > 1 else values
+    return {"preds": values, "target": values.flip(0)}

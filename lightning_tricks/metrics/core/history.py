@@ -1,0 +1,179 @@
+"""`History`: the values of all epochs, read from the device only when they are asked for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from rich.console import Group as Together
+from rich.table import Table
+from torch import Tensor
+
+from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks.metrics.core.value_names import class_parts
+
+_MOST_CLASSES = 50  # rows of the table of single classes
+
+
+@dataclass
+class Record:
+    """The values of one loader of a stage at one epoch's end.
+
+    Attributes:
+        stage: "train", "val" or "test".
+        loader: Its number where the stage has several, else None.
+        epoch: Counted from 0.
+        step: Optimizer steps done.
+        fit: Whether it was part of a fit.
+        names: What the values are called, in that stage.
+        values: The numbers; a tensor on the device until they are read.
+        misfits: How many predictions or targets were none.
+    """
+
+    stage: str
+    loader: int | None
+    epoch: int
+    step: int
+    fit: bool
+    names: list[str]
+    values: Tensor | list[float]
+    misfits: Tensor | int = 0
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names in logged keys."""
+        return self.stage if self.loader is None else f"{self.stage}/{self.loader}"
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Return the logged keys and the numbers, which must have been read."""
+        return zip((f"{self.prefix}/{name}" for name in self.names), cast(list[float], self.values), strict=True)
+
+
+class History:
+    """The values of a run, read from the device all at once and only when they are asked for."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._read = 0
+
+    def add(self, record: Record) -> None:
+        """Add a record, whose values are a tensor, without reading it."""
+        self._records.append(record)
+
+    def records(self) -> list[Record]:
+        """Return the records, their values as numbers."""
+        new = self._records[self._read :]
+        self._read = len(self._records)
+        tensors = [
+            in_doubles(part.reshape(-1))
+            for record in new
+            for part in (cast(Tensor, record.values), torch.as_tensor(record.misfits))
+        ]
+        if tensors:
+            device = tensors[0].device
+            numbers = iter(torch.cat([tensor.to(device, tensors[0].dtype) for tensor in tensors]).tolist())
+            for record in new:
+                record.values = [next(numbers) for _ in record.names]
+                record.misfits = int(next(numbers))
+                if record.misfits:
+                    warnings.warn(
+                        f"{record.misfits} predictions or targets of {record.prefix}, epoch {record.epoch}, were NaN, "
+                        "no probabilities or out of range: its metrics are NaN.",
+                        stacklevel=2,
+                    )
+        return self._records
+
+    def best(self, modes: Mapping[str, str]) -> dict[str, tuple[float, int]]:
+        """Return the best value of each key in a fit, and the step at which it came first; NaN is never best."""
+        best: dict[str, tuple[float, int]] = {}
+        for record in self.records():
+            for key, value in record.items():
+                if record.fit and key in modes and not math.isnan(value):
+                    sign = 1 if modes[key] == "max" else -1
+                    if key not in best or sign * value > sign * best[key][0]:
+                        best[key] = value, record.step
+        return best
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each value: stage, loader, epoch, step, metric and value."""
+        return [
+            {
+                "stage": record.stage,
+                "loader": record.loader,
+                "epoch": record.epoch,
+                "step": record.step,
+                "metric": name,
+                "value": value,
+            }
+            for record in self.records()
+            for name, value in zip(record.names, cast(list[float], record.values), strict=True)
+        ]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the records as plain values."""
+        return [dict(vars(record)) for record in self.records()]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the records by those of a `state_dict()`."""
+        self._records = [Record(**record) for record in state]
+        self._read = len(self._records)
+
+    def table(self, best: Mapping[str, tuple[float, int]], class_names: Sequence[str] = ()) -> Together:
+        """Return the last values as tables: metrics by stage, and, where there are classes, metrics by class.
+
+        Args:
+            best: What to show as best, by key: value and step.
+            class_names: The classes of the second table, which shows the last stage or loader.
+        """
+        overall: dict[str, dict[str, float]] = {}
+        by_class: dict[str, dict[str, dict[str, float]]] = {}
+        for record in self.records():
+            parts = class_parts(record.names, class_names)
+            for name, value in zip(record.names, cast(list[float], record.values), strict=True):
+                metric, part = parts.get(name, ("", ""))
+                if metric:
+                    by_class.setdefault(record.prefix, {}).setdefault(part, {})[metric] = value
+                else:
+                    overall.setdefault(name, {})[record.prefix] = value
+        stages = sorted({record.prefix for record in self._records}, key=_by_stage)
+        table = Table("metric", *stages, title="Metrics")
+        if best:
+            table.add_column("best")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, values in overall.items():
+            cells = [_shown(values.get(stage)) for stage in stages]
+            found = [f"{stage} {_shown(v)} at step {s}" for stage in stages for v, s in _of(best, f"{stage}/{name}")]
+            table.add_row(name, *cells, *([", ".join(found)] if best else []))
+        tables = [table]
+        told = [stage for stage in stages if stage in by_class]
+        tables += [_class_table(stage, by_class[stage]) for stage in told[-1:]]
+        return Together(*tables)
+
+
+def _by_stage(prefix: str) -> tuple[int, str]:
+    return ("train", "val", "test").index(prefix.partition("/")[0]), prefix
+
+
+def _class_table(stage: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
+    metrics = list(dict.fromkeys(metric for values in rows.values() for metric in values))
+    table = Table("class", *metrics, title=f"Classes, {stage}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, values in list(rows.items())[:_MOST_CLASSES]:
+        table.add_row(name, *(_shown(values.get(metric)) for metric in metrics))
+    if len(rows) > _MOST_CLASSES:
+        table.caption = f"{len(rows) - _MOST_CLASSES} more classes"
+    return table
+
+
+def _of(best: Mapping[str, tuple[float, int]], key: str) -> list[tuple[float, int]]:
+    return [best[key]] if key in best else []
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,113 @@
+"""What can be wrong with the predictions and targets of a step, said at the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks.metrics.core.metric_properties import Task
+from lightning_tricks.metrics.core.shared_states import Group
+
+
+def check_batch(inputs: Mapping[str, Any], groups: Sequence[Group], tasks: Mapping[str, Task | None]) -> None:
+    """Refuse a batch that metrics would misunderstand; it reads values from the device.
+
+    Args:
+        inputs: The arguments of the metrics.
+        groups: The groups of metrics that are to take them.
+        tasks: The task of each metric, by key.
+
+    Raises:
+        ValueError: If a name is missing, there is no batch dimension, shapes or classes do not fit, predictions are
+            NaN, or are logits where probabilities are needed.
+    """
+    for group in groups:
+        missing = sorted(group.needed - inputs.keys())
+        if missing:
+            keys = ", ".join(repr(key) for key in group.members) or "the curves"
+            raise ValueError(
+                f"{keys} need{'s' * (len(group.members) == 1)} {_listed(missing)}, and there is "
+                f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
+                "inputs=(outputs, batch, stage) -> dict."
+            )
+    known = any(task is not None for task in tasks.values())
+    for name in ("preds", "target"):
+        if known and not isinstance(inputs.get(name, torch.empty(0)), Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(inputs[name]).__name__}.")
+    preds, target = inputs.get("preds"), inputs.get("target")
+    if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
+        return
+    for key, task in tasks.items():
+        if task is not None:
+            try:
+                _check(preds, target, task)
+            except ValueError as error:
+                shapes = f"{_shown('preds', preds)}, {_shown('target', target)}"
+                raise ValueError(f"{key!r}: {str(error).rstrip('.')} ({shapes}).") from None
+    if preds.is_floating_point() and (broken := int(preds.isnan().sum())):
+        raise ValueError(f"{broken} of {preds.numel()} predictions are NaN ({_shown('preds', preds)}).")
+
+
+def _check(preds: Tensor, target: Tensor, task: Task) -> None:
+    scores = preds.is_floating_point() and task.kind == "multiclass"
+    classes = task.classes
+    if preds.ndim == 0 or (scores and preds.ndim == 1 and preds.shape[0] == classes and target.ndim < 2):
+        shape = "(N, C, ...) with scores or (N, ...) with classes" if task.kind == "multiclass" else "(N, ...)"
+        raise ValueError(f"the predictions have no batch dimension: they need the shape {shape}.")
+    if scores:
+        if preds.ndim != target.ndim + 1 or preds.shape[2:] != target.shape[1:] or len(preds) != len(target):
+            raise ValueError("scores of the shape (N, C, ...) need targets of the shape (N, ...).")
+        if classes is not None and preds.shape[1] != classes:
+            raise ValueError(f"the metric has {classes} classes and the predictions {preds.shape[1]}.")
+    elif preds.shape != target.shape:
+        hint = ""
+        if preds.ndim == target.ndim + 1 and preds.shape[-1] in (1, 2):
+            hint = f"; take {'preds.squeeze(-1)' if preds.shape[-1] == 1 else 'the probability of 1, preds[..., 1]'}"
+        raise ValueError(f"predictions and targets need the same shape{hint}.")
+    if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
+        raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
+    if task.scored and not preds.is_floating_point():
+        raise ValueError("scores are needed, and the predictions are classes.")
+    if task.kind in ("binary", "multiclass", "multilabel"):
+        _check_classes("targets", target, task)
+        if not preds.is_floating_point() and preds.dtype is not torch.bool:
+            _check_classes("predictions", preds, replace(task, ignore_index=None))
+    if task.probabilities and preds.is_floating_point():
+        _check_probabilities(preds, task)
+
+
+def _check_classes(name: str, values: Tensor, task: Task) -> None:
+    counted = values if task.ignore_index is None else values[values != task.ignore_index]
+    if values.is_floating_point() and not torch.equal(counted, counted.round()):
+        raise ValueError(f"{name} have to be classes, and there is {counted[counted != counted.round()][0]:g}.")
+    classes = task.classes if task.kind == "multiclass" else 2
+    outside = counted[(counted < 0) | (counted >= classes)] if classes is not None else counted[counted < 0]
+    if len(outside):
+        allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
+        aside = "" if task.ignore_index is None else f", beside ignore_index={task.ignore_index}"
+        found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
+        raise ValueError(f"{name} have to be {allowed}{aside}, and there is {found}.")
+
+
+def _check_probabilities(preds: Tensor, task: Task) -> None:
+    outside = (preds < 0) | (preds > 1)
+    sums_to_one = task.kind != "multiclass" or bool(((preds.sum(1) - 1).abs() < 1e-2).all())
+    if outside.any() or not sums_to_one:
+        remedy = "torch.softmax(logits, dim=1)" if task.kind == "multiclass" else "torch.sigmoid(logits)"
+        low, high = preds.min().item(), preds.max().item()
+        raise ValueError(
+            f"probabilities are needed, and the predictions look like logits, from {low:.3g} to {high:.3g}: return "
+            f"{remedy}."
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def _shown(name: str, tensor: Tensor) -> str:
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,115 @@
+"""Under which keys values are logged, and which keys can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_tricks._shared.checks import check_choice, nearest
+from lightning_tricks.metrics.core.expected_values import Names
+
+STAGES = ("train", "val", "test")
+_MOST_SHOWN = 20
+
+
+def check_prefix(prefix: Any) -> None:
+    """Refuse a prefix that would make unclear keys."""
+    if prefix is None:
+        return
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string such as 'ema', or None, got {prefix!r} ({type(prefix).__name__}).")
+    if not prefix or "" in prefix.split("/") or prefix != prefix.strip():
+        raise ValueError(f"prefix must be a name such as 'ema', which logs 'ema/val/acc', got {prefix!r}.")
+    if prefix.split("/")[0] in STAGES:
+        raise ValueError(f"prefix stands before the stage: {prefix!r} would log '{prefix}/val/acc'. Give another name.")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of the values of several stages.
+
+    Attributes:
+        names: What the values are called.
+        prefix: What stands before the stage, if anything.
+        stages: Which of "train", "val" and "test" are measured.
+    """
+
+    names: Names
+    prefix: str | None
+    stages: Sequence[str]
+
+    def of(self, folder: str, name: str) -> str:
+        """Return the key of a value, where `folder` is the stage, with several loaders "<stage>/<number>"."""
+        return "/".join(part for part in (self.prefix, folder, name) if part is not None)
+
+    def known(self, stage: str, loaders: int = 1) -> set[str]:
+        """Return the keys that a stage is sure to log, its loss aside."""
+        folders = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
+        return {self.of(folder, name) for folder in folders for name in self.names.known}
+
+    def check_best(self, best: Mapping[str, str]) -> None:
+        """Refuse keys that no stage of a fit logs.
+
+        Raises:
+            ValueError: With the nearest key that there is.
+        """
+        for key, mode in best.items():
+            check_choice(f"best[{key!r}]", mode, ("min", "max"))
+            stage, name = self._parts(key)
+            if stage == "test" and stage in self.stages:
+                raise ValueError(f"best has the key {key!r}, and no fit tests: ask for one of train or val.")
+            if stage not in self.stages:
+                forgotten = self.prefix is not None and self._holds(*Keys(self.names, None, self.stages)._parts(key))
+                starts = ", ".join(self.of(stage, "") for stage in self.stages if stage != "test")
+                meant = f" Did you mean {self.of(key, '')[:-1]!r}?" if forgotten else ""
+                raise ValueError(
+                    f"best has the key {key!r}, which must start with one of {starts or 'no stage'}.{meant}"
+                )
+            if not self._holds(stage, name):
+                raise ValueError(f"best has the key {key!r}, {self.others(key, stage)}")
+
+    def check_loaders(self, best: Iterable[str], stage: str, loaders: int) -> None:
+        """Refuse keys of `best` that name no loader where there are several, or one that there is not.
+
+        Raises:
+            ValueError: With the keys that there are.
+        """
+        for key in best:
+            of_stage, name = self._parts(key)
+            number, _, rest = name.partition("/")
+            if of_stage != stage or loaders < 1:
+                continue
+            numbered = number.isdigit() and not self._is_name(name)
+            if numbered != (loaders > 1) or (numbered and int(number) >= loaders):
+                rest = rest if numbered else name
+                there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
+                keys = ", ".join(self.of(folder, rest) for folder in there[:_MOST_SHOWN])
+                raise ValueError(f"best has the key {key!r}, and {stage} has {loaders} loader(s): there is {keys}.")
+
+    def wanted(self, best: Iterable[str], stage: str) -> list[str]:
+        """Return those keys of `best` that are of a stage."""
+        return [key for key in best if self._parts(key)[0] == stage]
+
+    def others(self, key: str, stage: str, there: Iterable[str] | None = None) -> str:
+        """Say which keys there are instead of `key`."""
+        listed = [*self.names.known, *self.names.roots, "loss"]
+        keys = list(dict.fromkeys(self.of(stage, name) for name in listed)) if there is None else list(there)
+        more = f" and {len(keys) - _MOST_SHOWN} more" if len(keys) > _MOST_SHOWN else ""
+        return f"and there is {', '.join(keys[:_MOST_SHOWN]) or 'nothing'}{more}.{nearest(key, keys)}"
+
+    def _parts(self, key: str) -> tuple[str, str]:
+        """Return stage and name of a key; no stage where the prefix is missing."""
+        if self.prefix is not None:
+            if not key.startswith(f"{self.prefix}/"):
+                return "", key
+            key = key.removeprefix(f"{self.prefix}/")
+        stage, _, name = key.partition("/")
+        return stage, name
+
+    def _holds(self, stage: str, name: str) -> bool:
+        number, _, rest = name.partition("/")
+        return stage in self.stages and (self._is_name(name) or (number.isdigit() and self._is_name(rest)))
+
+    def _is_name(self, name: str) -> bool:
+        return name == "loss" or self.names.may_hold(name)

@@ -1,0 +1,134 @@
+"""Metrics of torchmetrics where its own are no numbers that one means, or read from the device at every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torchmetrics.classification as tm
+import torchmetrics.regression as tmr
+from torch import Tensor
+
+from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks.metrics.core.statistics import average_precision, counted_targets, roc_auc
+
+
+class BalancedAccuracy(tm.MulticlassRecall):
+    """Mean recall of the classes that occur in the targets, as scikit-learn's `balanced_accuracy_score`.
+
+    Macro averages of torchmetrics count a class that is predicted but does not occur as 0.
+    """
+
+    def compute(self) -> Tensor:
+        """Return the mean over the classes with targets; NaN where there are none."""
+        tp, fn = cast(Tensor, self.tp), cast(Tensor, self.fn)
+        support = tp + fn
+        recall = torch.where(support > 0, tp / support.clamp(min=1), torch.nan)
+        return recall.nanmean()
+
+
+class TopKAccuracy(tm.MulticlassAccuracy):
+    """Share of samples whose class is among the `top_k` highest scores, without torchmetrics' reads in each update."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Count scores of shape (N, C, ...) and classes of shape (N, ...)."""
+        counted = counted_targets(target, self.ignore_index)
+        found = (preds.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1) & counted
+        cast(Tensor, self.tp)[0] += found.sum()
+        cast(Tensor, self.fn)[0] += counted.sum() - found.sum()
+
+
+class _ExactMatthews:
+    """Matthews correlation in doubles and without reads; 0 where it is undefined, as scikit-learn says.
+
+    torchmetrics computes it in floats and reads from the device at every turn.
+    """
+
+    def compute(self) -> Any:
+        """Return the coefficient, a number."""
+        matrix = in_doubles(cast(Any, self).confmat)
+        target, predicted, total = matrix.sum(1), matrix.sum(0), matrix.sum()
+        covariance = matrix.trace() * total - target @ predicted
+        variance = (total**2 - predicted @ predicted).sqrt() * (total**2 - target @ target).sqrt()
+        return torch.where(variance > 0, covariance / variance, 0.0).float()
+
+
+class BinaryMatthewsCorrCoef(_ExactMatthews, tm.BinaryMatthewsCorrCoef):
+    """Matthews correlation coefficient of a classification into 0 and 1."""
+
+
+class MulticlassMatthewsCorrCoef(_ExactMatthews, tm.MulticlassMatthewsCorrCoef):
+    """Matthews correlation coefficient of a classification into several classes."""
+
+
+class _AreaUnderCurve:
+    """An exact area for each class or label, NaN where it has no positives or no negatives; torchmetrics says 0 there.
+
+    It keeps the states of torchmetrics' metric with `thresholds=None`.
+    """
+
+    area: Callable[[Tensor, Tensor], Tensor]
+
+    def compute(self) -> Any:
+        """Return the area, averaged as `average` says."""
+        metric = cast(Any, self)
+        preds, target = torch.cat(list(metric.preds)), torch.cat(list(metric.target))
+        if hasattr(metric, "num_classes"):
+            target = (target[:, None] == torch.arange(metric.num_classes, device=target.device)).long()
+        preds, target = (part[:, None] if part.ndim == 1 else part for part in (preds, target))
+        columns = zip(preds.T, target.T, strict=True)
+        values = torch.stack([type(self).area(p[t == 1], p[t == 0]) for p, t in columns])
+        average = getattr(metric, "average", None)
+        if average == "macro":
+            return values.nanmean()
+        if average == "weighted":
+            weights = (target == 1).sum(0) * ~values.isnan()
+            return (values.nan_to_num() * weights).sum() / weights.sum()
+        return values.squeeze()
+
+
+class BinaryAUROC(_AreaUnderCurve, tm.BinaryAUROC):
+    """Exact area under the ROC curve; NaN where one of the classes does not occur."""
+
+    area = staticmethod(roc_auc)
+
+
+class BinaryAveragePrecision(_AreaUnderCurve, tm.BinaryAveragePrecision):
+    """Average precision; NaN where one of the classes does not occur."""
+
+    area = staticmethod(average_precision)
+
+
+class MulticlassAUROC(_AreaUnderCurve, tm.MulticlassAUROC):
+    """Exact area under the ROC curve, one class against the rest, over the classes for which it is defined."""
+
+    area = staticmethod(roc_auc)
+
+
+class MulticlassAveragePrecision(_AreaUnderCurve, tm.MulticlassAveragePrecision):
+    """Average precision, one class against the rest, over the classes for which it is defined."""
+
+    area = staticmethod(average_precision)
+
+
+class MultilabelAUROC(_AreaUnderCurve, tm.MultilabelAUROC):
+    """Exact area under the ROC curve of each label, over the labels for which it is defined."""
+
+    area = staticmethod(roc_auc)
+
+
+class MultilabelAveragePrecision(_AreaUnderCurve, tm.MultilabelAveragePrecision):
+    """Average precision of each label (mAP), over the labels for which it is defined."""
+
+    area = staticmethod(average_precision)
+
+
+class R2Score(tmr.R2Score):
+    """Coefficient of determination; NaN for fewer than two samples, for which torchmetrics raises."""
+
+    def compute(self) -> Tensor:
+        """Return 1 - residual / total sum of squares."""
+        if self.total < 2:
+            return torch.full_like(self.residual, torch.nan)
+        return super().compute()

@@ -1,0 +1,233 @@
+"""Pictures of metrics: confusion matrix, curves, bars by class, values over the run; matplotlib, without its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_tricks.metrics.core.history import Record
+from lightning_tricks.metrics.core.statistics import pr_curve, reliability_curve, roc_curve
+from lightning_tricks.metrics.core.value_names import class_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {"train": "C0", "val": "C1", "test": "C2"}
+_MOST_CURVES = 20
+_MOST_NUMBERS = 20  # classes up to which cells bear their numbers
+
+
+@dataclass
+class Snapshot:
+    """What pictures are made of: one loader at one epoch's end.
+
+    Attributes:
+        record: The values, which must have been read.
+        kind: Of the task, or nothing.
+        confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
+        scores: The histograms of scores, (K, 2, B), or None.
+    """
+
+    record: Record
+    kind: str
+    confusion: Tensor | None
+    scores: Tensor | None
+
+
+def figures_of(seen: Snapshot, class_names: Sequence[str] = ()) -> dict[str, Figure]:
+    """Draw what makes sense: "confusion_matrix", "curves" and, of several classes, "classes"."""
+    record = seen.record
+    title = f"{record.prefix}, epoch {record.epoch}, step {record.step}"
+    figures = {}
+    if seen.confusion is not None:
+        figures["confusion_matrix"] = confusion_figure(seen.confusion, class_names, title)
+    if seen.scores is not None:
+        figures["curves"] = curves_figure(seen.scores, seen.kind, class_names, title)
+    by_class: dict[str, dict[str, float]] = {}
+    parts = class_parts(record.names, class_names)
+    for name, value in zip(record.names, cast(list[float], record.values), strict=True):
+        metric, part = parts.get(name, ("", ""))
+        if metric:
+            by_class.setdefault(metric, {})[part] = value
+    if by_class and seen.kind in ("multiclass", "multilabel"):
+        figures["classes"] = classes_figure(by_class, title)
+    return figures
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make a figure that no window and no global state of matplotlib knows.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing; it names the extra.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        message = "Pictures need matplotlib, from the extra 'reports': pip install \".[reports]\""
+        raise ModuleNotFoundError(message, name="matplotlib") from error
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def as_array(figure: Figure) -> npt.NDArray[np.uint8]:
+    """Draw a figure into an array of shape (H, W, 3)."""
+    canvas: Any = figure.canvas
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+def confusion_figure(matrix: Tensor, class_names: Sequence[str] = (), title: str = "") -> Figure:
+    """Draw a confusion matrix twice: counts, and shares of each class of the targets.
+
+    Args:
+        matrix: Counts of shape (C, C), rows are targets; or (L, 2, 2), of which each label's shares are drawn.
+        class_names: Names of the classes.
+        title: Above the picture.
+    """
+    if matrix.ndim == 3:
+        return _labels_figure(matrix, class_names, title)
+    counts = matrix.cpu().double()
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    classes = len(counts)
+    side = 3 + min(classes, 30) * 0.28
+    figure = new_figure(2 * side + 0.8, side)
+    for axes, values, heading, form in zip(
+        figure.subplots(1, 2),
+        (counts, shares),
+        ("counts", "share of the target's class"),
+        ("{:.0f}", "{:.2f}"),
+        strict=True,
+    ):
+        _cells(axes, values, form)
+        _name_classes(axes, classes, class_names)
+        axes.set(xlabel="prediction", ylabel="target", title=heading)
+    figure.suptitle(title)
+    return figure
+
+
+def _labels_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> Figure:
+    counts = matrix.cpu().double()
+    values = torch.stack([counts[:, 1, 1], counts[:, 1, 0], counts[:, 0, 1], counts[:, 0, 0]], 1)
+    figure = new_figure(6, 1.5 + 0.3 * len(counts))
+    axes = figure.subplots()
+    _cells(axes, values / values.sum(1, keepdim=True).clamp(min=1), "{:.0f}", shown=values)
+    names = list(class_names) or [str(number) for number in range(len(counts))]
+    axes.set_yticks(range(len(counts)), names)
+    axes.set_xticks(range(4), ["right 1", "missed 1", "wrong 1", "right 0"])
+    figure.suptitle(title)
+    return figure
+
+
+def _cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) -> None:
+    highest = float(values.max()) or 1.0
+    axes.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=highest, aspect="auto" if shown is not None else "equal")
+    if max(values.shape) <= _MOST_NUMBERS:
+        for row, column in np.ndindex(*values.shape):
+            value = float((values if shown is None else shown)[row, column])
+            color = "white" if float(values[row, column]) > highest / 2 else "black"
+            if value:
+                axes.text(column, row, form.format(value), ha="center", va="center", color=color, fontsize=8)
+
+
+def _name_classes(axes: Any, classes: int, class_names: Sequence[str]) -> None:
+    if class_names and classes <= 2 * _MOST_NUMBERS:
+        axes.set_xticks(range(classes), class_names, rotation=90 if max(map(len, class_names)) > 2 else 0)
+        axes.set_yticks(range(classes), class_names)
+    elif classes <= _MOST_NUMBERS:
+        axes.set_xticks(range(classes))
+        axes.set_yticks(range(classes))
+
+
+def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = (), title: str = "") -> Figure:
+    """Draw ROC, precision-recall and reliability curves of scores.
+
+    Args:
+        histograms: Counts of shape (K, 2, B), of `count_scores_`.
+        kind: "binary", "multiclass" (whose last histogram is that of the highest scores) or "multilabel".
+        class_names: Names of the classes.
+        title: Above the picture.
+    """
+    histograms = histograms.cpu()
+    certain = histograms[-1] if kind == "multiclass" else histograms.sum(0)
+    each = histograms[:-1] if kind == "multiclass" else histograms
+    figure = new_figure(13, 4.4)
+    roc, pr, reliability = figure.subplots(1, 3)
+    for number, histogram in enumerate(each[:_MOST_CURVES]):
+        name = "" if kind == "binary" else class_names[number] if class_names else str(number)
+        if histogram[0].sum() and histogram[1].sum():
+            roc.plot(*_numpy(roc_curve(histogram)), label=name, linewidth=1)
+            pr.plot(*_numpy(pr_curve(histogram)), label=name, linewidth=1)
+    roc.plot([0, 1], [0, 1], color="grey", linewidth=0.5)
+    roc.set(xlabel="false positive rate", ylabel="true positive rate", title="ROC", xlim=(0, 1), ylim=(0, 1.02))
+    pr.set(xlabel="recall", ylabel="precision", title="precision and recall", xlim=(0, 1), ylim=(0, 1.02))
+    if kind != "binary":
+        pr.legend(fontsize=7, ncols=2, loc="lower left")
+    confidence, positives, share = _numpy(reliability_curve(certain))
+    reliability.bar(confidence, share, width=0.05, color="lightgrey", label="share of the samples")
+    reliability.plot(
+        confidence, positives, marker=".", label="share that is right" if kind == "multiclass" else "share of 1"
+    )
+    reliability.plot([0, 1], [0, 1], color="grey", linewidth=0.5)
+    reliability.set(xlabel="probability", title="reliability", xlim=(0, 1), ylim=(0, 1.02))
+    reliability.legend(fontsize=8, loc="upper left")
+    figure.suptitle(title)
+    return figure
+
+
+def classes_figure(values: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
+    """Draw bars for each class.
+
+    Args:
+        values: Metric -> class -> value.
+        title: Above the picture.
+    """
+    classes = list(dict.fromkeys(name for of_metric in values.values() for name in of_metric))
+    figure = new_figure(3 + min(60, 0.14 * len(classes) * len(values)), 4)
+    axes = figure.subplots()
+    width = 0.8 / len(values)
+    for number, (metric, of_classes) in enumerate(values.items()):
+        heights = [of_classes.get(name, 0.0) for name in classes]
+        axes.bar([place + number * width for place in range(len(classes))], heights, width, label=metric)
+    middle = [place + 0.4 - width / 2 for place in range(len(classes))]
+    axes.set_xticks(middle, classes, rotation=90 if max(map(len, classes)) > 3 else 0)
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(title)
+    return figure
+
+
+def history_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw values over the optimizer steps, one plot for each metric with a line for each stage.
+
+    Args:
+        rows: Of `History.rows()`.
+    """
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        stage = row["stage"] if row["loader"] is None else f"{row['stage']}/{row['loader']}"
+        lines.setdefault(row["metric"], {}).setdefault(stage, []).append((row["step"], row["value"]))
+    columns = max(1, min(4, len(lines)))
+    height = max(1, -(-len(lines) // columns))
+    figure = new_figure(3.6 * columns, 2.8 * height)
+    plots = np.atleast_1d(figure.subplots(height, columns)).ravel()
+    for axes, (metric, stages) in zip(plots, lines.items(), strict=False):
+        for stage, points in stages.items():
+            color = _COLORS.get(stage)  # the same in each plot
+            axes.plot(*zip(*points, strict=True), marker=".", label=stage, color=color)
+        axes.set(title=metric, xlabel="step")
+        axes.legend(fontsize=8)
+    for axes in plots[len(lines) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _numpy(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    return [tensor.numpy() for tensor in tensors]

@@ -1,0 +1,281 @@
+"""Metrics for the usual tasks, as torchmetrics collections under short names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torchmetrics.classification as tm
+import torchmetrics.regression as tmr
+import torchmetrics.retrieval as tmir
+from torchmetrics import Metric, MetricCollection
+
+from lightning_tricks._shared.checks import check_choice, check_count, check_names
+from lightning_tricks.metrics.core.metric_modules import (
+    BalancedAccuracy,
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    BinaryMatthewsCorrCoef,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassMatthewsCorrCoef,
+    MultilabelAUROC,
+    MultilabelAveragePrecision,
+    R2Score,
+    TopKAccuracy,
+)
+
+
+class Preset(MetricCollection):
+    """A MetricCollection that knows the plain values it was made of.
+
+    Its compute groups are declared, so that metrics whose states are equal by chance are never taken for one.
+
+    Attributes:
+        spec: `{"task": ..., ...}`, of which `preset(**spec)` makes the same again.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], groups: Sequence[Sequence[str]], spec: dict[str, Any]) -> None:
+        grouped = {name for group in groups for name in group}
+        alone = [[name] for name in metrics if name not in grouped]
+        present = [[name for name in group if name in metrics] for group in groups]
+        super().__init__(dict(metrics), compute_groups=[group for group in [*present, *alone] if group])
+        self.spec = spec
+
+
+def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
+    """Make the metrics of a classification into 0 and 1.
+
+    `preds` are probabilities of 1 or 0/1, of shape (N, ...), `target` is 0/1 of the same shape. `acc`; `precision`,
+    `recall` and `f1` of class 1; `specificity`, the recall of class 0; `kappa` (Cohen) and `mcc` (Matthews); `auroc`
+    and `ap` (average precision), exact, which keep 5 to 12 bytes for each sample.
+
+    Args:
+        threshold: What a probability has to exceed to count as 1.
+        ignore_index: A value of `target` whose elements do not count.
+
+    Example:
+        >>> import torch
+        >>> metrics = binary_metrics()
+        >>> metrics.update(torch.tensor([0.2, 0.8, 0.6]), torch.tensor([0, 1, 0]))
+        >>> round(metrics.compute()["acc"].item(), 4)
+        0.6667
+    """
+    decided: dict[str, Any] = {"threshold": threshold, "ignore_index": ignore_index}
+    scored: dict[str, Any] = {"ignore_index": ignore_index}
+    metrics = {
+        "acc": tm.BinaryAccuracy(**decided),
+        "precision": tm.BinaryPrecision(**decided),
+        "recall": tm.BinaryRecall(**decided),
+        "f1": tm.BinaryF1Score(**decided),
+        "specificity": tm.BinarySpecificity(**decided),
+        "kappa": tm.BinaryCohenKappa(**decided),
+        "mcc": BinaryMatthewsCorrCoef(**decided),
+        "auroc": BinaryAUROC(**scored),
+        "ap": BinaryAveragePrecision(**scored),
+    }
+    groups = [["acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
+    return Preset(metrics, groups, {"task": "binary", **decided})
+
+
+def multiclass_metrics(
+    num_classes: int, ignore_index: int | None = None, top_k: int | None = None, curves: bool = False
+) -> Preset:
+    """Make the metrics of a classification into one of several classes.
+
+    `preds` are scores of shape (N, C, ...) or classes of shape (N, ...), `target` classes of shape (N, ...). `acc`
+    counts samples (micro); `balanced_acc` is the mean recall of the classes that occur; `precision`, `recall`, `f1`
+    and `specificity` are means over the classes (macro); `kappa` (Cohen) and `mcc` (Matthews).
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: A class of `target` whose rows do not count.
+        top_k: Adds `acc_top<k>`, the share of samples whose class is among the k highest scores.
+        curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` have to be probabilities, and
+            all of them are kept until the end of the epoch.
+
+    Example:
+        >>> import torch
+        >>> metrics = multiclass_metrics(3)
+        >>> metrics.update(torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 1, 2]))
+        >>> {name: round(value.item(), 2) for name, value in metrics.compute().items() if name in ("acc", "recall")}
+        {'acc': 0.75, 'recall': 0.83}
+    """
+    check_count("num_classes", num_classes, least=2)
+    common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
+    macro = {**common, "average": "macro"}
+    metrics: dict[str, Metric] = {
+        "acc": tm.MulticlassAccuracy(average="micro", **common),
+        "balanced_acc": BalancedAccuracy(**macro),
+        "precision": tm.MulticlassPrecision(**macro),
+        "recall": tm.MulticlassRecall(**macro),
+        "f1": tm.MulticlassF1Score(**macro),
+        "specificity": tm.MulticlassSpecificity(**macro),
+        "kappa": tm.MulticlassCohenKappa(**common),
+        "mcc": MulticlassMatthewsCorrCoef(**common),
+    }
+    if top_k is not None:
+        check_count("top_k", top_k)
+        if top_k > num_classes:
+            raise ValueError(f"top_k must be at most num_classes ({num_classes}), got {top_k}.")
+        metrics[f"acc_top{top_k}"] = TopKAccuracy(average="micro", top_k=top_k, **common)
+    if curves:
+        metrics["auroc"] = MulticlassAUROC(**macro)
+        metrics["ap"] = MulticlassAveragePrecision(**macro)
+    groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
+    return Preset(metrics, groups, {"task": "multiclass", **common, "top_k": top_k, "curves": curves})
+
+
+def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
+    """Make the metrics of a classification in which each sample has any number of labels.
+
+    `preds` are probabilities or 0/1 of shape (N, L), `target` 0/1 of the same shape. `acc` counts elements (micro);
+    `exact_match` counts samples whose labels are all right; `precision`, `recall`, `f1`, `auroc` and `ap` (mAP) are
+    means over the labels (macro).
+
+    Args:
+        num_labels: L, the number of labels, at least 2.
+        threshold: What a probability has to exceed to count as 1.
+        ignore_index: A value of `target` whose elements do not count.
+
+    Example:
+        >>> import torch
+        >>> metrics = multilabel_metrics(2)
+        >>> metrics.update(torch.tensor([[0.9, 0.1], [0.7, 0.8]]), torch.tensor([[1, 0], [0, 1]]))
+        >>> metrics.compute()["exact_match"]
+        tensor(0.5000)
+    """
+    check_count("num_labels", num_labels, least=2)
+    common: dict[str, Any] = {"num_labels": num_labels, "ignore_index": ignore_index}
+    decided = {**common, "threshold": threshold}
+    macro = {**decided, "average": "macro"}
+    metrics = {
+        "acc": tm.MultilabelAccuracy(average="micro", **decided),
+        "precision": tm.MultilabelPrecision(**macro),
+        "recall": tm.MultilabelRecall(**macro),
+        "f1": tm.MultilabelF1Score(**macro),
+        "exact_match": tm.MultilabelExactMatch(**decided),
+        "auroc": MultilabelAUROC(average="macro", **common),
+        "ap": MultilabelAveragePrecision(average="macro", **common),
+    }
+    groups = [["acc", "precision", "recall", "f1"], ["auroc", "ap"]]
+    return Preset(metrics, groups, {"task": "multilabel", **decided})
+
+
+def regression_metrics(num_outputs: int = 1) -> Preset:
+    """Make the metrics of a regression.
+
+    `preds` and `target` have the shape (N,) or, with several outputs, (N, K). `mae`, `mse`, `rmse` and `r2`; with
+    several outputs each is the mean over them (scikit-learn's `uniform_average`), and `MetricsMonitor` also logs one
+    value for each output.
+
+    Args:
+        num_outputs: K, the number of outputs.
+
+    Example:
+        >>> import torch
+        >>> metrics = regression_metrics()
+        >>> metrics.update(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+        >>> metrics.compute()["mse"]
+        tensor(2.)
+    """
+    check_count("num_outputs", num_outputs)
+    metrics = {
+        "mae": tmr.MeanAbsoluteError(num_outputs=num_outputs),
+        "mse": tmr.MeanSquaredError(num_outputs=num_outputs),
+        "rmse": tmr.MeanSquaredError(squared=False, num_outputs=num_outputs),
+        "r2": R2Score(multioutput="raw_values" if num_outputs > 1 else "uniform_average"),
+    }
+    return Preset(metrics, [["mse", "rmse"]], {"task": "regression", "num_outputs": num_outputs})
+
+
+def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None) -> Preset:
+    """Make the metrics of a ranking: for each query, how far up the relevant documents are.
+
+    `preds` are scores, `target` is 0/1 and `indexes` says to which query each row belongs, all of shape (N,). `map`
+    (mean average precision), `mrr` (mean reciprocal rank), `ndcg`, `precision`, `recall` and `hit_rate`, each the mean
+    over the queries; a query without a relevant document counts as 0.
+
+    Args:
+        top_k: Only so many documents of a query count; None for all.
+        ignore_index: A value of `target` whose rows do not count.
+
+    Example:
+        >>> import torch
+        >>> metrics = retrieval_metrics()
+        >>> query = torch.tensor([0, 0, 1, 1])
+        >>> metrics.update(torch.tensor([0.9, 0.1, 0.2, 0.8]), torch.tensor([1, 0, 1, 0]), indexes=query)
+        >>> metrics.compute()["map"]
+        tensor(0.7500)
+    """
+    if top_k is not None:
+        check_count("top_k", top_k)
+    common: dict[str, Any] = {"top_k": top_k, "ignore_index": ignore_index}
+    metrics = {
+        "map": tmir.RetrievalMAP(**common),
+        "mrr": tmir.RetrievalMRR(**common),
+        "ndcg": tmir.RetrievalNormalizedDCG(**common),
+        "precision": tmir.RetrievalPrecision(**common),
+        "recall": tmir.RetrievalRecall(**common),
+        "hit_rate": tmir.RetrievalHitRate(**common),
+    }
+    return Preset(metrics, [], {"task": "retrieval", **common})
+
+
+def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> Preset:
+    """Make the metrics of a classification of pixels, over all pixels of the data set.
+
+    `preds` are scores of shape (N, C, H, W) or classes of shape (N, H, W), `target` classes of shape (N, H, W).
+    `pixel_acc` counts pixels; `mean_acc` (recall of the classes that occur), `miou` and `dice` (F1) are means over the
+    classes; `fw_iou` is the intersection over union, weighted by how frequent the classes are.
+
+    Args:
+        num_classes: C, the number of classes, at least 2.
+        ignore_index: A class of `target` whose pixels do not count, such as 255.
+
+    Example:
+        >>> import torch
+        >>> metrics = segmentation_metrics(2)
+        >>> metrics.update(torch.tensor([[[0, 1], [1, 1]]]), torch.tensor([[[0, 0], [1, 1]]]))
+        >>> round(metrics.compute()["miou"].item(), 4)
+        0.5833
+    """
+    check_count("num_classes", num_classes, least=2)
+    common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
+    metrics = {
+        "pixel_acc": tm.MulticlassAccuracy(average="micro", **common),
+        "mean_acc": BalancedAccuracy(average="macro", **common),
+        "miou": tm.MulticlassJaccardIndex(average="macro", **common),
+        "dice": tm.MulticlassF1Score(average="macro", **common),
+        "fw_iou": tm.MulticlassJaccardIndex(average="weighted", **common),
+    }
+    groups = [["mean_acc", "dice"], ["miou", "fw_iou"]]
+    return Preset(metrics, groups, {"task": "segmentation", **common})
+
+
+PRESETS: dict[str, Callable[..., Preset]] = {
+    "binary": binary_metrics,
+    "multiclass": multiclass_metrics,
+    "multilabel": multilabel_metrics,
+    "regression": regression_metrics,
+    "retrieval": retrieval_metrics,
+    "segmentation": segmentation_metrics,
+}
+
+
+def preset(task: str, **arguments: Any) -> Preset:
+    """Make a preset of plain values, as YAML has them: `{"task": "multiclass", "num_classes": 10}`.
+
+    Raises:
+        TypeError: If the preset has no such argument, or needs one more.
+        ValueError: If there is no such task.
+    """
+    make = PRESETS[check_choice("task", task, PRESETS)]
+    check_names(f"The preset {task!r}", arguments, inspect.signature(make).parameters)
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(make).parameters)
+        raise TypeError(f"The preset {task!r} takes {known}: {error}.") from error
+    return make(**arguments)

@@ -1,0 +1,260 @@
+"""The file of a fingerprint: lines of JSON, to which blocks of rows are appended."""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.files import NotAFileError, open_file, replacing
+from lightning_tricks._shared.read_budget import Budget, parse_json
+
+_FORMAT = "lightning_tricks.run_fingerprint"
+_KEY = 3  # numbers that say which row it is: step, epoch, batch
+_INTEGER = np.dtype("<i8")
+_KINDS = ("data", "forward", "loss", "gradient", "weights")
+_LONGEST_HEADER = 10_000  # characters
+
+
+class RecordError(ValueError):
+    """A file is not of RunFingerprint, or two are not of a kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Of which run a record is.
+
+    Attributes:
+        detail: "step" or "layer".
+        every_n_train_steps: Of how many steps one was recorded.
+        rank: Whose batches and gradients these are.
+        world_size: Of how many ranks.
+        version: Of the format.
+    """
+
+    detail: str
+    every_n_train_steps: int = 1
+    rank: int = 0
+    world_size: int = 1
+    version: int = 1
+
+
+class Column(NamedTuple):
+    """What was looked at.
+
+    Attributes:
+        kind: "data", "forward", "loss", "gradient" or "weights".
+        name: Of the part, layer or parameter; "" for all together.
+        call: The n-th of that kind and name at one batch.
+    """
+
+    kind: str
+    name: str = ""
+    call: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fingerprints of a batch.
+
+    Attributes:
+        step: Optimizer steps that were done when the batch began.
+        epoch: Its epoch.
+        batch: Its number in the epoch; -1 for the weights with which a fit began.
+        columns: What is looked at in a step, in this order.
+        values: A fingerprint for each of them; 0 where there was none.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    columns: tuple[Column, ...]
+    values: NDArray[np.int64]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Step, epoch and batch."""
+        return self.step, self.epoch, self.batch
+
+    def as_dict(self) -> dict[Column, int]:
+        """Return the fingerprints that there are."""
+        return {column: int(value) for column, value in zip(self.columns, self.values, strict=True) if value}
+
+
+class Resume(NamedTuple):
+    """A resume that could not restore all.
+
+    Attributes:
+        rows: How many rows were recorded before it.
+        step: Optimizer steps that were done.
+        epoch: The epoch that was resumed.
+        not_restored: What is other than it was saved, such as "module.history".
+    """
+
+    rows: int
+    step: int
+    epoch: int
+    not_restored: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was recorded of a rank: its origin, in blocks of equal columns its rows, and resumes that lack something."""
+
+    origin: Origin
+    blocks: list[tuple[tuple[Column, ...], NDArray[np.int64]]] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return sum(len(table) for _, table in self.blocks)
+
+    def __iter__(self) -> Iterator[Row]:
+        for columns, table in self.blocks:
+            for line in table:
+                step, epoch, batch = (int(number) for number in line[:_KEY])
+                yield Row(step, epoch, batch, columns, line[_KEY:])
+
+    def first(self, rows: int) -> Record:
+        """Return the record as it was after so many rows."""
+        blocks, left = [], rows
+        for columns, table in self.blocks:
+            if left > 0:
+                blocks.append((columns, table[:left]))
+                left -= len(table)
+        return replace(self, blocks=blocks, resumes=[resume for resume in self.resumes if resume.rows < rows])
+
+
+def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
+    """Return where a rank records: rank zero in the file itself, rank 1 of `run.jsonl` in `run.rank1.jsonl`."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record whole, in place of what is there.
+
+    Raises:
+        OSError: If it cannot be written; what was there stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as staged, staged.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"format": _FORMAT, **asdict(record.origin)}) + "\n")
+        file.writelines(_line_of_resume(resume) for resume in record.resumes)
+        before: tuple[Column, ...] = ()
+        for columns, table in record.blocks:
+            file.write(_lines(columns, table, before))
+            before = columns
+
+
+def append_rows(path: Path, columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> None:
+    """Append a block of rows; its columns are written where they are others than those `before`."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(columns, table, before))
+
+
+def append_resume(path: Path, resume: Resume) -> None:
+    """Append what a resumed run lacks."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line_of_resume(resume))
+
+
+def read_record(path: Path) -> Record:
+    """Read what was recorded of one rank; a last line that was cut off is left out.
+
+    Raises:
+        OSError: If there is no such file.
+        RecordError: If it is no fingerprint, is damaged, is of a later version, or asks for far more memory or time
+            than its size explains.
+    """
+    try:
+        with open_file(path) as stream:
+            budget = Budget(os.fstat(stream.fileno()).st_size)
+            record = Record(_origin(path, stream.readline(_LONGEST_HEADER), budget))
+            columns: tuple[Column, ...] = ()
+            for number, line in enumerate(stream, 2):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    columns = _take_line(line, columns, record, budget)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise RecordError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
+    except NotAFileError as error:
+        raise RecordError(f"{error}.") from error
+    return record
+
+
+def read_ranks(path: str | os.PathLike[str]) -> list[Record]:
+    """Read the records of all ranks of a run.
+
+    Raises:
+        OSError: If a file is missing.
+        RecordError: If one is no fingerprint.
+    """
+    first = read_record(Path(path))
+    return [first, *(read_record(path_of_rank(path, rank)) for rank in range(1, first.origin.world_size))]
+
+
+def _lines(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> str:
+    rows = json.dumps({"rows": b64encode(table.astype(_INTEGER).tobytes()).decode()}) + "\n"
+    return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
+
+
+def _line_of_resume(resume: Resume) -> str:
+    return json.dumps({"resume": resume}) + "\n"
+
+
+def _take_line(line: bytes, columns: tuple[Column, ...], record: Record, budget: Budget) -> tuple[Column, ...]:
+    """Add a line's rows to a record; return the columns of those that follow."""
+    budget.spend(512)
+    content = parse_json(line, budget)
+    if "resume" in content:
+        record.resumes.append(_resume(*content["resume"]))
+        return columns
+    if "columns" in content:
+        return tuple(_column(*column) for column in content["columns"])
+    table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
+    record.blocks.append((columns, table.reshape(-1, _KEY + len(columns))))
+    return columns
+
+
+def _column(kind: Any, name: Any = "", call: Any = 1) -> Column:
+    if kind not in _KINDS or not isinstance(name, str) or type(call) is not int:
+        raise ValueError("a column that is none")
+    return Column(kind, name, call)
+
+
+def _resume(rows: Any, step: Any, epoch: Any, not_restored: Any) -> Resume:
+    if not all(type(number) is int for number in (rows, step, epoch)):
+        raise ValueError("a resume that is none")
+    return Resume(rows, step, epoch, tuple(str(place)[:200] for place in not_restored))
+
+
+def _origin(path: Path, line: bytes, budget: Budget) -> Origin:
+    try:
+        header = parse_json(line, budget)
+        if header.pop("format") != _FORMAT:
+            raise ValueError
+        version = header["version"]
+        if type(version) is not int or not all(isinstance(value, str | int) for value in header.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RecordError(f"{path} is no file of RunFingerprint.") from None
+    if version > Origin.version:
+        raise RecordError(f"{path} is of version {version}, this reads {Origin.version}: update lightning_tricks.")
+    try:
+        origin = Origin(**header)
+        check_choice("detail", origin.detail, ("step", "layer"))
+        check_count("every_n_train_steps", origin.every_n_train_steps)
+        check_count("rank", origin.rank, least=0)
+        check_count("world_size", origin.world_size, least=origin.rank + 1)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{path} has a damaged header: {str(error)[:200]}") from None
+    return origin

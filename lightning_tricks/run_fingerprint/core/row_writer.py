@@ -1,0 +1,142 @@
+"""What is recorded of a fit: rows that stay on the device until a block of them is fetched and written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
+from lightning_tricks.run_fingerprint.core.record_file import (
+    Column,
+    Origin,
+    Record,
+    RecordError,
+    Resume,
+    append_resume,
+    append_rows,
+    read_record,
+    write_record,
+)
+
+_ROWS = 128  # in a block
+
+
+class Recorder:
+    """Collects the fingerprints of one rank and writes them to its file.
+
+    Args:
+        path: Of the file; `begin` replaces what is there.
+        origin: Of the run.
+
+    Attributes:
+        rows: How many rows are done, written or not.
+    """
+
+    def __init__(self, path: Path, origin: Origin) -> None:
+        self.path, self.origin = path, origin
+        self.rows = 0
+        self._columns: dict[Column, None] = {}  # in the order in which steps make them
+        self._written_columns: tuple[Column, ...] = ()
+        self._keys: list[tuple[int, int, int]] = []
+        self._block: list[Tensor] = []
+        self._key: tuple[int, int, int] | None = None
+        self._values: dict[Column, Tensor] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()  # of each kind and name in the row
+
+    def begin(self) -> None:
+        """Start the file anew."""
+        write_record(self.path, Record(self.origin))
+
+    def go_on(self, rows: int) -> bool:
+        """Keep the first rows of the file and go on behind them; False if they are not there."""
+        try:
+            record = read_record(self.path)
+        except (OSError, RecordError):
+            return False
+        if record.origin != self.origin or len(record) < rows:
+            return False
+        record = record.first(rows)
+        write_record(self.path, record)
+        self.rows = rows
+        self._written_columns = record.blocks[-1][0] if record.blocks else ()
+        self._columns = dict.fromkeys(self._written_columns)
+        return True
+
+    @property
+    def is_in_row(self) -> bool:
+        """Whether a row was started."""
+        return self._key is not None
+
+    def start_row(self, step: int, epoch: int, batch: int) -> None:
+        """Start the row of a batch; one that was not ended is dropped."""
+        self._key, self._values, self._calls = (step, epoch, batch), {}, Counter()
+
+    def add(self, kind: str, value: Any, name: str = "") -> None:
+        """Add the fingerprint of a value to the row; the second one of a kind and name is another call."""
+        call = self._calls[kind, name] = self._calls[kind, name] + 1
+        self._values[Column(kind, name, call)] = fingerprint(value)
+
+    def has(self, kind: str) -> bool:
+        """Whether the row has something of a kind as a whole."""
+        return Column(kind) in self._values
+
+    def end_row(self) -> None:
+        """Keep the row; write the block where it is full or the columns become more."""
+        if self._key is None:
+            return
+        if not self._values.keys() <= self._columns.keys():
+            self.write()
+            self._columns = dict.fromkeys(_merged(self._columns, self._values))
+        self._keys.append(self._key)
+        self._block.append(self._stacked())
+        self.rows += 1
+        self._key, self._values = None, {}
+        if len(self._block) >= _ROWS:
+            self.write()
+
+    def write(self) -> None:
+        """Fetch the rows that are not written and append them to the file.
+
+        Raises:
+            OSError: If that fails; the rows are lost.
+        """
+        keys, block, columns = self._keys, self._block, tuple(self._columns)
+        if not block:
+            return
+        self._keys, self._block = [], []
+        table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
+        append_rows(self.path, columns, table, self._written_columns)
+        self._written_columns = columns
+
+    def note_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
+        """Write down what a resumed run lacks.
+
+        Raises:
+            OSError: If that fails.
+        """
+        append_resume(self.path, Resume(self.rows, step, epoch, tuple(not_restored)))
+
+    def _stacked(self) -> Tensor:
+        devices = {value.device for value in self._values.values()}
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        absent = torch.zeros((), dtype=torch.int64, device=device)
+        values = (self._values.get(column, absent) for column in self._columns)
+        return torch.stack([value.to(device, non_blocking=True) for value in values])
+
+
+def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
+    """Put the columns of a row that are new where they come in it."""
+    new: dict[Column | None, list[Column]] = {column: [] for column in (None, *known)}
+    before = None
+    for column in row:
+        if column in new:
+            before = column
+        else:
+            new[before].append(column)
+    return new[None] + [each for column in known for each in (column, *new[column])]

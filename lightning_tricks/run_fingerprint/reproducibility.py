@@ -1,0 +1,78 @@
+"""A test of users' own: whether their training is the same when it runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.run_fingerprint.callback import RunFingerprint
+from lightning_tricks.run_fingerprint.core.comparison import Comparison, compare
+from lightning_tricks.run_fingerprint.core.record_file import Record, read_ranks
+
+
+def assert_reproducible(
+    make_trainer: Callable[[], Trainer],
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], Any] | None = None,
+    *,
+    detail: Literal["step", "layer"] = "layer",
+) -> Comparison:
+    """Train twice and compare each step, bit for bit.
+
+    Each time it calls `make_trainer`, `make_module` and `make_data`, in this order, and fits. Whatever makes a run
+    reproducible belongs into them, seeds above all: the second run finds other random numbers than the first. The
+    streams of Python, NumPy and torch are put back afterwards; what the functions switch on, such as deterministic
+    algorithms, stays.
+
+    Args:
+        make_trainer: Returns a new Trainer.
+        make_module: Returns a new LightningModule.
+        make_data: Returns a LightningDataModule or training loaders, what `Trainer.fit` takes second; None if the
+            module brings its data.
+        detail: "layer" names the layer at which the runs part, "step" is faster.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        AssertionError: If the runs part; it says at which step, in which layer, and whether data, forward pass,
+            gradient or update differed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer, seed_everything
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> def make_trainer():
+        ...     seed_everything(1, verbose=False)
+        ...     return Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        ...                    enable_progress_bar=False, enable_model_summary=False)
+        >>> print(assert_reproducible(make_trainer, BoringModel))
+        No difference: 3 batches are equal, bit for bit.
+    """
+    with TemporaryDirectory() as folder, isolated_rng():
+        first, second = (
+            _recorded_run(Path(folder) / f"{run}.jsonl", make_trainer, make_module, make_data, detail) for run in "AB"
+        )
+        comparison = compare(first, second)
+    if comparison.parting is not None:
+        raise AssertionError(f"Training is not reproducible. {comparison}")
+    return comparison
+
+
+def _recorded_run(
+    path: Path,
+    make_trainer: Callable[[], Trainer],
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], Any] | None,
+    detail: Literal["step", "layer"],
+) -> list[Record]:
+    trainer, module = make_trainer(), make_module()
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, RunFingerprint)]
+    callbacks.insert(0, RunFingerprint(path, detail=detail))
+    trainer.fit(module, make_data() if make_data is not None else None)
+    return read_ranks(path)

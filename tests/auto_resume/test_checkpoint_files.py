@@ -1,0 +1,182 @@
+"""Checkpoints are whole at any moment: real files, real kills, real limits of the file system."""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
+from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, NewerFormatError, differences, folders_in
+from tests.auto_resume.killing import die_after
+
+KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
+
+
+def checkpoint(seed=0, size=1000):
+    return {"weights": torch.rand(size, generator=torch.Generator().manual_seed(seed)), "step": seed}
+
+
+@given(st.binary(max_size=5000), st.binary(max_size=5000))
+@settings(max_examples=25, deadline=None)
+def test_the_path_holds_the_old_bytes_or_the_new(tmp_path_factory, old, new):
+    path = tmp_path_factory.mktemp("folder") / "file"
+    write_durably(path, lambda stream: stream.write(old))
+
+    def fails(stream):
+        stream.write(new)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_durably(path, fails)
+    assert path.read_bytes() == old
+    digest, size = write_durably(path, lambda stream: stream.write(new))
+    assert (path.read_bytes(), size, len(digest)) == (new, len(new), 64)
+    assert [file.name for file in path.parent.iterdir()] == ["file"]
+
+
+def test_save_durably_is_torch_save(tmp_path):
+    digest, size = save_durably(checkpoint(3), tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert torch.equal(loaded["weights"], checkpoint(3)["weights"])
+    assert size == (tmp_path / "a.ckpt").stat().st_size
+    assert digest == hashlib.sha256((tmp_path / "a.ckpt").read_bytes()).hexdigest()
+
+
+def test_a_new_file_has_the_rights_of_the_process(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_durably(tmp_path / "file", lambda stream: stream.write(b""))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.trap("resume: 4 of 12 kills left an unreadable file with TMPDIR on another filesystem")
+def test_a_hundred_kills_leave_nothing_unreadable(tmp_path, monkeypatch):
+    """A process writes one checkpoint after the other and is killed, TMPDIR being on another file system."""
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setenv("TMPDIR", "/dev/shm")
+    folder, chance, seen = CheckpointFolder(tmp_path / "run"), random.Random(0), 0
+    for _ in range(100):
+        moment = chance.uniform(0.002, 0.04)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_after(moment)
+                folder.prepare()
+                folder.clean()
+                for number in range(1000):
+                    folder.save(checkpoint(number, 200_000), **KNOWN)
+                    folder.prune(2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGPROF
+        assert [folder.problem_of(manifest) for manifest in folder.manifests()] == [""] * len(folder.manifests())
+        newest = folder.newest(pytest.fail)
+        if newest is not None:
+            assert newest.number >= seen
+            seen = newest.number
+            loaded = torch.load(folder.path / newest.file, weights_only=True)
+            assert torch.equal(loaded["weights"], checkpoint(loaded["step"], 200_000)["weights"])
+    assert seen > 20
+    folder.clean()
+    folder.prune(2)
+    assert len(folder.manifests()) == 2
+    assert len(list(folder.path.iterdir())) == 5, "litter beside two checkpoints, their manifests and .auto_resume"
+    assert not list(folder.private.glob("*.partial"))
+
+
+def test_the_newest_whole_one_is_found_and_broken_ones_are_set_aside(tmp_path):
+    folder, said = CheckpointFolder(tmp_path), []
+    for seed in range(4):
+        folder.save(checkpoint(seed), **KNOWN)
+    whole, *broken = (tmp_path / manifest.file for manifest in reversed(folder.manifests()[:3]))
+    data = bytearray(broken[0].read_bytes())
+    data[len(data) // 2] ^= 1  # one bit
+    broken[0].write_bytes(data)
+    os.truncate(broken[1], 100)
+    found = folder.newest(said.append)
+    assert found is not None
+    assert tmp_path / found.file == whole
+    assert len(said) == 2
+    assert "100 bytes instead of" in said[0]
+    assert "SHA-256 differs" in said[1]
+    assert all("set aside" in sentence for sentence in said)
+    assert len(list(tmp_path.glob("*.corrupt"))) == 4
+    assert folder.newest(pytest.fail) == found
+
+
+def test_a_missing_file_is_set_aside_too(tmp_path):
+    folder, said = CheckpointFolder(tmp_path), []
+    manifest = folder.save(checkpoint(), **KNOWN)
+    (tmp_path / manifest.file).unlink()
+    assert folder.newest(said.append) is None
+    assert "cannot be read (No such file or directory)" in said[0]
+
+
+def test_a_later_release_is_refused(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    manifest = folder.save(checkpoint(), **KNOWN)
+    path = tmp_path / f"{manifest.file}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "unheard": "of"}))
+    with pytest.raises(NewerFormatError, match=rf"has format 99.*formats up to {FORMAT}.*Install that release"):
+        folder.newest(pytest.fail)
+    assert (tmp_path / manifest.file).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"file": "x"}', '{"file": 7}'])
+def test_a_broken_record_counts_for_nothing(tmp_path, text):
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save(checkpoint(), **KNOWN)
+    (tmp_path / "000009-x.ckpt.json").write_text(text)
+    assert folder.manifests() == [kept]
+
+
+def test_numbers_go_on(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for _ in range(3):
+        folder.save(checkpoint(), **KNOWN)
+    folder.set_aside(folder.manifests()[0])
+    assert folder.save(checkpoint(), **KNOWN).number == 4
+    folder.prune(1)
+    assert [manifest.number for manifest in folder.manifests()] == [4]
+
+
+def test_a_full_disk_leaves_what_there_was(tmp_path):
+    """The size of a file is limited for real, as a quota does."""
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save(checkpoint(), **KNOWN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.save(checkpoint(size=100_000), **KNOWN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert folder.newest(pytest.fail) == kept
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_differences_name_what_differs():
+    saved = {"module": "Net", "arguments": {"lr": 0.1, "depth": 3}, "seed": "1"}
+    present = {"module": "Net", "arguments": {"lr": 0.2, "depth": 3, "width": 8}, "seed": None}
+    assert differences(saved, present) == [
+        "arguments.lr was 0.1 and is 0.2",
+        "arguments.width was None and is 8",
+        "seed was '1' and is None",
+    ]
+    assert differences(saved, saved) == []
+
+
+def test_folders_of_later_fits(tmp_path):
+    for name in ("fit10", "fit2", "fitted"):
+        (tmp_path / name).mkdir()
+    assert [folder.path.name for folder in folders_in(tmp_path)] == [tmp_path.name, "fit2", "fit10"]

@@ -1,0 +1,148 @@
+"""What hooks change of a model's structure is put back in a fresh model: what takes gradients, modes, groups, masks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from lightning_tricks.auto_resume.core.attributes.model_structure import (
+    Structure,
+    gradients_of,
+    make_room,
+    restore_flags,
+    restore_gradients,
+    restore_groups,
+    restore_masks,
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("queue", torch.zeros(0, 3))
+        self.register_buffer("seen", None)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def trained():
+    """A model whose structure changed, and what was noted of that."""
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    structure = Structure({"": model})
+    structure.note_groups(model, [optimizer])
+    model.body[0].weight.requires_grad_(False)
+    model.body[1].eval()
+    optimizer.add_param_group({"params": [*model.body.parameters()], "lr": 0.01})
+    prune.l1_unstructured(model.head, "weight", amount=2)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer, structure.changes({"": model}, model, [optimizer])
+
+
+def resumed(changes, model, optimizer):
+    fresh = Model()
+    twin = torch.optim.SGD(fresh.head.parameters(), lr=0.1, momentum=0.9)
+    make_room(fresh, model.state_dict(), changes["buffers"])
+    fresh.load_state_dict(model.state_dict())
+    restore_groups(fresh, [twin], changes["groups"])
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    restore_masks(fresh, changes["masks"])
+    restore_flags({"": fresh}, changes)
+    return fresh, twin
+
+
+def test_a_fresh_model_trains_on_as_the_one_that_was_changed():
+    model, optimizer, changes = trained()
+    fresh, twin = resumed(copy.deepcopy(changes), model, optimizer)
+    assert [one.training for one in fresh.modules()] == [one.training for one in model.modules()]
+    for each, its_optimizer in ((model, optimizer), (fresh, twin)):
+        torch.manual_seed(4)
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            each(torch.randn(5, 4)).square().sum().backward()
+            its_optimizer.step()
+    assert [name for name, one in fresh.named_parameters() if one.grad is None] == ["body.0.weight"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+    assert float(fresh.head.weight.eq(0).sum()) == 2
+
+
+def test_what_did_not_change_is_not_kept():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    structure = Structure({"": model})
+    structure.note_groups(model, [optimizer])
+    assert structure.changes({"": model}, model, [optimizer]) == {
+        "flags": {"": {}},
+        "groups": None,
+        "masks": {},
+        "buffers": [],
+    }
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_masks_that_the_state_dict_holds_and_masks_that_it_does_not(strict):
+    """ModelPruning saves masked weights as plain ones, unless it is told not to."""
+    model, _, changes = trained()
+    weights = model.state_dict()
+    if not strict:
+        plain = {"head.weight": weights.pop("head.weight_orig") * weights.pop("head.weight_mask")}
+        weights = {**weights, **plain}
+    fresh = Model()
+    make_room(fresh, weights, changes["buffers"])
+    fresh.load_state_dict(weights)
+    restore_masks(fresh, changes["masks"])
+    assert torch.equal(fresh.head.weight_orig, model.head.weight_orig)
+    assert torch.equal(fresh.head.weight_mask, model.head.weight_mask)
+    assert torch.equal(fresh.head.weight, model.head.weight_orig * model.head.weight_mask)
+
+
+def test_buffers_that_grew_came_or_were_none_are_loaded():
+    model = Model()
+    model.queue = torch.randn(7, 3)
+    model.seen = torch.tensor(5)
+    model.body.register_buffer("new", torch.ones(2))
+    fresh = Model()
+    shared = fresh.body
+    fresh.again = nn.Identity()
+    fresh.again._buffers["queue"] = fresh.queue  # bound twice, as a part that another part uses
+    make_room(fresh, model.state_dict(), ["body.new"])
+    fresh.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(fresh.queue, model.queue)
+    assert fresh.again.queue is fresh.queue
+    assert int(fresh.seen) == 5
+    assert torch.equal(shared.new, torch.ones(2))
+
+
+def test_parameters_that_came_are_named():
+    model = Model()
+    structure = Structure({"": model})
+    prune.random_unstructured(model.head, "weight", amount=1)
+    assert structure.new_parameters(model) == [], "masked parameters are made again"
+    model.extra = nn.Linear(2, 2)
+    assert structure.new_parameters(model) == ["extra.weight", "extra.bias"]
+
+
+def test_groups_with_parameters_of_somebody_else_are_left_alone():
+    model = Model()
+    other = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*model.head.parameters(), other], lr=0.1)
+    before = [*optimizer.param_groups[0]["params"]]
+    restore_groups(model, [optimizer], [[["head.weight"], [""]]])
+    assert all(one is another for one, another in zip(optimizer.param_groups[0]["params"], before, strict=True))
+
+
+def test_gradients_go_on():
+    model, fresh = Model(), Model()
+    model(torch.randn(5, 4)).sum().backward()
+    restore_gradients(fresh, gradients_of(model))
+    assert all(
+        torch.equal(one.grad, another.grad) for one, another in zip(model.parameters(), fresh.parameters(), strict=True)
+    )

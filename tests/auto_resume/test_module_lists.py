@@ -1,0 +1,41 @@
+"""Lists of modules that grew are given their lengths again."""
+
+import pytest
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
+
+from lightning_tricks.auto_resume.core.attributes.module_lists import lists_of_modules, restore_lists
+
+
+def grown(metric, count):
+    tracker = MetricTracker(metric, maximize=True)
+    for _ in range(count):
+        tracker.increment()
+    return nn.ModuleDict({"tracker": tracker})
+
+
+@pytest.mark.parametrize("metric", [MeanMetric(), MetricCollection([MeanMetric()])])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_tracker_has_as_many_metrics_as_it_had(metric, count):
+    saved = lists_of_modules({"": grown(metric, 3)})
+    fresh = grown(metric, count)
+    assert restore_lists({"": fresh}, saved) == []
+    assert lists_of_modules({"": fresh}) == saved
+    assert len({id(part) for part in fresh["tracker"]}) == 4
+
+
+def test_another_list_grows_by_copies_of_its_own_parts():
+    saved = lists_of_modules({"a": nn.ModuleList([MeanMetric(), SumMetric(), MeanMetric()])})
+    fresh = {"a": nn.ModuleList([MeanMetric(), SumMetric()])}
+    assert restore_lists(fresh, saved) == []
+    assert [type(part) for part in fresh["a"]] == [MeanMetric, SumMetric, MeanMetric]
+    assert fresh["a"][2] is not fresh["a"][0]
+
+
+@pytest.mark.parametrize("part", [nn.Linear(1, 1), SumMetric()])
+def test_what_cannot_be_copied_is_named(part):
+    """Parameters would be in no optimizer, and an unknown type can be copied from nothing."""
+    fresh = {"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))}
+    saved = lists_of_modules({"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1), part]))})
+    assert restore_lists(fresh, saved) == [":0"]
+    assert len(fresh[""][0]) == 1

@@ -1,0 +1,261 @@
+"""Each member's own order: every sample once an epoch, the same on all ranks, with the settings of the loader."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_tricks.ensembles.core.sampling import (
+    MemberLoader,
+    MemberOrders,
+    is_shuffled,
+    objection_to_orders,
+    orders_of,
+    rows_of_member,
+    tensors_in_memory,
+)
+
+
+class Squares(Dataset):
+    """Numbers and their squares, one by one."""
+
+    def __init__(self, size=23):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index**2
+
+
+class Stream(IterableDataset):
+    """Numbers without a length."""
+
+    def __iter__(self):
+        return iter(torch.arange(5.0))
+
+
+def _in_memory(size=23):
+    numbers = torch.arange(size)
+    return TensorDataset(numbers.float().unsqueeze(1), numbers**2)
+
+
+def _loader(loader, n=3, seed=0, bootstrap=False, ranks=(0, 1)):
+    return MemberLoader(loader, orders_of(loader, n, seed, bootstrap, ranks))
+
+
+def _seen(loader, n=3, epoch=0):
+    """The samples of each member in its order."""
+    loader.sampler.set_epoch(epoch)
+    parts = [[] for _ in range(n)]
+    for x, y in loader:
+        assert torch.equal(y, x.squeeze(1).long() ** 2)
+        for member, rows in enumerate(x.view(n, -1)):
+            parts[member].append(rows)
+    return [torch.cat(rows).long().tolist() for rows in parts]
+
+
+@pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
+def test_each_member_sees_each_sample_once_in_its_own_order(dataset):
+    loader = _loader(DataLoader(dataset, 4, shuffle=True))
+    first, second = _seen(loader), _seen(loader, epoch=1)
+    assert len(list(loader)) == len(loader) == 6
+    for orders in (first, second):
+        assert all(sorted(order) == list(range(23)) for order in orders)
+    assert len({tuple(order) for order in (*first, *second)}) == 6
+    assert _seen(_loader(DataLoader(dataset, 4, shuffle=True))) == first  # whoever asks
+    assert _seen(_loader(DataLoader(dataset, 4, shuffle=True), seed=1)) != first
+
+
+def test_either_way_of_reading_gives_the_same():
+    loaders = [_loader(DataLoader(dataset, 4, shuffle=True)) for dataset in (_in_memory(), Squares())]
+    assert _seen(loaders[0]) == _seen(loaders[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.trap("ensembles: under DDP every member saw the same order unless its sampler had its own seed")
+def test_ranks_share_the_samples_of_each_member(world):
+    ranks = [_loader(DataLoader(_in_memory(), 4, shuffle=True), ranks=(rank, world)) for rank in range(world)]
+    seen = [_seen(loader) for loader in ranks]
+    assert len({len(loader) for loader in ranks}) == 1  # in step
+    for member in range(3):
+        together = [sample for rank in seen for sample in rank[member]]
+        assert set(together) == set(range(23))
+        assert len(together) == -(-23 // world) * world
+    assert len({tuple(order) for order in seen[0]}) == 3
+
+
+def test_a_distributed_sampler_of_the_user_shares_out_by_itself():
+    def loader(rank):
+        dataset = _in_memory()
+        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=5))
+
+    seen = [_seen(_loader(loader(rank), ranks=(rank, 2)), epoch=3) for rank in range(2)]
+    for member in range(3):
+        assert set(seen[0][member]) | set(seen[1][member]) == set(range(23))
+        assert len(seen[0][member]) == 12
+    assert len({tuple(order) for order in seen[0]}) == 3
+    assert not is_shuffled(DataLoader(_in_memory(), sampler=DistributedSampler(_in_memory(), 2, 0, shuffle=False)))
+
+
+@pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
+def test_bootstrap_samples_are_drawn_once_for_each_member():
+    loader = _loader(DataLoader(_in_memory(1000), 50, shuffle=True), bootstrap=True)
+    first, second = _seen(loader), _seen(loader, epoch=1)
+    for one, other in zip(first, second, strict=True):
+        assert one != other
+        assert sorted(one) == sorted(other)
+        assert 0.60 < len(set(one)) / 1000 < 0.66  # 1 - 1/e
+    assert len({tuple(sorted(order)) for order in first}) == 3
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda data, generator: RandomSampler(data, replacement=True, num_samples=40, generator=generator),
+        lambda data, generator: RandomSampler(data, generator=generator),
+        lambda data, generator: WeightedRandomSampler([1.0] * 5 + [0.0] * 18, 40, generator=generator),
+        lambda data, generator: SubsetRandomSampler(range(5), generator=generator),
+    ],
+)
+@pytest.mark.parametrize("seeded", [True, False])
+def test_samplers_of_the_user_are_asked_for_each_member(sampler, seeded):
+    def seen():
+        generator = torch.Generator().manual_seed(7) if seeded else None
+        loader = _loader(DataLoader(_in_memory(), 4, sampler=sampler(_in_memory(), generator)))
+        return _seen(loader), _seen(loader)
+
+    first, second = seen()
+    assert len({tuple(order) for order in first}) == 3
+    assert (first != second) == seeded  # without one of the user's the epoch decides
+    assert seen() == (first, second)
+
+
+def test_a_sampler_without_a_generator_is_asked_again_for_each_member():
+    class Reverse:
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            return iter([4, 3, 2, 1, 0])
+
+    assert _seen(_loader(DataLoader(_in_memory(), 2, sampler=Reverse()))) == [[4, 3, 2, 1, 0]] * 3
+
+
+@pytest.mark.trap("ensembles: bagging drops pin_memory, drop_last, sampler, worker_init_fn, generator")
+def test_settings_of_the_loader_are_kept():
+    def collate(samples):
+        return {"x": torch.stack([x for x, _ in samples]), "names": [str(y) for _, y in samples]}
+
+    given = DataLoader(
+        Squares(), 5, shuffle=True, drop_last=True, collate_fn=collate, num_workers=1, worker_init_fn=print,
+        persistent_workers=True, prefetch_factor=3, timeout=60, multiprocessing_context="fork",
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    loader = _loader(given)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 4
+    assert batches[0]["x"].shape == (15, 1)
+    inner = loader._inner
+    for name in ("num_workers", "worker_init_fn", "persistent_workers", "prefetch_factor", "timeout", "generator"):
+        assert getattr(inner, name) == getattr(given, name), name
+    part = rows_of_member(batches[0], 1, 3)
+    assert part["x"].shape == (5, 1)
+    assert part["names"] == [str(int(x) ** 2) for x in part["x"]]
+
+
+def test_tensors_behind_subsets_are_found():
+    dataset = _in_memory()
+    nested = Subset(Subset(dataset, range(5, 20)), [2, 4, 6])
+    loader = DataLoader(nested, 2, shuffle=True)
+    tensors, rows = tensors_in_memory(loader)
+    assert tensors is dataset.tensors
+    assert rows.tolist() == [7, 9, 11]
+    assert all(sorted(order) == [7, 9, 11] for order in _seen(_loader(loader)))
+    assert tensors_in_memory(DataLoader(Squares())) is None
+    assert tensors_in_memory(DataLoader(dataset, collate_fn=list)) is None
+
+
+class _Own(DataLoader):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([1, 2], "a list is no DataLoader"),
+        (DataLoader(Stream(), 2), "Stream is an IterableDataset, which gives one order"),
+        (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
+        (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
+        (_Own(Squares()), "_Own iterates in a way of its own"),
+        (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
+        (DataLoader(Squares()), ""),
+    ],
+)
+def test_loaders_whose_batches_members_have_to_share(loader, reason):
+    assert objection_to_orders(loader) == reason
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+def test_rows_of_nested_batches(n, rows, seed):
+    x = torch.rand(n * rows, 3, generator=torch.Generator().manual_seed(seed))
+    names = [str(index) for index in range(n * rows)]
+    batch = [x, {"y": x.sum(1), "scale": 2.0}, (x, x)]
+    for index in range(n):
+        own = slice(index * rows, (index + 1) * rows)
+        first, second, third = rows_of_member(batch, index, n)
+        assert torch.equal(first, x[own])
+        assert torch.equal(second["y"], x[own].sum(1))
+        assert second["scale"] == 2.0
+        assert isinstance(third, tuple)
+        assert torch.equal(third[1], x[own])
+        assert rows_of_member(names, index, n) == names[own]
+
+
+def test_a_batch_sampler_of_torchs_kind_is_read():
+    loader = _loader(DataLoader(_in_memory(), batch_sampler=BatchSampler(RandomSampler(_in_memory()), 4, True)))
+    assert len(list(loader)) == len(loader) == 5
+
+
+class Noisy(Squares):
+    """Numbers with noise of each library, as augmentation has it."""
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
+    def noise(epoch, rank):
+        loader = _loader(DataLoader(Noisy(24), 4, shuffle=True, num_workers=workers), ranks=(rank, 2))
+        loader.sampler.set_epoch(epoch)
+        return torch.cat(list(loader))
+
+    every = torch.stack([noise(epoch, rank) for epoch in (0, 1, 2) for rank in (0, 1)])
+    assert every.shape == (6, 36, 3)  # 12 samples of each of three members
+    for library in range(3):
+        assert len(every[..., library].unique()) == 6 * 36
+    assert torch.equal(noise(1, 1), every[3])
+
+
+def test_orders_have_a_length():
+    assert len(MemberOrders(10, 2, 0, ranks=(0, 4))) == 3

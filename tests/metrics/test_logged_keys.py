@@ -1,0 +1,514 @@
+"""Which keys are logged, by whom, and what is said where that is not clear."""
+
+import warnings
+
+import pytest
+import torch
+import torchmetrics.classification as tm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import (
+    AutoResume,
+    FlopsReport,
+    GradientClipping,
+    MetricsMonitor,
+    Tricks,
+    TricksMixin,
+    VotingClassifier,
+    multiclass_metrics,
+    regression_metrics,
+)
+from lightning_tricks.metrics import MetricsError
+from lightning_tricks.metrics.core.value_names import clash_of, class_parts
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
+ACC = {"acc": tm.MulticlassAccuracy(4, average="micro")}
+
+
+def trainer(*callbacks, **arguments):
+    return Trainer(callbacks=list(callbacks), **{"max_epochs": 1, **QUIET, **arguments})
+
+
+def loader(rows=16):
+    generator = torch.Generator().manual_seed(rows)
+    columns = torch.rand(rows, 4, generator=generator), torch.randint(4, (rows,), generator=generator)
+    return DataLoader(TensorDataset(*columns), 4)
+
+
+class Logs(LightningModule):
+    """A module that logs keys in hooks: `where` is hook -> arguments of `log`."""
+
+    def __init__(self, from_epoch=0, rank=None, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.where, self.from_epoch, self.rank = where, from_epoch, rank
+
+    def tell(self, hook):
+        if hook in self.where and self.current_epoch >= self.from_epoch and self.rank in (None, self.global_rank):
+            arguments = {"rank_zero_only": True} if self.rank is not None else {}
+            self.log(value=5.0, **arguments, **self.where[hook])
+
+    def training_step(self, batch, batch_idx):
+        self.tell("training_step")
+        return {"loss": (self.weight * 0).sum(), "preds": batch[0], "target": batch[1]}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.tell("validation_step")
+        return {"preds": batch[0], "target": batch[1]}
+
+    def test_step(self, batch, batch_idx):
+        self.tell("test_step")
+        return {"preds": batch[0], "target": batch[1]}
+
+    def on_train_epoch_end(self):
+        self.tell("on_train_epoch_end")
+
+    def on_validation_epoch_end(self):
+        self.tell("on_validation_epoch_end")
+
+    def on_test_epoch_end(self):
+        self.tell("on_test_epoch_end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+STEP_AND_EPOCH = {"on_step": True, "on_epoch": True}
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({"training_step": {"name": "train/acc"}}, r"MetricsMonitor and Logs\.training_step both log 'train/acc'"),
+        ({"training_step": {"name": "train/acc", **STEP_AND_EPOCH}}, r"Logs\.training_step both log 'train/acc'"),
+        ({"validation_step": {"name": "val/acc"}}, r"Logs\.validation_step both log 'val/acc', of which one would"),
+        ({"validation_step": {"name": "val/acc", **STEP_AND_EPOCH}}, "both log 'val/acc'"),
+        ({"on_validation_epoch_end": {"name": "val/acc"}}, "on_validation_epoch_end of Logs or of another callback"),
+        ({"on_train_epoch_end": {"name": "train/acc"}}, "on_train_epoch_end of Logs or of another callback both log"),
+    ],
+)
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_key_that_the_module_logs_is_refused(where, words, sanity):
+    fitter = trainer(MetricsMonitor(ACC), num_sanity_val_steps=sanity, max_epochs=2)
+    with pytest.raises(MetricsError, match=f"{words}.*give MetricsMonitor a prefix"):
+        fitter.fit(Logs(**where), loader(), loader())
+    if "training_step" in where or sanity:
+        assert fitter.global_step <= (4 if "on_train_epoch_end" in where else 1)  # at once, or before the next epoch
+    assert fitter.current_epoch <= 1
+
+
+@pytest.mark.parametrize("hook", ["test_step", "on_test_epoch_end"])
+def test_a_key_that_the_module_logs_in_a_test_is_refused(hook):
+    with pytest.raises(MetricsError, match="both log 'test/acc'"):
+        trainer(MetricsMonitor(ACC)).test(Logs(**{hook: {"name": "test/acc"}}), loader(), verbose=False)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "on_validation_epoch_end", "on_train_epoch_end"])
+def test_a_key_that_the_module_logs_in_later_epochs_is_refused_then(hook):
+    key = "train/acc" if "train" in hook else "val/acc"
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=4)
+    with pytest.raises(MetricsError, match=f"both log '{key}'"):
+        fitter.fit(Logs(from_epoch=2, **{hook: {"name": key}}), loader(), loader())
+    assert fitter.current_epoch in (2, 3)
+
+
+def test_what_is_logged_under_other_keys_or_has_been_renamed_is_not_refused():
+    where = {
+        "training_step": {"name": "train/accuracy", **STEP_AND_EPOCH},
+        "validation_step": {"name": "val/acc", **STEP_AND_EPOCH},  # val/acc/dataloader_idx_0, beside val/0/acc
+        "on_train_epoch_end": {"name": "acc"},
+    }
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=3)
+    fitter.fit(Logs(**where), loader(), [loader(), loader(8)])
+    assert {"val/0/acc", "val/1/acc", "train/acc", "acc", "val/acc/dataloader_idx_1"} <= fitter.callback_metrics.keys()
+
+    fitter.fit_loop.max_epochs = 5
+    with pytest.raises(MetricsError, match="both log 'train/acc'"):
+        fitter.fit(Logs(on_train_epoch_end={"name": "train/acc"}), loader(), loader())
+    fitter.fit_loop.max_epochs = 9
+    fitter.fit(Logs(), loader(), loader())  # with the same Trainer, which remembers the key
+    assert fitter.current_epoch == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"), [("val/acc_step", {"acc_step": ACC["acc"]}), ("val/acc_epoch", {"acc_epoch": ACC["acc"]})]
+)
+def test_suffixes_of_logged_keys_count(name, metrics):
+    fitter = trainer(MetricsMonitor(metrics))
+    with pytest.raises(MetricsError, match=f"both log '{name}'"):
+        fitter.validate(Logs(validation_step={"name": "val/acc", **STEP_AND_EPOCH}), loader(), verbose=False)
+
+
+def test_a_loss_that_nobody_asked_for_gives_way_and_one_that_is_a_metric_does_not():
+    module = Logs(on_train_epoch_end={"name": "train/loss"})
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
+    fitter.fit(module, loader(), loader())
+    assert fitter.callback_metrics["train/loss"] == 5
+    with pytest.raises(MetricsError, match="both log 'train/loss'"):
+        trainer(MetricsMonitor({"loss": ACC["acc"]}), max_epochs=2).fit(module, loader(), loader())
+
+
+def test_another_callbacks_key_is_refused():
+    class Also(Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.log("val/acc", 1.0)
+
+    for callbacks in ((Also(), MetricsMonitor(ACC)), (MetricsMonitor(ACC), Also())):
+        with pytest.raises(MetricsError, match="on_validation_epoch_end of Logs or of another callback both log"):
+            trainer(*callbacks).validate(Logs(), loader(), verbose=False)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "on_validation_epoch_end", "on_train_epoch_end"])
+def test_all_ranks_refuse_together(hook):
+    key = "train/acc" if "train" in hook else "val/acc"
+
+    def run(rank):
+        warnings.simplefilter("ignore")  # Lightning's, of what is not synchronised
+        for logs in (0, 1, None):
+            fitter = trainer(MetricsMonitor(ACC), strategy="ddp", devices=2, num_sanity_val_steps=1, max_epochs=2)
+            with pytest.raises(MetricsError, match=f"both log '{key}'"):
+                fitter.fit(Logs(rank=logs, **{hook: {"name": key}}), loader(), loader())
+
+    fork(run, 2)
+
+
+def two():
+    names = ["a", "b", "c", "d"]
+    return [
+        MetricsMonitor(ACC, best={"val/acc": "max"}, plots=False),
+        MetricsMonitor(
+            multiclass_metrics(4), class_names=names, prefix="ema", best={"ema/val/f1": "max"}, plots=False,
+            inputs=lambda outputs, batch, stage: {**outputs, "preds": -outputs["preds"]},
+        ),
+    ]  # fmt: skip
+
+
+def test_two_monitors_stand_side_by_side(tmp_path):
+    monitors = two()
+    logger = CSVLogger(tmp_path)
+    keeper = ModelCheckpoint(tmp_path, "{epoch}", monitor="ema/val/f1", mode="max")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of few batches
+        fitter = trainer(*monitors, keeper, max_epochs=3, logger=logger, enable_checkpointing=True)
+        fitter.fit(Logs(), loader(), loader(12))
+    values = {key: value.item() for key, value in fitter.callback_metrics.items()}
+    assert {"train/acc", "val/acc", "train/loss", "ema/train/loss", "ema/val/f1", "ema/val/f1_d"} <= values.keys()
+    scores, target = loader(12).dataset.tensors
+    assert values["val/acc"] == pytest.approx((scores.argmax(1) == target).float().mean().item())
+    assert values["ema/val/acc"] == pytest.approx((scores.argmin(1) == target).float().mean().item())
+    assert [*monitors[0].best, *monitors[1].best] == ["val/acc", "ema/val/f1"]
+    assert monitors[1].best["ema/val/f1"][0] == pytest.approx(values["ema/val/f1"])
+    assert monitors[1].results["ema/val/f1"] == values["ema/val/f1"]
+    assert {row["metric"] for row in monitors[0].history()} == {"acc", "loss"}
+    assert clash_of(values) is None
+
+    states = torch.load(keeper.best_model_path, weights_only=True)["callbacks"]
+    assert {monitor.state_key for monitor in monitors} <= states.keys()
+    again = two()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, that there are checkpoints already
+        trainer(*again, max_epochs=3).fit(Logs(), loader(), loader(12), ckpt_path=keeper.best_model_path)
+    assert [monitor.history() for monitor in again] == [monitor.history() for monitor in monitors]
+
+
+def test_two_monitors_on_two_ranks(tmp_path):
+    class Keep(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            values = {key: value.item() for key, value in trainer.callback_metrics.items()}
+            torch.save(values, tmp_path / f"{trainer.global_rank}.pt")
+
+    trainer(*two(), Keep(), strategy="ddp_fork", devices=2, num_sanity_val_steps=1).fit(Logs(), loader(), loader(11))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert ranks[0] == ranks[1]
+    scores, target = loader(11).dataset.tensors
+    assert ranks[0]["ema/val/acc"] == pytest.approx((scores.argmin(1) == target).float().mean().item())
+
+
+def test_two_monitors_resume_in_the_middle_of_an_epoch(tmp_path):
+    def fit(*callbacks):
+        monitors = [
+            MetricsMonitor(multiclass_metrics(10), plots=False, prefix=prefix, stages=["train"])
+            for prefix in (None, "again")
+        ]
+        torch.manual_seed(0)
+        fitter = trainer(*monitors, *callbacks, max_epochs=2)
+        try:
+            fitter.fit(Net(), DataLoader(digits(), 4))
+        except SystemExit:
+            return None
+        return {key: value.item() for key, value in fitter.callback_metrics.items()}, [m.history() for m in monitors]
+
+    expected = fit()
+    assert fit(AutoResume(tmp_path), Interrupts(13)) is None
+    assert fit(AutoResume(tmp_path)) == expected
+    assert expected[0]["again/train/acc"] == expected[0]["train/acc"]
+
+
+def test_monitors_that_log_the_same_are_refused():
+    class Mine(MetricsMonitor):
+        pass
+
+    with pytest.raises(RuntimeError, match="MetricsMonitor"):  # Lightning's, when the Trainer is made
+        trainer(MetricsMonitor(ACC), MetricsMonitor(ACC))
+    with pytest.raises(MetricsError, match=r"MetricsMonitor and Mine would both log 'train/acc': give one.*prefix='em"):
+        trainer(MetricsMonitor(ACC), Mine(ACC, stages=["train"])).fit(Logs(), loader(), loader())
+    folder = MetricsMonitor({"val": ACC["acc"]}, prefix="a"), MetricsMonitor(ACC, prefix="a/val")
+    with pytest.raises(MetricsError, match=r"\(prefix='a'\) and .*prefix='a/val'\) would both log 'a/val/val'"):
+        trainer(*folder).fit(Logs(), loader(), loader())
+    apart = trainer(MetricsMonitor(ACC, stages=["train"]), Mine(ACC, stages=["val"]))
+    apart.fit(Logs(), loader(), loader())
+    assert {"train/acc", "val/acc"} <= apart.callback_metrics.keys()
+
+
+class Inside(TricksMixin, Logs):
+    def __init__(self, tricks=None):
+        super().__init__(tricks=tricks)
+
+
+def test_the_mixins_field_is_one_monitor():
+    tricks = Tricks(metrics={"metrics": {"task": "multiclass", "num_classes": 4}, "prefix": "own"})
+    fitter = trainer()
+    fitter.fit(Inside(tricks), loader(), loader())
+    assert "own/val/f1" in fitter.callback_metrics
+    fitter = trainer(MetricsMonitor(ACC))
+    fitter.fit(Inside(tricks), loader(), loader())  # the Trainer's own wins, as everywhere
+    assert "val/acc" in fitter.callback_metrics
+    assert "own/val/f1" not in fitter.callback_metrics
+
+
+def test_an_ensemble_leaves_its_accuracy_to_the_monitor():
+    class MLP(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 10)
+
+    for monitors, wanted in (([], "val/acc"), ([MetricsMonitor(multiclass_metrics(10), plots=False)], "val/f1")):
+        fitter = trainer(*monitors)
+        fitter.fit(VotingClassifier(MLP, 2, seed=0), DataLoader(digits(), 20), DataLoader(digits(), 20))
+        assert {"val/acc", "val/loss", wanted} <= fitter.callback_metrics.keys()
+
+
+class Answers(Logs):
+    """Returns what it is told to: stage -> a function of the step's own outputs and the batch's number."""
+
+    def __init__(self, **answers):
+        super().__init__()
+        self.answers = answers
+        self.automatic_optimization = answers.pop("automatic", True)
+
+    def training_step(self, batch, batch_idx):
+        return self.answers.get("train", lambda outputs, _: outputs)(super().training_step(batch, batch_idx), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        outputs = super().validation_step(batch, batch_idx)
+        return self.answers.get("val", lambda outputs, _: outputs)(outputs, batch_idx)
+
+
+def told(fitter, module):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitter.fit(module, loader(), loader())
+    return [str(warning.message) for warning in caught if "MetricsMonitor" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "what", "has_loss"),
+    [
+        (lambda outputs, _: outputs["loss"], "training_step returned loss alone in batch 0 of train", True),
+        (lambda outputs, _: {"loss": outputs["loss"], "log": 1}, "training_step returned loss, log alone", True),
+        (lambda outputs, _: None, "training_step returned nothing in batch 0 of train", False),
+    ],
+)
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_training_step_that_returns_nothing_to_measure_is_told_of_once(answer, what, has_loss, automatic):
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
+    words = told(fitter, Answers(train=answer, automatic=automatic))
+    assert len(words) == 1
+    assert what in words[0]
+    assert "and the metrics need preds, target. Return a dict with them" in words[0]
+    assert "or leave 'train' out: stages=['val', 'test']" in words[0]
+    assert {"val/acc", *["train/loss"] * has_loss} == fitter.callback_metrics.keys()
+    assert not told(trainer(MetricsMonitor(ACC, stages=["val"])), Answers(train=answer, automatic=automatic))
+
+
+def test_a_loss_alone_is_averaged_over_the_samples():
+    class Losses(Answers):
+        def training_step(self, batch, batch_idx):
+            return self.weight.sum() * 0 + batch_idx
+
+    fitter = trainer(MetricsMonitor(ACC, best={"train/loss": "min"}))
+    with pytest.warns(UserWarning, match="loss alone"):
+        fitter.fit(Losses(), loader(10), loader())
+    assert fitter.callback_metrics["train/loss"].item() == pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize("answer", [None, torch.tensor(1.0), {}, {"loss": torch.tensor(1.0), "logits": 1}, 3])
+def test_a_validation_step_that_returns_nothing_to_measure_is_told_of_once(answer, sanity):
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=2, num_sanity_val_steps=sanity)
+    words = told(fitter, Answers(val=lambda *_: answer))
+    assert len(words) == 1
+    assert "validation_step returned" in words[0]
+    assert "stages=['train', 'test']" in words[0]
+    assert "train/acc" in fitter.callback_metrics
+    assert ("val/loss" in fitter.callback_metrics) == (isinstance(answer, dict | torch.Tensor) and bool(answer))
+
+
+def test_batches_without_anything_are_passed_over_and_counted():
+    def answer(outputs, batch_idx):
+        return None if batch_idx == 1 else outputs
+
+    fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
+    words = told(fitter, Answers(train=answer, val=answer))
+    assert [word for word in words if "1 of 4 batches of train returned nothing to measure and do not count" in word]
+    assert [word for word in words if "1 of 4 batches of val returned nothing to measure" in word]
+    assert len(words) == 4  # each of them once, and for each stage what to do
+    scores, target = (torch.cat([part[:4], part[8:]]) for part in loader().dataset.tensors)
+    expected = (scores.argmax(1) == target).float().mean().item()
+    assert fitter.callback_metrics["train/acc"].item() == pytest.approx(expected)
+    assert fitter.callback_metrics["val/acc"].item() == pytest.approx(expected)
+
+
+def test_a_batch_with_a_part_of_it_is_passed_over_unless_it_is_the_first():
+    def answer(number):
+        return lambda outputs, batch_idx: (
+            {"preds": outputs["preds"], "loss": outputs["loss"]} if batch_idx == number else outputs
+        )
+
+    assert len(told(trainer(MetricsMonitor(ACC)), Answers(train=answer(2)))) == 2
+    with pytest.raises(MetricsError, match=r"first batch of train: 'acc' needs target, and there is loss, preds"):
+        told(trainer(MetricsMonitor(ACC)), Answers(train=answer(0)))
+
+
+def test_ranks_of_which_one_returns_nothing(tmp_path):
+    class Half(Answers):
+        def validation_step(self, batch, batch_idx):
+            return None if self.global_rank == 1 and batch_idx == 1 else super().validation_step(batch, batch_idx)
+
+        def on_fit_end(self):
+            told = [str(warning.message) for warning in self.caught if "MetricsMonitor" in str(warning.message)]
+            torch.save((told, self.trainer.callback_metrics["val/acc"].item()), tmp_path / f"{self.global_rank}.pt")
+
+        def on_fit_start(self):
+            self.catcher = warnings.catch_warnings(record=True)
+            self.caught = self.catcher.__enter__()
+            warnings.simplefilter("always")
+
+    fitter = trainer(MetricsMonitor(ACC), strategy="ddp_fork", devices=2)
+    fitter.fit(Half(), loader(), loader())
+    (zero, one), (of_zero, of_one) = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)), strict=True)
+    assert len(zero) == 1
+    assert "1 of 4 batches of val returned nothing to measure" in zero[0]
+    assert not one
+    assert of_zero == of_one
+
+
+def test_a_best_of_a_stage_that_returns_nothing_is_refused():
+    with pytest.raises(MetricsError, match=r"loss alone in batch 0 of train.*best has the key 'train/acc'"):
+        told(trainer(MetricsMonitor(ACC, best={"train/acc": "max"})), Answers(train=lambda o, _: o["loss"]))
+    with pytest.raises(MetricsError, match="best has the key 'val/acc', and there is nothing"):
+        told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), Answers(val=lambda *_: None))
+
+
+def test_inputs_may_return_nothing_for_a_batch_and_sees_batches_of_which_a_step_returns_none():
+    def inputs(outputs, batch, stage):
+        return None if len(batch[1]) < 4 else {"preds": batch[0], "target": batch[1]}
+
+    fitter = trainer(MetricsMonitor(ACC, inputs=inputs))
+    module = Answers(train=lambda *_: None)
+    with pytest.warns(UserWarning, match="returned nothing") as caught:
+        fitter.fit(module, loader(10), loader(10))
+    assert len([word for word in caught if "inputs() returned nothing in batch 2" in str(word.message)]) == 2
+    scores, target = (part[:8] for part in loader(10).dataset.tensors)
+    expected = (scores.argmax(1) == target).float().mean().item()
+    assert fitter.callback_metrics["train/acc"].item() == pytest.approx(expected)
+    assert fitter.callback_metrics["val/acc"].item() == pytest.approx(expected)
+
+
+def test_somebodys_metric_computes_nothing_when_the_monitor_is_made():
+    class Counts(tm.MulticlassAccuracy):
+        computed = 0
+
+        def compute(self):
+            type(self).computed += 1
+            return super().compute()
+
+    monitor = MetricsMonitor({"acc": Counts(4)}, best={"val/acc": "max"}, plots=False)
+    assert Counts.computed == 0
+    trainer(monitor).validate(Logs(), loader(), verbose=False)
+    assert Counts.computed == 1
+
+
+def test_optional_arguments_may_come_and_go():
+    class Weighted(tm.MulticlassAccuracy):
+        def update(self, preds, target, weight=None):
+            super().update(preds if weight is None else preds[weight], target if weight is None else target[weight])
+
+    class Sometimes(Answers):
+        def validation_step(self, batch, batch_idx):
+            outputs = super().validation_step(batch, batch_idx)
+            return {**outputs, "weight": torch.tensor([True, False, True, False])} if batch_idx % 2 else outputs
+
+    fitter = trainer(MetricsMonitor({"acc": Weighted(4, average="micro")}))
+    (values,) = fitter.validate(Sometimes(), loader(), verbose=False)
+    scores, target = loader().dataset.tensors
+    counted = torch.tensor([True] * 4 + [True, False, True, False]).repeat(2)
+    assert values["val/acc"] == pytest.approx((scores.argmax(1) == target)[counted].float().mean().item())
+
+
+@pytest.mark.trap("metrics: MLflow's file store has no place for val/f1 beside val/f1/cat")
+def test_no_key_of_the_collection_is_a_folder_of_another():
+    class Outputs(EvaluatedNet):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            return {**outputs, "values": outputs["preds"][:, :2].detach()}
+
+        def validation_step(self, batch, batch_idx):
+            outputs = self.evaluate(batch, batch_idx)
+            return {**outputs, "values": outputs["preds"][:, :2]}
+
+    names = [f"digit {number}" for number in range(10)]
+    keys = set()
+    for optimization in ("adamw", "manual"):
+        clipping = GradientClipping(1.0, log_layers=True, on_nonfinite="skip")
+        classes = MetricsMonitor(multiclass_metrics(10, top_k=2), class_names=names, plots=False)
+        values = MetricsMonitor(
+            regression_metrics(2), prefix="values", plots=False,
+            inputs=lambda outputs, batch, stage: {"preds": outputs["values"], "target": outputs["values"] * 2},
+        )  # fmt: skip
+        fitter = trainer(clipping, classes, values, FlopsReport(), log_every_n_steps=1)
+        fitter.fit(Outputs(optimization), DataLoader(digits(), 20), DataLoader(digits(), 20))
+        keys |= fitter.callback_metrics.keys()
+    wanted = {"val/f1", "val/f1_digit 7", "values/val/mae", "values/val/mae_1", "grad_norm/pre_clip", "flops/forward"}
+    assert wanted | {"grad_norm/0/pre_clip", "params/total", "grad_norm/net.0.weight"} <= keys
+    assert clash_of(keys) is None
+
+
+NAMES = st.text("ab/_", min_size=1, max_size=5)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(NAMES, max_size=6))
+def test_a_clash_is_two_names_that_no_folder_can_hold(names):
+    def exclude(one, other):
+        return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+
+    pairs = [(names[i], names[j]) for i in range(len(names)) for j in range(i)]
+    clash = clash_of(names)
+    assert (clash is not None) == any(exclude(*pair) for pair in pairs)
+    assert clash is None or exclude(*clash)
+
+
+def test_names_of_classes_are_told_from_others():
+    names = ["f1", "f1_a", "f1_b_a", "acc_a", "hits_b_a", "f1_b_a_a", "f1_b_a_b_a"]
+    assert class_parts(names, ["a", "b_a"]) == {
+        "f1_a": ("f1", "a"), "f1_b_a": ("f1", "b_a"), "f1_b_a_a": ("f1_b_a", "a"), "f1_b_a_b_a": ("f1_b_a", "b_a"),
+    }  # fmt: skip
+    assert class_parts(names, []) == {}

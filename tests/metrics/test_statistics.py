@@ -1,0 +1,196 @@
+import numpy as np
+import pytest
+import sklearn.metrics as sk
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+
+from lightning_tricks.metrics import MeanLoss
+from lightning_tricks.metrics.core.sampler_shards import Share, share_of
+from lightning_tricks.metrics.core.statistics import (
+    average_precision,
+    binary_cells,
+    count_cells_,
+    count_scores_,
+    matrix_of,
+    merge_state,
+    misfits_of,
+    multiclass_cells,
+    new_counts,
+    pr_curve,
+    reliability_curve,
+    roc_auc,
+    roc_curve,
+    stat_scores,
+)
+
+SEEDS = st.integers(0, 2**20)
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+@FEW
+@given(SEEDS, st.integers(2, 6), st.integers(0, 40))
+def test_the_matrix_is_scikit_learns(seed, classes, rows):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(rows, classes, generator=generator)
+    target = torch.randint(classes, (rows,), generator=generator)
+    matrix = matrix_of(
+        count_cells_(new_counts(classes**2), multiclass_cells(classes, scores, target)), classes, classes
+    )
+    expected = (
+        sk.confusion_matrix(target, scores.argmax(1), labels=range(classes)) if rows else np.zeros((classes,) * 2)
+    )
+    assert matrix.tolist() == expected.tolist()
+    tp, fp, tn, fn = stat_scores(matrix)
+    each = sk.multilabel_confusion_matrix(target, scores.argmax(1), labels=range(classes)) if rows else np.zeros(1)
+    if rows:
+        assert torch.stack([tn, fp, fn, tp], 1).tolist() == each.reshape(classes, 4).tolist()
+
+
+def test_what_fits_no_cell_is_counted_beside_them():
+    scores = torch.tensor([[0.9, 0.1], [float("nan"), 0.1], [0.2, 0.8], [0.2, 0.8], [0.3, 0.7]])
+    target = torch.tensor([0, 0, 2, -1, -100])
+    counts = count_cells_(new_counts(4), multiclass_cells(2, scores, target, ignore_index=-100))
+    assert matrix_of(counts, 2, 2).tolist() == [[1, 0], [0, 0]]
+    assert misfits_of(counts) == 3
+    assert counts[-1] == 1
+
+    preds = torch.tensor([0.9, float("nan"), 1.5, -0.5, 0.4, 0.6])
+    counts = count_cells_(new_counts(4), binary_cells(preds, torch.tensor([1, 1, 1, 0, 2, 0])))
+    assert matrix_of(counts, 2, 2).tolist() == [[0, 1], [0, 1]]
+    assert misfits_of(counts) == 4
+
+
+@FEW
+@given(SEEDS)
+def test_cells_of_labels_are_those_of_each_label(seed):
+    generator = torch.Generator().manual_seed(seed)
+    preds, target = torch.rand(7, 3, 2, generator=generator), torch.randint(2, (7, 3, 2), generator=generator)
+    together = matrix_of(count_cells_(new_counts(12), binary_cells(preds, target, 0.4, labels=3)), 3, 2, 2)
+    for label in range(3):
+        alone = count_cells_(new_counts(4), binary_cells(preds[:, label], target[:, label], 0.4))
+        assert torch.equal(together[label], matrix_of(alone, 2, 2))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 30), st.integers(1, 30), st.integers(1, 3))
+def test_areas_are_scikit_learns_also_with_ties(seed, positives, negatives, digits):
+    generator = np.random.default_rng(seed)
+    p, n = generator.random(positives).round(digits), generator.random(negatives).round(digits)
+    target, scores = [1] * positives + [0] * negatives, [*p, *n]
+    assert roc_auc(torch.tensor(p), torch.tensor(n)).item() == pytest.approx(sk.roc_auc_score(target, scores))
+    ap = average_precision(torch.tensor(p), torch.tensor(n)).item()
+    assert ap == pytest.approx(sk.average_precision_score(target, scores))
+
+
+def test_areas_without_one_of_the_classes_are_nan():
+    for area in (roc_auc, average_precision):
+        assert area(torch.tensor([]), torch.tensor([0.5])).isnan()
+        assert area(torch.tensor([0.5]), torch.tensor([])).isnan()
+
+
+def test_states_merge_as_their_reduction_says():
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    assert torch.equal(merge_state([one, two], dim_zero_sum), torch.tensor([4.0, 6.0]))
+    assert torch.equal(merge_state([one, two], dim_zero_cat), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert torch.equal(merge_state([torch.tensor(1.0), two], dim_zero_cat), torch.tensor([1.0, 3.0, 4.0]))
+    assert merge_state([one, two], None).shape == (2, 2)
+    assert merge_state([[one], [two, one]], None) == [one, two, one]
+    assert merge_state([one], None) is one
+
+
+@FEW
+@given(SEEDS)
+def test_curves_of_the_histogram_are_scikit_learns(seed):
+    generator = np.random.default_rng(seed)
+    bins = 50
+    scores = (generator.integers(0, bins, 80) + 0.5) / bins  # one value for each bin, so that nothing is lost
+    target = np.r_[generator.integers(0, 2, 78), 0, 1]
+    histogram = torch.zeros(1, 2, bins, dtype=torch.int64)
+    column, labels = torch.tensor(scores)[:, None], torch.tensor(target)[:, None]
+    count_scores_(histogram, column, labels, torch.ones(80, dtype=torch.bool))
+    false, true = roc_curve(histogram[0])
+    assert sk.auc(false, true) == pytest.approx(sk.roc_auc_score(target, scores))
+    recall, precision = pr_curve(histogram[0])
+    steps = recall.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    assert (steps * precision).sum().item() == pytest.approx(sk.average_precision_score(target, scores))
+    confidence, positives, share = reliability_curve(histogram[0], bins=10)
+    for place, rate, part in zip(confidence, positives, share, strict=True):
+        inside = (scores * 10).astype(int) == int(place * 10)
+        assert rate.item() == pytest.approx(target[inside].mean())
+        assert place.item() == pytest.approx(scores[inside].mean())
+        assert part.item() == pytest.approx(inside.mean())
+
+
+@FEW
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_own_samples_of_all_ranks_are_all_samples_once(length, world, batch_size, shuffle):
+    seen = []
+    for rank in range(world):
+        data = list(range(length))
+        sampler = DistributedSampler(data, world, rank, shuffle=shuffle)
+        loader = DataLoader(data, batch_size, sampler=sampler)
+        share = share_of(loader)
+        for batch_idx, batch in enumerate(loader):
+            size, own = share.of_batch(batch_idx)
+            assert size == len(batch)
+            seen += batch[:own].tolist()
+    assert sorted(seen) == list(range(length))
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class _Pairs(BatchSampler):
+    pass
+
+
+def test_an_unknown_share_has_a_reason():
+    data = list(range(5))
+    sampler = DistributedSampler(data, 2, 0)
+    assert share_of(DataLoader(data, None, sampler=sampler)) == Share(3, 3, 1)
+    assert "IterableDataset" in share_of(DataLoader(_Stream()))
+    assert "_Pairs" in share_of(DataLoader(data, batch_sampler=_Pairs(SequentialSampler(data), 2, False)))
+    assert "no DistributedSampler" in share_of(DataLoader(data, 2))
+    assert "drop_last" in share_of(DataLoader(data, 2, sampler=sampler, drop_last=True))
+    assert "drop_last" in share_of(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, drop_last=True)))
+
+
+@FEW
+@given(SEEDS, st.integers(1, 600))
+def test_the_mean_loss_is_the_weighted_mean(seed, batches):
+    generator = np.random.default_rng(seed)
+    losses, rows = generator.normal(size=batches), generator.integers(0, 5, batches)
+    whole, first, second = MeanLoss(), MeanLoss(), MeanLoss()
+    for number, (loss, samples) in enumerate(zip(losses, rows, strict=True)):
+        for mean in (whole, first if number % 2 else second):
+            mean.update(torch.tensor(loss / 4), int(samples), factor=4)
+    merged = MeanLoss()
+    merged.load([first.state_dict(), second.state_dict()])
+    if rows.sum():
+        expected = np.average(losses, weights=rows)
+        assert whole.compute().item() == pytest.approx(expected)
+        assert merged.compute().item() == pytest.approx(expected)
+    else:
+        assert whole.compute() is None
+
+
+def test_a_loss_for_each_sample_counts_as_they_do():
+    mean = MeanLoss()
+    mean.update(torch.tensor([1.0, 3.0], requires_grad=True), 2)
+    mean.update(torch.tensor(5.0), 2)
+    assert mean.compute().item() == 3.5
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_that_is_written_to_later_counts_as_it_was(own):
+    mean = MeanLoss()
+    loss, each = torch.tensor(5.0), torch.tensor([1.0, 3.0])
+    mean.update(loss.clone() if own else loss, 1, own=own)
+    mean.update(each, 1, own=own)
+    loss.zero_(), each.zero_()
+    assert mean.compute().item() == 3.5

@@ -1,0 +1,204 @@
+"""`summarize_model`: numbers against torch, layers, graph, files, and no trace."""
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_tricks import summarize_model
+from lightning_tricks.model_report.core.autograd_graph import NO_DOT, draw
+from tests.contract.lab import same
+from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
+from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier
+
+
+def trained(*sizes):
+    model = nn.Sequential(*(nn.Linear(size, size) for size in sizes[:1]), nn.Linear(sizes[0], sizes[-1]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, sizes[0])).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_numbers_are_torchs(size, out):
+    model, optimizer = trained(size, out)
+    model[0].bias.requires_grad_(False)
+    summary = summarize_model(model, optimizers=optimizer)
+    for row, (name, parameter) in zip(summary.parameters, model.named_parameters(), strict=True):
+        assert (row.name, row.shape, row.dtype) == (name, tuple(parameter.shape), "float32")
+        assert row.trainable == parameter.requires_grad
+        assert row.mean == pytest.approx(parameter.double().mean().item())
+        assert row.std == pytest.approx(parameter.double().std(correction=0).item())
+        assert row.grad_norm == pytest.approx(parameter.grad.norm().item())
+    elements = size * size + size + size * out + out
+    assert summary.memory.weights == summary.memory.gradients == 4 * elements
+    assert summary.memory.optimizer_state == 2 * 4 * elements + 4 * 4  # two moments, and a step for each tensor
+    assert summary.memory.total == 16 * elements + 16
+
+
+def test_kinds_of_parameters():
+    model = nn.ModuleDict(
+        {
+            "lazy": nn.LazyLinear(3),
+            "meta": nn.Linear(2, 2, device="meta"),
+            "low": nn.Linear(2, 2, bias=False, dtype=torch.bfloat16),
+            "sparse": nn.Embedding(5, 2, sparse=True),
+            "norm": nn.BatchNorm1d(3),
+        }
+    )
+    model["sparse"](torch.tensor([0, 0])).sum().backward()
+    summary = summarize_model(model)
+    rows = {row.name: row for row in summary.parameters}
+    assert (rows["lazy.weight"].shape, rows["lazy.weight"].mean) == (None, None)
+    assert (rows["meta.weight"].shape, rows["meta.weight"].mean) == ((2, 2), None)
+    assert rows["low.weight"].dtype == "bfloat16"
+    assert rows["sparse.weight"].grad_norm == pytest.approx(8**0.5)
+    assert rows["norm.bias"].std == 0
+    assert summary.memory.buffers == 3 * 4 + 3 * 4 + 8
+    assert summary.notes == ("no layers and no graph: there are no inputs and no example_input_array",)
+    assert "lazy" in str(summary)
+
+
+def test_layers_and_graph():
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    summary = summarize_model(model, torch.zeros(3, 8), depth=1)
+    for words in ("Linear: 1-1", "[3, 8]", "[3, 2]", "Total params: 46"):
+        assert words in summary.layers
+    for words in ("digraph", "0.weight", "2.bias", "ReluBackward0"):
+        assert words in summary.graph
+    assert "ReluBackward0" in str(summarize_model(model, ROWS, graph={"show_attrs": True}).graph)
+    assert summarize_model(model, ROWS, graph=False).graph is None
+    model.example_input_array = torch.zeros(3, 8)
+    assert summarize_model(model).layers is not None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
+    class Auxiliary(nn.Module):
+        """Has a second head while it is trained."""
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.second = nn.Linear(8, 2), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.head(x).sum() + (self.second(x).sum() if self.training else 0)
+
+    summary = summarize_model(Auxiliary().train(training), torch.zeros(3, 8))
+    assert ("[3, 5]" in summary.layers) == training
+    assert "[3, 2]" in summary.layers
+
+
+def test_a_frozen_model_has_no_graph():
+    summary = summarize_model(nn.Linear(8, 4).requires_grad_(False), ROWS)
+    assert summary.graph is None
+    assert summary.notes == ("no graph: nothing that the model returned requires a gradient",)
+
+
+def test_a_training_step_and_manual_optimization():
+    for module in (Classifier(), Adversaries()):
+        summary = summarize_model(module, BATCH)
+        assert "Sequential" in summary.layers
+        assert "net.0.weight" in summary.graph
+        assert not summary.notes
+
+
+@pytest.mark.trap(
+    "flops: torchinfo flips frozen BatchNorms and draws random numbers, torchviz moves running statistics"
+)
+@pytest.mark.parametrize("make", NETS, ids=lambda make: make.__name__)
+def test_no_trace(make):
+    model, inputs = make()
+    before = state_of(model, inputs)
+    summary = summarize_model(model, inputs)
+    assert same(state_of(model, inputs), before)
+    assert summary.layers
+    assert summary.graph
+    with pytest.raises(ZeroDivisionError, match="in the middle of forward"):
+        summarize_model(Breaks(model), inputs)
+    assert same(state_of(model, inputs), before)
+
+
+def test_wrong_inputs_are_the_models_own_error():
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied(.|\n)*forward\(tensor \(2, 9\) float32\)"):
+        summarize_model(nn.Linear(8, 4), torch.zeros(2, 9))
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got 'net'"):
+        summarize_model("net")
+    with pytest.raises(TypeError, match="show_colors"):
+        summarize_model(nn.Linear(8, 4), ROWS, graph={"show_colors": True})
+
+
+def test_what_torchinfo_cannot_take_is_a_note():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x):
+            self.out = self.linear(x)
+            return object()
+
+    summary = summarize_model(nn.Sequential(Odd()), ROWS, graph=False)
+    assert summary.layers is None
+    assert summary.notes[0].startswith("no summary of the layers: torchinfo cannot take this model")
+
+
+@pytest.mark.parametrize(("package", "what"), [("torchinfo", "no summary of the layers"), ("torchviz", "no graph")])
+def test_without_the_extra(package, what, monkeypatch):
+    monkeypatch.setattr(
+        "lightning_tricks.model_report.core.summarizing.find_spec", lambda name: None if name == package else sys
+    )
+    summary = summarize_model(nn.Linear(8, 4), ROWS)
+    assert summary.notes == (f"{what}: {package} is not installed (pip install 'lightning-tricks[reports]')",)
+
+
+class TestFiles:
+    """What is written."""
+
+    def test_all_but_pictures(self, tmp_path, monkeypatch, lightning_log):
+        monkeypatch.setattr(shutil, "which", lambda program: None)
+        model, optimizer = trained(8, 4)
+        summary = summarize_model(model, ROWS, optimizers=[optimizer])
+        written = summary.write(tmp_path / "deep" / "report")
+        assert [path.name for path in written] == ["parameters.csv", "report.json", "layers.txt", "graph.dot"]
+        with written[0].open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["name"], row["shape"]) for row in rows][:2] == [("0.weight", "8x8"), ("0.bias", "8")]
+        report = json.loads(written[1].read_text())
+        assert report == summary.to_dict()
+        assert report["memory"]["weights"] == summary.memory.weights
+        assert written[3].read_text() == summary.graph
+        assert NO_DOT in [message for _, message in lightning_log]
+        assert "apt install graphviz" in NO_DOT
+
+    def test_pictures(self, tmp_path, monkeypatch):
+        program = tmp_path / "bin" / "dot"
+        program.parent.mkdir()
+        # stands in for graphviz's program where that is not installed: writes what it is asked to draw
+        script = (
+            "import pathlib, sys\n"
+            "place = sys.argv.index('-o')\n"
+            "pathlib.Path(sys.argv[place + 1]).write_text(pathlib.Path(sys.argv[-1]).read_text())\n"
+        )
+        program.write_text(f"#!{sys.executable}\n{script}")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+        (tmp_path / "graph.dot").write_text("digraph {}")
+        pictures = draw(tmp_path / "graph.dot")
+        assert [path.name for path in pictures] == ["graph.svg", "graph.png"]
+        assert "digraph {}" in Path(pictures[0]).read_text()
+
+    @pytest.mark.skipif(shutil.which("dot") is None, reason="needs graphviz's program dot")
+    def test_real_pictures(self, tmp_path):
+        written = summarize_model(nn.Linear(8, 4), ROWS).write(tmp_path)
+        assert "<svg" in written[-2].read_text()
+        assert written[-1].read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,129 @@
+"""Which layers are looked at, and that nothing of the looking stays."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_tricks.run_fingerprint.core.layer_outputs import Outputs, Tensors
+from lightning_tricks.run_fingerprint.core.record_file import Origin, read_record
+from lightning_tricks.run_fingerprint.core.row_writer import Recorder
+from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
+from tests.contract.lab import traces
+
+
+def seen(model, run):
+    outputs = []
+    before = traces(model)
+    end = Outputs(model).watch(lambda name, output: outputs.append((name, output)))
+    try:
+        run(model)
+    finally:
+        end()
+    assert traces(model) == before
+    return [name for name, _ in outputs]
+
+
+def test_leaves_and_modules_with_tensors_of_their_own_in_the_order_of_execution():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.second, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.second(self.first(x)).relu() * self.scale
+
+    model = nn.ModuleDict({"blocks": nn.Sequential(Block(), Block())})
+    names = seen(model, lambda m: m["blocks"](torch.ones(1, 4)))
+    assert names == [f"blocks.{n}{part}" for n in (0, 1) for part in (".first", ".second", "")]
+
+
+def test_copies_are_not_looked_at():
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert seen(model, lambda m: copy.deepcopy(m)(torch.ones(1, 4))) == []
+
+
+@pytest.mark.parametrize("compiled", ["module", "in place", "method", "function"])
+def test_compiled_parts_compile_as_they_would(compiled):
+    """No graph breaks; it compiles at most once more, where nothing shows from outside that it is compiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(len(list(graph.graph.nodes)))
+        return graph
+
+    def make():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        call = inner
+        if compiled == "module":
+            inner = call = torch.compile(inner, backend=backend)
+        elif compiled == "in place":
+            inner.compile(backend=backend)
+        elif compiled == "method":
+            inner.forward = torch.compile(inner.forward, backend=backend)
+        else:
+            call = torch.compile(lambda x: inner(x), backend=backend)
+        return nn.Sequential(inner), call
+
+    def calls(call):
+        return [call(torch.ones(2, 4)).sum().item() for _ in range(2)]
+
+    model, call = make()
+    results = calls(call)
+    bare, graphs[:] = list(graphs), []
+    model, call = make()
+    names = seen(model, lambda m: results.append(calls(call)))
+    assert results[-1] == results[:2]
+    assert graphs == bare
+    assert names == {"module": ["0", "0"]}.get(compiled, [])
+    assert calls(call) == results[:2]
+    for _ in range(10):
+        seen(model, lambda m: calls(call))
+    assert graphs == bare * (1 if compiled in ("module", "in place") else 2)
+
+
+def test_tensors_are_those_in_their_places_now():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LazyLinear(3))
+    model.add_module("tied", model[0])
+    tensors = Tensors(model)
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert list(tensors()) == names
+    model[1].running_mean = torch.ones(2)
+    assert tensors()["1.running_mean"] is model[1].running_mean
+    model[1].weight = None
+    assert "1.weight" not in tensors()
+    model[2](torch.ones(2, 2))
+    assert "2.weight" in tensors()
+
+
+def test_names_are_those_without_the_compiler():
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert list(Tensors(model)()) == ["0.weight", "0.bias"]
+
+
+def test_a_hugging_face_model_shows_its_layers():
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    model = transformers.BertForSequenceClassification(config)
+    names = seen(model, lambda m: m(torch.ones(1, 4, dtype=torch.long)))
+    assert names[0] == "bert.embeddings.word_embeddings"
+    assert names[-1] == "classifier"
+    assert "bert.encoder.layer.1.attention.self.query" in names
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_optimizer_shows_the_gradients_of_its_own_parameters(tmp_path, first):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    net(torch.ones(1, 3)).sum().backward()
+    net[first].bias.grad = None
+    recording = FitRecording(Recorder(tmp_path / "run.jsonl", Origin(detail="layer")), net)
+    recording.begin(0, 0)
+    recording.batch_starts(0, 0, 0, torch.ones(1, 3))
+    recording.optimizer_steps(torch.optim.SGD(net[first].parameters(), lr=0.1))
+    recording.breaks_off()
+    *_, row = read_record(tmp_path / "run.jsonl")
+    assert [column.name for column in row.as_dict() if column.kind == "gradient"] == [f"{first}.weight"]
