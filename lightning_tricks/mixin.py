@@ -21,8 +21,9 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import replace_hyperparameter, restricted_classmethod
+from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
 from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_choice, check_names, proposes_names
 from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.rng import isolated_seeding
@@ -225,8 +226,8 @@ class TricksMixin(_Base):
         self.tricks = _without_files_of_checkpoint(_as_tricks(tricks))
         self._trick_callbacks = self.tricks.callbacks()
         for callback in self._trick_callbacks:
-            callback.brought_by_module = True
-            callback.before_model()
+            callback.added_by_mixin = True
+            callback.before_module_init()
         super().__init__(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -336,10 +337,10 @@ class TricksMixin(_Base):
     def _callbacks_of_trainer(self) -> list[Callback]:
         """Return the Trainer's callbacks but those of a module that it fitted before, which ours shall replace."""
         try:
-            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks: list[Callback] = callbacks_of(self.trainer)
         except RuntimeError:  # no Trainer yet
             return []
-        return [c for c in callbacks if not getattr(c, "brought_by_module", False) or c in self._trick_callbacks]
+        return [c for c in callbacks if not getattr(c, "added_by_mixin", False) or c in self._trick_callbacks]
 
 
 def _texts_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
@@ -368,7 +369,7 @@ def _without_files_of_checkpoint(tricks: Tricks) -> Tricks:
             continue
         callback: type[TrickCallback] = getattr(lightning_tricks, trick.metadata["callback"])
         arguments = _arguments(callback, value)
-        named = callback.files_among(arguments, texts)
+        named = callback.paths_among(arguments, texts)
         if named:
             dropped += [f"{trick.name}.{name}={arguments[name]!r}" for name in named]
             needed = any(callback.needs(name) for name in named)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat._unknown import unknown_lightning
+from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,13 +16,11 @@ _REMEMBERED = ("_last_global_step_saved", "_last_checkpoint_saved", "current_sco
 _SINCE_2_6 = ("_defer_save_until_validation",)
 
 
+@needs_private("AutoResume")
 def memory_of_checkpointing(callback: ModelCheckpoint) -> dict[str, Any]:
     """Return what a ModelCheckpoint remembers and does not restore from its state dict."""
-    try:
-        later = [name for name in _SINCE_2_6 if hasattr(callback, name)]
-        return {name: getattr(callback, name) for name in (*_REMEMBERED, *later)}
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    later = [name for name in _SINCE_2_6 if hasattr(callback, name)]
+    return {name: getattr(callback, name) for name in (*_REMEMBERED, *later)}
 
 
 def restore_memory_of_checkpointing(callback: ModelCheckpoint, memory: dict[str, Any]) -> None:
@@ -42,10 +40,8 @@ def watch_files(
         touch: Called with the file.
         link_to: Called before it makes a symbolic link, with its path and what it points to.
     """
-    try:
+    with needs_private("AutoResume"):
         save, remove, link = callback._save_checkpoint, callback._remove_checkpoint, callback._link_checkpoint
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
 
     def save_checkpoint(trainer: Any, filepath: str) -> None:
         touch(Path(filepath))

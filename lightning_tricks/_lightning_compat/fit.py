@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat._unknown import unknown_lightning
+from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,11 @@ def choose_what_to_resume(
     It gets the path that was given to the Trainer, or None, and returns another one with what it read from there, or
     None to leave it at that. Returns what ends this before the next run asked.
     """
-    try:
+    with needs_private("AutoResume"):
         from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
         connector: Any = trainer._checkpoint_connector
         resume_start = connector.resume_start
-    except (AttributeError, ImportError) as error:
-        raise unknown_lightning("AutoResume", error) from error
 
     def chosen(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         undo()
@@ -44,13 +42,11 @@ def choose_what_to_resume(
     return undo
 
 
+@needs_private("AutoResume")
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """Return what `Trainer.save_checkpoint` would write; every rank has to call it."""
-    try:
-        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return checkpoint
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
 
 
 class FitWatcher:
@@ -91,7 +87,7 @@ class FitWatcher:
 
 def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
     """Call a watcher at the moments of a fit that no hook marks; return what ends that."""
-    try:
+    with needs_private("AutoResume"):
         from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 
         signals, fit, epoch = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -109,8 +105,6 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
                 (epoch, "on_advance_end"),
             )
         }
-    except (AttributeError, ImportError) as error:
-        raise unknown_lightning("AutoResume", error) from error
     plain = {name: function for (owner, name), function in replaced.items() if (owner, name) != (fit, "setup_data")}
     setup_train_data = replaced[fit, "setup_data"]
     advancing: list[bool] = []
@@ -185,46 +179,36 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
     return undo
 
 
+@needs_private("AutoResume")
 def begin_epoch_again(trainer: Trainer) -> None:
     """Call the hooks of an epoch's start, of callbacks and module, in the epoch that runs."""
     from lightning.pytorch.trainer import call
 
-    try:
-        call._call_callback_hooks(trainer, "on_train_epoch_start")
-        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
-    except AttributeError as error:
-        if error.obj is not call:
-            raise
-        raise unknown_lightning("AutoResume", error) from error
+    call._call_callback_hooks(trainer, "on_train_epoch_start")
+    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
 
+@needs_private("AutoResume")
 def make_iterators_again(trainer: Trainer) -> None:
     """Ask the training loaders for their iterators once more, at the same place of the epoch."""
-    try:
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        fetched = fetcher.fetched
-        iter(fetcher)
-        fetcher.fetched = fetched
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched = fetcher.fetched
+    iter(fetcher)
+    fetcher.fetched = fetched
 
 
+@needs_private("AutoResume")
 def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
     """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
-    try:
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        return list(fetcher.combined_loader._iterator.iterators), len(getattr(fetcher, "batches", ()))
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return list(fetcher.combined_loader._iterator.iterators), len(getattr(fetcher, "batches", ()))
 
 
+@needs_private("AutoResume")
 def begun_again(trainer: Trainer) -> list[bool]:
     """Return which of the training loaders were at their end in this epoch already, and began again."""
-    try:
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        return list(getattr(fetcher.combined_loader._iterator, "_consumed", ()))
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return list(getattr(fetcher.combined_loader._iterator, "_consumed", ()))
 
 
 def mark_begun_again(trainer: Trainer, which: list[bool]) -> None:
@@ -234,80 +218,66 @@ def mark_begun_again(trainer: Trainer, which: list[bool]) -> None:
         fetcher.combined_loader._iterator._consumed = list(which)
 
 
+@needs_private("AutoResume")
 def load_states_of_loaders(trainer: Trainer) -> None:
     """Let loaders with a `state_dict` take up their saved states, if they were made before these were there.
 
     Where `configure_optimizers` asks for `estimated_stepping_batches`, that makes the loaders before the Trainer
     restores its loops.
     """
-    try:
-        fit: Any = trainer.fit_loop
-        states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
-        if states:
-            fit._combined_loader._load_state_dicts(states)
-            make_iterators_again(trainer)
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    fit: Any = trainer.fit_loop
+    states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
+    if states:
+        fit._combined_loader._load_state_dicts(states)
+        make_iterators_again(trainer)
 
 
+@needs_private("AutoResume")
 def skip_train_batches(trainer: Trainer, count: int) -> None:
     """Fetch batches for nothing."""
-    try:
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        fetched, fetcher.fetched = fetcher.fetched, 0
-        for _ in range(count):
-            next(fetcher)
-        fetcher.fetched = fetched
-        if fetcher.length is not None:
-            fetcher.done = fetched >= fetcher.length
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched, fetcher.fetched = fetcher.fetched, 0
+    for _ in range(count):
+        next(fetcher)
+    fetcher.fetched = fetched
+    if fetcher.length is not None:
+        fetcher.done = fetched >= fetcher.length
 
 
+@needs_private("AutoResume")
 def batches_done(trainer: Trainer) -> int:
     """Return how many batches of the epoch that runs are done."""
-    try:
-        return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+@needs_private("AutoResume")
 def end_workers(trainer: Trainer) -> None:
     """End the workers of a fit's loaders, which the fit will not ask again."""
-    try:
-        trainer.fit_loop.teardown()
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    trainer.fit_loop.teardown()
 
 
+@needs_private("AutoResume")
 def is_at_end_of_epoch(trainer: Trainer) -> bool:
     """Whether the batch that was just done is the last of its epoch."""
-    try:
-        return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
 def slurm_requeue_signal(trainer: Trainer) -> str | None:
     """Return the name of the signal on which Lightning has SLURM requeue the job, or None where it does not."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-    try:
+    with needs_private("AutoResume"):
         environment = trainer._accelerator_connector.cluster_environment
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
     return environment.requeue_signal.name if environment.requeue_signal is not None else "SIGUSR1"
 
 
+@needs_private("AutoResume")
 def is_between_steps(trainer: Trainer) -> bool:
     """Whether the batch that was just done ended with an optimizer step, and another batch or epoch follows."""
-    try:
-        loop = trainer.fit_loop.epoch_loop
-        return not (loop._should_accumulate() or 0 <= loop.max_steps <= loop.global_step)
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    loop = trainer.fit_loop.epoch_loop
+    return not (loop._should_accumulate() or 0 <= loop.max_steps <= loop.global_step)
 
 
 def is_tuning(trainer: Trainer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat._unknown import unknown_lightning
+from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +18,9 @@ def call_after_training(trainer: Trainer, function: Callable[[], None]) -> Calla
 
     Some of them change the weights there, such as those that average them, and no hook comes after all of them.
     """
-    try:
+    with needs_private("AutoResume"):
         fit: Any = trainer.fit_loop
         on_run_end = fit.on_run_end
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
 
     def on_run_end_and_more() -> None:
         on_run_end()
@@ -41,7 +39,7 @@ def give_back_scheduler(trainer: Trainer, averaging: StochasticWeightAveraging) 
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch.optim.swa_utils import SWALR
 
-    try:
+    with needs_private("AutoResume"):
         state = averaging._scheduler_state
         if state is None or averaging._swa_scheduler is not None:
             return
@@ -54,14 +52,10 @@ def give_back_scheduler(trainer: Trainer, averaging: StochasticWeightAveraging) 
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
         trainer.lr_scheduler_configs.append(LRSchedulerConfig(averaging._swa_scheduler))
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
 
 
+@needs_private("AutoResume")
 def give_back_epoch(trainer: Trainer, averaging: StochasticWeightAveraging) -> None:
     """Take back the epoch that it adds for batch statistics, in a fit that had ended and was not trained again."""
-    try:
-        if averaging._model_contains_batch_norm and averaging._max_epochs != -1:
-            trainer.fit_loop.max_epochs = averaging._max_epochs
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    if averaging._model_contains_batch_norm and averaging._max_epochs != -1:
+        trainer.fit_loop.max_epochs = averaging._max_epochs

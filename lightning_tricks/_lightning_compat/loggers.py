@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat._unknown import unknown_lightning
+from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -21,31 +21,27 @@ def kind_of_logger(logger: Logger) -> str:
     return next((name for name, kind in kinds.items() if isinstance(logger, kind)), "")
 
 
+@needs_private("AutoResume")
 def version_of_logger(logger: Any) -> int | str | None:
     """Return the version, or the id of the run, that a logger has; None where it has none yet."""
-    try:
-        version: int | str | None = logger._run_id if kind_of_logger(logger) == "mlflow" else logger.version
-        return version
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    version: int | str | None = logger._run_id if kind_of_logger(logger) == "mlflow" else logger.version
+    return version
 
 
+@needs_private("AutoResume")
 def log_dir_of(logger: Any, version: int | str | None) -> Path:
     """Return the directory that a logger of files would have with a version."""
+    before, logger._version = logger._version, version
     try:
-        before, logger._version = logger._version, version
-        try:
-            return Path(os.path.abspath(logger.log_dir))  # noqa: PTH100 - resolves no links
-        finally:
-            logger._version = before
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+        return Path(os.path.abspath(logger.log_dir))  # noqa: PTH100 - resolves no links
+    finally:
+        logger._version = before
 
 
 def give_version(logger: Any, version: int | str) -> bool:
     """Let a logger go on with a version, or a run's id; return whether it does: a run that is open stays what it is."""
     kind = kind_of_logger(logger)
-    try:
+    with needs_private("AutoResume", KeyError):
         if kind in ("csv", "tensorboard"):
             logger._version = version
         elif kind == "mlflow" and not logger._initialized:
@@ -53,8 +49,6 @@ def give_version(logger: Any, version: int | str) -> bool:
         elif kind == "wandb" and logger._experiment is None:
             logger._id = logger._wandb_init["id"] = version
         return version_of_logger(logger) == version
-    except (AttributeError, KeyError) as error:
-        raise unknown_lightning("AutoResume", error) from error
 
 
 def open_csv(logger: Any, header: list[str] | None = None) -> Path:
@@ -66,7 +60,7 @@ def open_csv(logger: Any, header: list[str] | None = None) -> Path:
     """
     from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-    try:
+    with needs_private("AutoResume"):
         if logger._experiment is None:
             with tempfile.TemporaryDirectory() as empty:
                 logger._experiment = ExperimentWriter(empty)
@@ -78,16 +72,12 @@ def open_csv(logger: Any, header: list[str] | None = None) -> Path:
         if header is not None:
             writer.metrics_keys = list(header)
         return path
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
 
 
+@needs_private("AutoResume")
 def drop_unwritten_rows(logger: Any) -> None:
     """Let a CSVLogger forget the rows that it has not written yet."""
-    try:
-        logger._experiment.metrics = []
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    logger._experiment.metrics = []
 
 
 def move_csv(logger: Any, fresh: Path | None) -> Path:
@@ -101,19 +91,17 @@ def move_csv(logger: Any, fresh: Path | None) -> Path:
     return path
 
 
+@needs_private("AutoResume")
 def close_tensorboard(logger: Any) -> None:
     """Close what a TensorBoardLogger writes to; it opens another file in the directory of its version when it logs."""
-    try:
-        writer = logger._experiment
-        if writer is None:
-            return
-        writer.close()
-        if hasattr(writer, "all_writers") and type(writer).__module__.startswith("torch."):
-            writer.log_dir = logger.log_dir  # opens by itself what was closed
-        else:
-            logger._experiment = None
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    writer = logger._experiment
+    if writer is None:
+        return
+    writer.close()
+    if hasattr(writer, "all_writers") and type(writer).__module__.startswith("torch."):
+        writer.log_dir = logger.log_dir  # opens by itself what was closed
+    else:
+        logger._experiment = None
 
 
 def keep_still(logger: Any) -> None:

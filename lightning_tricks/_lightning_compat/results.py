@@ -8,54 +8,50 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_tricks._lightning_compat._unknown import unknown_lightning
+from lightning_tricks._lightning_compat.guards import needs_private
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 
 
+@needs_private("AutoResume")
 def place_in_fit(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer remembers beside its checkpoints: what was logged in this epoch, and when it reloads."""
-    try:
-        connector, fit = trainer._logger_connector, trainer.fit_loop
-        places = {id(metric): place for place, metric in _metrics(trainer)}
-        return {
-            "logged": {
-                name: dict(getattr(connector, name))
-                for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-            },
-            "current_fx": connector._current_fx,
-            "first_loop_iter": connector._first_loop_iter,
-            "should_stop": bool(trainer.should_stop),
-            "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
-            "validated": dict(fit.epoch_loop.val_loop._seen_batches_per_dataloader),  # the steps of what it logs
-            "results": [
-                _plain_result(trainer, key, item, places)
-                for key, item in fit.epoch_loop._results.items()
-                if item.meta.sync.group is None
-            ],
-        }
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    connector, fit = trainer._logger_connector, trainer.fit_loop
+    places = {id(metric): place for place, metric in _metrics(trainer)}
+    return {
+        "logged": {
+            name: dict(getattr(connector, name))
+            for name in ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+        },
+        "current_fx": connector._current_fx,
+        "first_loop_iter": connector._first_loop_iter,
+        "should_stop": bool(trainer.should_stop),
+        "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
+        "validated": dict(fit.epoch_loop.val_loop._seen_batches_per_dataloader),  # the steps of what it logs
+        "results": [
+            _plain_result(trainer, key, item, places)
+            for key, item in fit.epoch_loop._results.items()
+            if item.meta.sync.group is None
+        ],
+    }
 
 
+@needs_private("AutoResume")
 def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
     """Put back what `place_in_fit` returned, except metrics that are not there."""
-    try:
-        connector, fit = trainer._logger_connector, trainer.fit_loop
-        for name, values in place["logged"].items():
-            setattr(connector, name, dict(values))
-        connector._current_fx, connector._first_loop_iter = place["current_fx"], place["first_loop_iter"]
-        trainer.should_stop = place["should_stop"]
-        fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
-        fit.epoch_loop.val_loop._seen_batches_per_dataloader.clear()
-        fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(place["validated"])
-        fit.epoch_loop._results.clear()
-        metrics = dict(_metrics(trainer))
-        for item in place["results"]:
-            _add_result(trainer, item, metrics)
-    except AttributeError as error:
-        raise unknown_lightning("AutoResume", error) from error
+    connector, fit = trainer._logger_connector, trainer.fit_loop
+    for name, values in place["logged"].items():
+        setattr(connector, name, dict(values))
+    connector._current_fx, connector._first_loop_iter = place["current_fx"], place["first_loop_iter"]
+    trainer.should_stop = place["should_stop"]
+    fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
+    fit.epoch_loop.val_loop._seen_batches_per_dataloader.clear()
+    fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(place["validated"])
+    fit.epoch_loop._results.clear()
+    metrics = dict(_metrics(trainer))
+    for item in place["results"]:
+        _add_result(trainer, item, metrics)
 
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
@@ -100,7 +101,7 @@ class AutoResume(TrickCallback):
         >>> trainer = Trainer(callbacks=[AutoResume("runs/digits", every_n_train_steps=500)], accelerator="cpu")
     """
 
-    file_arguments = ("dirpath",)
+    path_arguments = ("dirpath",)
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class AutoResume(TrickCallback):
     def _before_loggers(self, module: LightningModule) -> None:
         trainer = module.trainer
         self._release()
-        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or is_tuning(trainer):  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING or is_fast_dev_run(trainer) or is_tuning(trainer):
             return
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
@@ -164,7 +165,7 @@ class AutoResume(TrickCallback):
         if stage != "fit":
             self._release()
             return
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_fast_dev_run(trainer):
             rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
         if is_tuning(trainer):

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks.auto_resume.callback import AutoResume
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 
@@ -19,6 +20,6 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say how often the run was saved."""
-    (callback,) = (c for c in trainer.callbacks if isinstance(c, AutoResume))  # type: ignore[attr-defined]
+    (callback,) = callbacks_of_type(trainer, AutoResume)
     saves = CheckpointFolder(callback.dirpath).manifests()[0].number
     return {"checkpoints": f"{saves}; killed meanwhile, the same command goes on"}

@@ -26,6 +26,7 @@ from torch import nn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import memory_of_checkpointing, restore_memory_of_checkpointing
 from lightning_tricks._lightning_compat.results import named_callbacks, place_in_fit, return_to_place
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     Structure,
@@ -171,7 +172,7 @@ class RankState:
         for name, module in self._modules().items():
             if name in state["buffers"]:
                 restore_buffers(module, state["buffers"][name])
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(self.trainer):
             if isinstance(callback, ModelCheckpoint):
                 memory = state["callbacks"].get(callback.state_key, {}).get("in_epoch", {})
                 restore_memory_of_checkpointing(callback, on_device(memory, self.module.device))
@@ -182,14 +183,15 @@ class RankState:
         restore_gradients(self.module, state["gradients"])
         if state["syncs_buffers"] is not None and hasattr(self.trainer.model, _SYNCS):
             setattr(self.trainer.model, _SYNCS, state["syncs_buffers"])
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[Any] = callbacks_of(self.trainer)
+        for callback in callbacks:
             states = state["callbacks"].get(callback.state_key, {})
             if states.get("state_dict"):
                 callback.load_state_dict(states["state_dict"])
             if isinstance(callback, ModelPruning):
                 restore_tickets(callback, on_device(states.get("in_epoch", {}), self.module.device))
             elif states.get("in_epoch") and not isinstance(callback, ModelCheckpoint):
-                callback.go_on_in_epoch(on_device(states["in_epoch"], self.module.device))
+                callback.load_mid_epoch_state(on_device(states["in_epoch"], self.module.device))
         restore_rng_state(state["rng"])
 
     def _settings_of_trainer(self) -> dict[str, Any]:
@@ -210,7 +212,7 @@ class RankState:
 
     def _owners(self) -> dict[str, object]:
         """Return those whose attributes go on."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = datamodule_of(self.trainer)
         callbacks = {
             name: one for name, one in named_callbacks(self.trainer).items() if not isinstance(one, _LEFT_ALONE)
         }
@@ -233,11 +235,11 @@ class RankState:
     def _averaging(self) -> list[Callback]:
         """Return the callbacks of Lightning that save the averages that they hold."""
         kind = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())
-        return [one for one in self.trainer.callbacks if isinstance(one, kind)]  # type: ignore[attr-defined]
+        return [one for one in callbacks_of(self.trainer) if isinstance(one, kind)]
 
     def _states_of_callbacks(self, of_each_rank: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(self.trainer):
             state = {
                 "in_epoch": _state_beside(callback),
                 "state_dict": callback.state_dict() if of_each_rank else {},
@@ -253,7 +255,7 @@ def _state_beside(callback: Callback) -> dict[str, Any]:
         return memory_of_checkpointing(callback)
     if isinstance(callback, ModelPruning):
         return tickets_of(callback)
-    tells = getattr(callback, "state_in_epoch", None)
+    tells = getattr(callback, "mid_epoch_state", None)
     return tells() if tells is not None else {}
 
 

@@ -32,6 +32,7 @@ from lightning_tricks._lightning_compat.fit import (
     watch_fit,
 )
 from lightning_tricks._lightning_compat.fit_end import call_after_training, give_back_epoch, give_back_scheduler
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.comparison import differing
@@ -283,7 +284,7 @@ class GuardedFit(FitWatcher):
             return
         moment, self._moment = self._moment, ""
         if moment:
-            self._go_on_in_epoch()
+            self._load_mid_epoch_state()
             self._last_step = self._saved_step = self.trainer.global_step
             if moment == _AFTER_BATCH:
                 finish_batch()
@@ -296,7 +297,7 @@ class GuardedFit(FitWatcher):
         if asked:
             self._leave()
 
-    def _go_on_in_epoch(self) -> None:
+    def _load_mid_epoch_state(self) -> None:
         """Bring the epoch to where it was: its hooks are called again, its loaders skip, all else is put back."""
         trainer, own = self.trainer, self._own
         forget_restart(trainer)
@@ -348,7 +349,7 @@ class GuardedFit(FitWatcher):
         with suppress(MisconfigurationException):  # a file that somebody wrote since it was read
             saved = self._read(self._path_resumed(), mmap=True)
         places = differing({name: saved[name] for name in saved if name not in _NOT_COMPARED}, checkpoint)
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(self.trainer)
         clocks = tuple(f"callbacks.{one.state_key}." for one in callbacks if isinstance(one, Timer))
         return [place for place in places if not place.startswith(clocks)]
 
@@ -357,7 +358,7 @@ class GuardedFit(FitWatcher):
         ranks = gather_objects((list(found), self.loaders.differences))
         places = list(dict.fromkeys(place for found, _ in ranks for place in found))
         sentences = list(dict.fromkeys(sentence for _, differences in ranks for sentence in differences))
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(self.trainer):
             if isinstance(callback, TrickCallback):
                 callback.resumed(self.trainer, [*places, *("the data" for _ in sentences[:1])])
         if places:
@@ -390,7 +391,7 @@ class GuardedFit(FitWatcher):
 
     def train_ends(self) -> None:
         """Save the end, when no hook changes it any more."""
-        if not self._runs or self.settings not in self.trainer.callbacks:  # type: ignore[attr-defined]
+        if not self._runs or self.settings not in callbacks_of(self.trainer):
             return  # a tuner's fit, which leaves the callbacks out
         self._save(_AT_END)
         self._tell("finished")
@@ -406,7 +407,7 @@ class GuardedFit(FitWatcher):
             restore_rng_state(self._own["rng"])
 
     def _averaging(self) -> list[StochasticWeightAveraging]:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(self.trainer)
         return [one for one in callbacks if isinstance(one, StochasticWeightAveraging)]
 
     def _withdraw(self) -> None:

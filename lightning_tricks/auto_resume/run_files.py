@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.checkpoints import watch_files
 from lightning_tricks._lightning_compat.loggers import keep_still, let_begin
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder, Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import pack_streams, unpack_streams
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, me
@@ -191,7 +192,7 @@ class Surroundings:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1
 
     def _checkpointing(self) -> dict[str, ModelCheckpoint]:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(self.trainer)
         return {one.state_key: one for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath}
 
     def _folders(self) -> dict[str, Path]:
@@ -202,7 +203,7 @@ class Surroundings:
     def _spare_config(self) -> None:
         """Tell LightningCLI that its config is there: it refuses a directory that has one."""
         cli = sys.modules.get("lightning.pytorch.cli")
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in callbacks_of(self.trainer):
             if cli is not None and isinstance(callback, cli.SaveConfigCallback):
                 callback.already_saved = True
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 
 _OF_TRAINER = {
     "state_dict": "the state_dict of {module}",
@@ -25,13 +28,15 @@ def _who(trainer: Trainer, module: LightningModule, place: Sequence[str]) -> str
     key = place[0]
     if key in _OF_TRAINER:
         return _OF_TRAINER[key].format(module=type(module).__name__)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer)
     if key == "callbacks":
         owners = [type(callback).__name__ for callback in callbacks if callback.state_key == place[1]]
         return f"the state_dict of {' or '.join(owners) or place[1]}"
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    datamodule = datamodule_of(trainer)
     if datamodule is not None and key == type(datamodule).__qualname__:
         return f"the state_dict of {key}"
-    hooked = [part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)]
+    hooked: list[Any] = [
+        part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
+    ]
     hooked += [callback for callback in callbacks if is_overridden("on_save_checkpoint", callback)]
     return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hooked) or 'a hook'}"

@@ -64,7 +64,7 @@ class CheckpointRemapping(TrickCallback):
         >>> trainer = Trainer(callbacks=[pretrained], accelerator="cpu", logger=False)
     """
 
-    file_arguments = ("path", "rules")
+    path_arguments = ("path", "rules")
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class CheckpointRemapping(TrickCallback):
         if trainer.ckpt_path is not None:
             rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded, the fit resumes from {trainer.ckpt_path}.")
             return
-        if self.brought_by_module and getattr(pl_module, "load_report", None) is not None:
+        if self.added_by_mixin and getattr(pl_module, "load_report", None) is not None:
             rank_zero_info(
                 f"CheckpointRemapping: {self.path} is not loaded, the module comes from load_from_checkpoint."
             )

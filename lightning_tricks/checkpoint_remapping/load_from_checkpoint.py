@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from packaging.version import InvalidVersion, Version
 
-from lightning_tricks._lightning_compat import module_from_checkpoint
+from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
     arguments_of,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.ensembles.voting import VotingClassifier
 
 _MEMBERS = 5
@@ -22,7 +23,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Train five members like the demo's model, and say what they gain together."""
     model: Any = trainer.lightning_module
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data: Any = datamodule_of(trainer)
     ensemble = VotingClassifier(
         model.net, _MEMBERS, optimizer=model.tricks.optimizer, lr_scheduler=model.tricks.schedule, seed=0
     )

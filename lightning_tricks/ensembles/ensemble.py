@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import replace_train_loaders, restricted_classmethod, shares_out_samples
+from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._lightning_compat.loaders import replace_train_loaders, shares_out_samples
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modes import evaluating
@@ -298,7 +300,7 @@ class Ensemble(Interchange, LightningModule):
             return
         self._seen.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = callbacks_of(self.trainer)
         if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
             self.estimators_ = as_loop(self.estimators_, "AGC clips the units of each layer by itself")
         self._say(*self._remarks)

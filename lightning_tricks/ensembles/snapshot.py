@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import snapshot_factor
@@ -133,7 +134,7 @@ class _Snapshots(Ensemble):
     def _steps_of_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
         steps = total_steps(trainer)
-        if steps % n == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if steps % n == 0 or is_fast_dev_run(trainer):
             return max(1, steps // n)
         by_epochs = trainer.max_steps == -1
         length = f"max_epochs={trainer.max_epochs} ({steps} steps)" if by_epochs else f"{steps} steps"

@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import forget_module_flops, logs_at_this_step, peak_flops_of
+from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
+from lightning_tricks._lightning_compat.throughput import forget_module_flops, peak_flops_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.dry_run.calls import Call, find_call, step_of
 from lightning_tricks._shared.units import si
@@ -61,7 +63,7 @@ class FlopsReport(TrickCallback):
         >>> trainer = Trainer(callbacks=[FlopsReport(backward=True)], accelerator="cpu", logger=False)
     """
 
-    file_arguments = ("path",)
+    path_arguments = ("path",)
 
     def __init__(
         self,
@@ -257,5 +259,5 @@ class _Meter:
 
 
 def _monitors(trainer: Trainer) -> list[ThroughputMonitor]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer)
     return [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]

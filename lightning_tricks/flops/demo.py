@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.units import si
 from lightning_tricks.flops.callback import FlopsReport
 
@@ -19,7 +20,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say what was counted in this fit."""
-    (callback,) = (c for c in trainer.callbacks if isinstance(c, FlopsReport))  # type: ignore[attr-defined]
+    (callback,) = callbacks_of_type(trainer, FlopsReport)
     if callback.count is None:
         return {"FLOPs": "not counted"}
     count = callback.count

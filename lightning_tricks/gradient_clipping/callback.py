@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import logs_at_this_step
+from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import unwrapped
 from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold

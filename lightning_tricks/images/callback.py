@@ -96,19 +96,19 @@ class ImageLogger(StepsCallback):
         """Ask whether there is a logger for pictures."""
         super().setup(trainer, pl_module, stage)
         self._forget()
-        self._active = self.takes_pictures(trainer)
+        self._active = self.has_image_logger(trainer)
 
     def on_step_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        place: tuple[str, int],
+        stage: str,
+        dataloader_idx: int,
         outputs: Any,
         batch: Any,
         batch_idx: int,
     ) -> None:
         """Keep what is worth a look; in sanity checking nothing."""
-        stage = place[0]
         if not self._is_due(trainer, stage):
             return
         inputs = self._inputs_of(outputs, batch, stage)
@@ -117,7 +117,7 @@ class ImageLogger(StepsCallback):
         images, preds, target = inputs
         if stage not in self._kinds:
             self._kinds[stage] = self._kinds_of(images, preds, target, stage)
-        if self._only_looks:
+        if self._is_sanity_checking:
             return
         with torch.inference_mode(False), torch.no_grad():
             samples = judged(images, preds, target, **self._kinds[stage]).best(self.n)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 from lightning_tricks.lr_schedules.core.schedules import constant
@@ -89,7 +90,7 @@ def build_schedule(
     try:
         factor = spec.bind(total, partial(_steps_of_epochs, trainer))
     except ValueError as error:
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not is_fast_dev_run(trainer):
             raise
         rank_zero_info(f"The learning rate stays constant in this fast_dev_run, which is too short: {error}")
         factor = constant
@@ -118,7 +119,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     epochs = trainer.max_epochs
     by_epochs = math.inf if epochs in (None, -1) else _steps_of_epochs(trainer, epochs or 0)
     total = min(limit, by_epochs)
-    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     if total == math.inf:
         if timers:
             reason = "max_time does not tell how many steps the run will have"
@@ -158,7 +159,7 @@ def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     if batches == math.inf:
         return math.inf
 
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    schedulers = [c for c in callbacks_of(trainer) if isinstance(c, GradientAccumulationScheduler)]
 
     def steps(epoch: int) -> int:
         accumulated = trainer.accumulate_grad_batches

@@ -15,7 +15,9 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback
-from lightning_tricks._lightning_compat import evaluation_loaders, log_epoch_value
+from lightning_tricks._lightning_compat.loaders import evaluation_loaders
+from lightning_tricks._lightning_compat.logged_values import log_epoch_value
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
 from lightning_tricks._shared.logger_images import log_picture
 from lightning_tricks._shared.mean_loss import MeanLoss
@@ -209,7 +211,7 @@ class MetricsMonitor(StepsCallback):
                 )
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])
-        self._draws = self.plots is not False and self.takes_pictures(trainer)
+        self._draws = self.plots is not False and self.has_image_logger(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a loader without batches, and keys of loaders that there are not."""
@@ -241,13 +243,14 @@ class MetricsMonitor(StepsCallback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        place: tuple[str, int],
+        stage: str,
+        dataloader_idx: int,
         outputs: Any,
         batch: Any,
         batch_idx: int,
     ) -> None:
         """Count a batch; in sanity checking only look at it."""
-        stage = place[0]
+        place = (stage, dataloader_idx)
         if stage not in self.stages:
             return
         loader = self._loaders.get(place) or self._new_loader(trainer, pl_module, place, batch_idx)
@@ -259,7 +262,7 @@ class MetricsMonitor(StepsCallback):
         if self.inputs is None and isinstance(outputs, Tensor) and not outputs.ndim:
             inputs = {"loss": outputs}  # as Lightning takes it
         measured = self._is_measured(loader, inputs, stage, batch_idx)
-        if self._only_looks:
+        if self._is_sanity_checking:
             return
         inputs = inputs if isinstance(inputs, Mapping) else {}
         rows = None
@@ -387,7 +390,7 @@ class MetricsMonitor(StepsCallback):
 
     def _refuse_same_keys(self, trainer: Trainer) -> None:
         """Refuse other monitors that would log under the same keys."""
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
+        for other in callbacks_of(trainer):
             if other is self or not isinstance(other, MetricsMonitor):
                 continue
             for stage in {*self.stages} & {*other.stages}:
@@ -402,7 +405,7 @@ class MetricsMonitor(StepsCallback):
     def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare keys with what the module or another callback has logged after this one."""
         if stage in self.stages:
-            known = self._keys.known(stage, len(_batches_of(trainer, stage))) if self._only_looks else None
+            known = self._keys.known(stage, len(_batches_of(trainer, stage))) if self._is_sanity_checking else None
             self._shared.compare_afterwards(trainer, pl_module, stage, known)
 
     def _new_loader(

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks.metrics.callback import MetricsMonitor
 
 
@@ -20,7 +21,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say which epoch was best, and which class is the hardest."""
-    (monitor,) = (c for c in trainer.callbacks if isinstance(c, MetricsMonitor))  # type: ignore[attr-defined]
+    (monitor,) = callbacks_of_type(trainer, MetricsMonitor)
     value, step = monitor.best["val/f1"]
     names = monitor.class_names or ()
     weakest = min(names, key=lambda name: float(monitor.results[f"test/f1_{name}"]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks._lightning_compat import forget_logged_before, keys_logged_by_others
+from lightning_tricks._lightning_compat.logged_values import forget_logged_before, keys_logged_by_others
 from lightning_tricks._shared.ranks import gather_objects
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}

@@ -45,7 +45,7 @@ class ModelReport(TrickCallback):
         >>> trainer = Trainer(callbacks=[ModelReport("report")], accelerator="cpu", logger=False)
     """
 
-    file_arguments = ("path",)
+    path_arguments = ("path",)
 
     def __init__(self, path: str | Path | None = None, *, graph: bool | dict[str, Any] = True, depth: int = 3) -> None:
         if path is not None:

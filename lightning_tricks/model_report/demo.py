@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.units import byte_size
 from lightning_tricks.model_report.callback import ModelReport
 
@@ -19,7 +20,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say what was measured after the first step."""
-    (callback,) = (c for c in trainer.callbacks if isinstance(c, ModelReport))  # type: ignore[attr-defined]
+    (callback,) = callbacks_of_type(trainer, ModelReport)
     if callback.summary is None:
         return {"memory": "not measured"}
     memory = callback.summary.memory

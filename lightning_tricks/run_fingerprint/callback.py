@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks.run_fingerprint.core.record_file import Origin, path_of_rank
 from lightning_tricks.run_fingerprint.core.row_writer import Recorder
@@ -55,7 +56,7 @@ class RunFingerprint(TrickCallback):
         >>> trainer = Trainer(callbacks=[RunFingerprint("runs/a.jsonl", detail="layer")], accelerator="cpu")
     """
 
-    file_arguments = ("path",)
+    path_arguments = ("path",)
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class RunFingerprint(TrickCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the file with the weights as they are, or go on in it."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_fast_dev_run(trainer):
             rank_zero_info("RunFingerprint: a fast_dev_run is not recorded.")
             return
         origin = Origin(

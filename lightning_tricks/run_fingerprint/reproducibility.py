@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
 from lightning_tricks.run_fingerprint.core.comparison import Comparison, compare
@@ -71,7 +72,7 @@ def _recorded_run(
     detail: Literal["step", "layer"],
 ) -> list[Record]:
     trainer, module = make_trainer(), make_module()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Any] = callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, RunFingerprint)]
     callbacks.insert(0, RunFingerprint(path, detail=detail))
     trainer.fit(module, make_data() if make_data is not None else None)

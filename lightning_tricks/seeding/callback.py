@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import hyperparameters_for_loggers, repeats_worker_streams
+from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
+from lightning_tricks._lightning_compat.loaders import repeats_worker_streams
 from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_streams
 from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
@@ -70,7 +71,7 @@ class SeedEverything(TrickCallback):
         self._uncovered = 0  # parameter tensors whose initial values this seed does not cover
         self._in_batches = False
 
-    def before_model(self) -> None:
+    def before_module_init(self) -> None:
         """Seed now, as `setup` will do again."""
         seed_everything(
             self.seed, self.workers, verbose=False, deterministic=self.deterministic, benchmark=self.benchmark
@@ -79,10 +80,10 @@ class SeedEverything(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Seed all streams, before `configure_model` builds the model."""
         super().setup(trainer, pl_module, stage)
-        is_covered = self.brought_by_module or torch.initial_seed() == self.seed
+        is_covered = self.added_by_mixin or torch.initial_seed() == self.seed
         if stage == "fit" and self._is_first_fit and not is_covered:
             self._uncovered = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
-        self.before_model()
+        self.before_module_init()
         if stage == "fit":
             rank_zero_info(f"Seed set to {self.seed}")
             self._is_first_fit = self._in_batches = False
@@ -145,11 +146,11 @@ class SeedEverything(TrickCallback):
         """Return the seed and the switches as they are now, for the checkpoint."""
         return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_switches()}
 
-    def state_in_epoch(self) -> dict[str, Any]:
+    def mid_epoch_state(self) -> dict[str, Any]:
         """Return whether this rank draws from a stream of its own by now."""
         return {"in_batches": self._in_batches}
 
-    def go_on_in_epoch(self, state: dict[str, Any]) -> None:
+    def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Do not start that stream once more."""
         self._in_batches = state["in_batches"]
 

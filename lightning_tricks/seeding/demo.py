@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks.seeding.callback import SeedEverything
 
 
@@ -18,7 +19,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
-    (callback,) = (c for c in trainer.callbacks if isinstance(c, SeedEverything))  # type: ignore[attr-defined]
+    (callback,) = callbacks_of_type(trainer, SeedEverything)
     switches = callback.state_dict()
     return {
         "seed": f"{callback.seed} (initial weights, batch order, workers)",

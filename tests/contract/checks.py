@@ -335,9 +335,9 @@ def names_no_file(case: Case, lab: Lab) -> None:
     """Made of arguments that came out of a checkpoint, it writes nothing, wherever they say."""
     named = re.compile("path|dir|file|folder")
     unlisted = {name for name in inspect.signature(case.callback).parameters if named.search(name)}
-    assert unlisted <= set(case.callback.file_arguments), f"{unlisted} are not in file_arguments"
+    assert unlisted <= set(case.callback.path_arguments), f"{unlisted} are not in path_arguments"
     texts = {value for value in case.arguments.values() if isinstance(value, str)}
-    dropped = case.callback.files_among(case.arguments, texts)
+    dropped = case.callback.paths_among(case.arguments, texts)
     if any(case.callback.needs(name) for name in dropped):
         return  # a checkpoint does not bring it at all
     empty = lab.folder / "empty"

@@ -378,13 +378,13 @@ class SeedsTooLate(SeedEverything):
         pass
 
     def on_fit_start(self, trainer, pl_module):
-        self.before_model()
+        self.before_module_init()
 
 
 class ForgetsPython(SeedEverything):
-    def before_model(self):
+    def before_module_init(self):
         state = random.getstate()
-        super().before_model()
+        super().before_module_init()
         random.setstate(state)
 
 

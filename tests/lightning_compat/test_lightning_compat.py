@@ -15,9 +15,18 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 
-from lightning_tricks import _lightning_compat as compat
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat import checkpoint_io, checkpoints, fit, loggers, results
+from lightning_tricks._lightning_compat import (
+    checkpoint_io,
+    checkpoints,
+    fit,
+    hyperparameters,
+    loaders,
+    logged_values,
+    loggers,
+    results,
+    throughput,
+)
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
 
@@ -41,10 +50,10 @@ class _Asks(lightning.pytorch.Callback):
         self.logged_at, self.hyperparameters = [], {}
 
     def on_fit_start(self, trainer, pl_module):
-        self.hyperparameters = compat.hyperparameters_for_loggers(trainer)
+        self.hyperparameters = hyperparameters.hyperparameters_for_loggers(trainer)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if compat.logs_at_this_step(trainer):
+        if logged_values.logs_at_this_step(trainer):
             self.logged_at.append(trainer.global_step)
 
 
@@ -68,27 +77,27 @@ def test_hyperparameters_for_loggers():
 
 def test_replace_hyperparameter():
     module = _Hyper()
-    compat.replace_hyperparameter(module, "hidden", {"plain": 1})
+    hyperparameters.replace_hyperparameter(module, "hidden", {"plain": 1})
     assert module.hparams["hidden"] == module.hparams_initial["hidden"] == {"plain": 1}
 
 
 @pytest.mark.parametrize(("version", "expected"), [("2.5.0", True), ("2.6.0.post0", True), ("2.6.1", False)])
 def test_repeats_worker_streams(monkeypatch, version, expected):
     monkeypatch.setattr(lightning, "__version__", version)
-    assert compat.repeats_worker_streams() is expected
+    assert loaders.repeats_worker_streams() is expected
 
 
 @pytest.mark.parametrize(
     ("call", "trick"),
     [
-        (lambda unknown: compat.logs_at_this_step(unknown), "logging at the logger's interval"),
-        (lambda unknown: compat.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
-        (lambda unknown: compat.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
+        (lambda unknown: logged_values.logs_at_this_step(unknown), "logging at the logger's interval"),
+        (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
+        (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
         (
-            lambda unknown: compat.replace_train_loaders(unknown, None, list),
+            lambda unknown: loaders.replace_train_loaders(unknown, None, list),
             "an ensemble whose members see the samples",
         ),
-        (lambda unknown: compat.shares_out_samples(unknown), "an ensemble on several ranks"),
+        (lambda unknown: loaders.shares_out_samples(unknown), "an ensemble on several ranks"),
     ],
 )
 def test_an_unknown_lightning_is_named(call, trick):
@@ -97,17 +106,17 @@ def test_an_unknown_lightning_is_named(call, trick):
 
 
 def test_peak_flops_of():
-    assert compat.peak_flops_of(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
+    assert throughput.peak_flops_of(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
     with patch("lightning.fabric.utilities.throughput.get_available_flops", side_effect=lambda device, dtype: (dtype,)):
         for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
-            assert compat.peak_flops_of(Trainer(**QUIET, precision=precision)) == (dtype,)
+            assert throughput.peak_flops_of(Trainer(**QUIET, precision=precision)) == (dtype,)
 
 
 def test_forget_module_flops():
     monitor, net = ThroughputMonitor(lambda batch: 4, window_size=2), Net()
     net.flops_per_batch = 7
     Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(net, loader())
-    compat.forget_module_flops(monitor)
+    throughput.forget_module_flops(monitor)
     with pytest.warns(UserWarning, match="flops_per_batch"):
         Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())
 
@@ -119,7 +128,7 @@ def test_module_from_checkpoint():
         "state_dict": source.state_dict(),
         "hyper_parameters": {"hidden": 8},
     }
-    made = compat.module_from_checkpoint(Net, dict(checkpoint), None, {"dropout": 0.5})
+    made = hyperparameters.module_from_checkpoint(Net, dict(checkpoint), None, {"dropout": 0.5})
     assert made.shape == (8, 0.5)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in source.state_dict().items())
     empty = types.ModuleType("lightning.pytorch.core.saving")
@@ -127,7 +136,7 @@ def test_module_from_checkpoint():
         patch.dict("sys.modules", {empty.__name__: empty}),
         pytest.raises(RuntimeError, match="load_from_checkpoint does"),
     ):
-        compat.module_from_checkpoint(Net, checkpoint, None, {})
+        hyperparameters.module_from_checkpoint(Net, checkpoint, None, {})
 
 
 class _LogsAtTheEnd(lightning.pytorch.Callback):
@@ -135,14 +144,14 @@ class _LogsAtTheEnd(lightning.pytorch.Callback):
         self.by_others, self.ever, self.suffixed = [], [], []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.by_others.append(compat.keys_logged_by_others(trainer, "Trick"))
-        self.ever.append(compat.keys_logged_by_others(trainer, "Trick", reset_ones=True).keys())
-        compat.forget_logged_before(trainer, "Trick", {"both"})
-        compat.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
-        compat.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
+        self.by_others.append(logged_values.keys_logged_by_others(trainer, "Trick"))
+        self.ever.append(logged_values.keys_logged_by_others(trainer, "Trick", reset_ones=True).keys())
+        logged_values.forget_logged_before(trainer, "Trick", {"both"})
+        logged_values.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
+        logged_values.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
 
     def on_validation_epoch_end(self, trainer, pl_module):
-        self.suffixed.append(compat.keys_logged_by_others(trainer, "Trick"))
+        self.suffixed.append(logged_values.keys_logged_by_others(trainer, "Trick"))
 
 
 class _LogsToo(Net):
@@ -178,10 +187,10 @@ def test_evaluation_loaders():
 
     class Look(lightning.pytorch.Callback):
         def on_validation_start(self, trainer, pl_module):
-            seen["val"] = [item.batch_size for item in compat.evaluation_loaders(trainer)]
+            seen["val"] = [item.batch_size for item in loaders.evaluation_loaders(trainer)]
 
         def on_test_start(self, trainer, pl_module):
-            seen["test"] = [item.batch_size for item in compat.evaluation_loaders(trainer)]
+            seen["test"] = [item.batch_size for item in loaders.evaluation_loaders(trainer)]
 
     class Evaluated(Net):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -215,7 +224,7 @@ def test_hooks_that_would_do_nothing_are_passed_over():
 
 class _Replaces(Net):
     def setup(self, stage):
-        compat.replace_train_loaders(self.trainer, self, self.replaced)
+        loaders.replace_train_loaders(self.trainer, self, self.replaced)
 
     def replaced(self, loaders):
         self.given.append(loaders)
@@ -242,7 +251,7 @@ def test_replace_train_loaders(by_module):
 
 @pytest.mark.parametrize("shares_out", [True, False])
 def test_shares_out_samples(shares_out):
-    assert compat.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
+    assert loaders.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
 
 
 class _Watches(fit.FitWatcher):

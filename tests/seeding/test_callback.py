@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_tricks import SeedEverything, seed_everything
-from lightning_tricks._lightning_compat import repeats_worker_streams
+from lightning_tricks._lightning_compat.loaders import repeats_worker_streams
 from tests.contract.lab import QUIET, SETTINGS, Net, digits, same
 
 _ELSEWHERE = itertools.count(1000)

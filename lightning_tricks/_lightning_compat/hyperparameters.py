@@ -1,0 +1,46 @@
+"""Hyper-parameters of a module, in the loggers and in checkpoints; modules made of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
+    """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
+    with needs_private("SeedEverything's record in the loggers"):
+        owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+        logged = [owner.hparams_initial for owner in owners if owner is not None and owner._log_hyperparams]
+    return {name: value for hparams in logged for name, value in hparams.items() if name != "_class_path"}
+
+
+@needs_private("TricksMixin.save_hyperparameters")
+def replace_hyperparameter(module: LightningModule, name: str, value: Any) -> None:
+    """Replace a saved hyper-parameter, both in `hparams` and in the frozen copy that the loggers get."""
+    module._hparams[name] = value
+    module._hparams_initial[name] = value  # type: ignore[operator, index]
+
+
+def restricted_classmethod(method: Any) -> Any:
+    """Make a classmethod that Lightning's own guard keeps from being called on an instance."""
+    try:
+        from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+    except ImportError:  # the guard is a courtesy
+        return classmethod(method)
+    return _restricted_classmethod(method)
+
+
+def module_from_checkpoint(
+    module: type[LightningModule], checkpoint: dict[str, Any], strict: bool | None, arguments: dict[str, Any]
+) -> LightningModule:
+    """Make a module of a checkpoint in memory, as `load_from_checkpoint` does of a file."""
+    with needs_private("TricksMixin.load_from_checkpoint"):
+        from lightning.pytorch.core.saving import _load_state
+        from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+    checkpoint = _pl_migrate_checkpoint(checkpoint)
+    made: Any = _load_state(module, checkpoint, strict=strict, **arguments)
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,48 @@
+"""The loaders of a Trainer, their workers' seeds, and how samples are shared out among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from lightning_tricks._lightning_compat.guards import needs_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@needs_private("MetricsMonitor on several ranks")
+def evaluation_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of the validation or test that runs; in `validate`, `val_dataloaders` are the last fit's."""
+    return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
+
+
+def replace_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> None:
+    """Let what the user gave as training data pass through a function whenever the Trainer asks for it.
+
+    Called in `setup`, before it does so; holds for fits of this module.
+    """
+    with needs_private("an ensemble whose members see the samples in their own orders"):
+        source: Any = trainer.fit_loop._data_source
+        ask = type(source).dataloader  # a Trainer keeps its source from fit to fit
+
+    def dataloader() -> Any:
+        loaders = ask(source)
+        return replace(loaders) if trainer.lightning_module is module else loaders
+
+    source.dataloader = dataloader
+
+
+@needs_private("an ensemble on several ranks")
+def shares_out_samples(trainer: Trainer) -> bool:
+    """Whether the Trainer gives each rank its share of the samples (`use_distributed_sampler`)."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def repeats_worker_streams() -> bool:
+    """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
+    import lightning
+
+    return Version(lightning.__version__) < Version("2.6.1")

@@ -1,0 +1,70 @@
+"""What the Trainer logs, and under which keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+
+
+@needs_private("logging at the logger's interval")
+def logs_at_this_step(trainer: Trainer) -> bool:
+    """Whether the Trainer sends this step's values to its loggers (`log_every_n_steps`)."""
+    return bool(trainer._logger_connector.should_update_logs or trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> None:
+    """Log a value of an epoch that is the same on all ranks, from a callback's hook at the epoch's end.
+
+    `LightningModule.log` would take it for another part of what the module logs under this name in the same hook, and
+    would warn that it is not synchronised, or synchronise it, with a rounding error.
+    """
+    with needs_private(f"logging by {source}", TypeError):
+        results: Any = trainer._results
+        known = results.get(f"{source}.{name}")
+        if known is not None and known.value.device == value.device:
+            results.update_metrics(f"{source}.{name}", value, 1)  # a tenth of the time
+        else:
+            results.log(
+                source, name, value, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True
+            )
+
+
+def keys_logged_by_others(trainer: Trainer, source: str, *, reset_ones: bool = False) -> dict[str, str]:
+    """Return what is logged in this stage, but not by `log_epoch_value` of `source`: key -> hook, or source.
+
+    Keys are those that loggers or callbacks see: also with `_step`, `_epoch` and `/dataloader_idx_<n>` behind.
+
+    Args:
+        trainer: That runs the stage.
+        source: Of `log_epoch_value`.
+        reset_ones: Whether to include what was logged in an epoch that is over, at any time since it was first logged.
+    """
+    with needs_private(f"logging by {source}"):
+        keys: dict[str, str] = {}
+        for item in trainer._results.values():  # type: ignore[union-attr]
+            meta = item.meta
+            if meta.fx == source or (item.has_reset and not reset_ones):
+                continue
+            index = meta.dataloader_idx if meta.add_dataloader_idx else None
+            suffix = "" if index is None else f"/dataloader_idx_{index}"
+            hook = meta.fx.removesuffix(f".{index}")
+            for name in (meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)):
+                keys[name + suffix] = hook
+        return keys
+
+
+def forget_logged_before(trainer: Trainer, source: str, keys: Collection[str]) -> None:
+    """Drop the memory of others' values that were logged under some keys in epochs that are over."""
+    with needs_private(f"logging by {source}"):
+        results: Any = trainer._results
+        over = [
+            key for key, item in results.items() if item.has_reset and item.meta.name in keys and item.meta.fx != source
+        ]
+        for key in over:
+            del results[key]

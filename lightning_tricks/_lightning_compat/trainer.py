@@ -1,0 +1,35 @@
+"""Attributes of a Trainer that Lightning sets without declaring them, with their types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule, Trainer
+
+    CallbackT = TypeVar("CallbackT", bound=Callback)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's list of callbacks itself."""
+    untyped: Any = trainer
+    callbacks: list[Callback] = untyped.callbacks
+    return callbacks
+
+
+def callbacks_of_type(trainer: Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+    """Return the callbacks of a type, in their order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
+
+
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    """Return the datamodule of the run, or None."""
+    untyped: Any = trainer
+    datamodule: LightningDataModule | None = untyped.datamodule
+    return datamodule
+
+
+def is_fast_dev_run(trainer: Trainer) -> bool:
+    """Whether the Trainer only tries a few batches (`fast_dev_run`)."""
+    untyped: Any = trainer
+    return bool(untyped.fast_dev_run)
