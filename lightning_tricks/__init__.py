@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics import regression_metrics as regression_metrics
     from lightning_tricks.metrics import retrieval_metrics as retrieval_metrics
     from lightning_tricks.metrics import segmentation_metrics as segmentation_metrics
-    from lightning_tricks.mixin import Tricks as Tricks
     from lightning_tricks.mixin import TricksMixin as TricksMixin
     from lightning_tricks.model_report import ModelReport as ModelReport
     from lightning_tricks.model_report import summarize_model as summarize_model
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_tricks.seeding import isolated_rng as isolated_rng
     from lightning_tricks.seeding import restore_rng_state as restore_rng_state
     from lightning_tricks.seeding import seed_everything as seed_everything
+    from lightning_tricks.tricks import Tricks as Tricks
 
     __all__ = [
         "AGC",
@@ -163,9 +163,10 @@ else:  # or a type checker would take any name for one of the package
                 "retrieval_metrics",
                 "segmentation_metrics",
             ),
-            "mixin": ("Tricks", "TricksMixin"),
+            "mixin": ("TricksMixin",),
             "model_report": ("ModelReport", "summarize_model"),
             "run_fingerprint": ("RunFingerprint", "assert_reproducible"),
             "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
+            "tricks": ("Tricks",),
         },
     )

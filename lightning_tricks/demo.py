@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import lightning_tricks
-from lightning_tricks.mixin import Tricks, TricksMixin
+from lightning_tricks.mixin import TricksMixin
+from lightning_tricks.tricks import Tricks
 
 
 class Digits(LightningDataModule):

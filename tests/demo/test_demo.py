@@ -89,7 +89,7 @@ def test_writes_a_report_that_agrees(two_runs):
     assert "clipped steps" in (out / "report.html").read_text()
     assert {path.name for path in (out / "logs").iterdir()} == {"version_0", "version_1"}
     (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
-    with pytest.warns(UserWarning, match="The checkpoint's tricks name files or folders"):
+    with pytest.warns(UserWarning, match="The tricks in the checkpoint name files or folders"):
         loaded = demo.DigitsClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     assert loaded.tricks.seeding == 42
 

@@ -717,7 +717,7 @@ def test_from_inside_the_module(tmp_path):
         hparams = torch.load(tmp_path / "it.ckpt", weights_only=True)["hyper_parameters"]
         assert hparams["tricks"]["metrics"] == {"metrics": preset.spec}
         assert Inside.load_from_checkpoint(tmp_path / "it.ckpt").tricks.metrics == {"metrics": preset.spec}
-    with pytest.raises(TypeError, match="holds a MulticlassF1Score, of which there are no plain values"):
+    with pytest.raises(TypeError, match="holds a MulticlassF1Score, which cannot be saved as plain values"):
         Inside(Tricks(metrics={"metrics": tm.MulticlassF1Score(10)}))
 
 

@@ -20,7 +20,7 @@ from lightning_tricks.gradient_clipping.core.methods import METHODS, ClipNorm
 from tests.contract.lab import QUIET, loader
 
 _OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
-_NAMED = "The checkpoint's tricks name files or folders"
+_NAMED = "The tricks in the checkpoint name files or folders"
 
 
 class Net(TricksMixin, LightningModule):
@@ -96,7 +96,7 @@ def test_other_descriptions_are_refused_when_they_are_saved():
     class AGC(lightning_tricks.AGC):
         """A method of somebody's own, under a name of ours."""
 
-    with pytest.raises(TypeError, match="holds a AGC, which a checkpoint cannot describe"):
+    with pytest.raises(TypeError, match="holds a AGC, which cannot be saved as plain values in a checkpoint"):
         Tricks(gradient_clipping={"method": AGC()}).as_dict()
 
 

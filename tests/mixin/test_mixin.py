@@ -153,7 +153,7 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     if field.name in ("auto_resume", "run_fingerprint", "metrics"):
         needed = {"auto_resume": "dirpath", "run_fingerprint": "path", "metrics": "metrics"}[field.name]
         with pytest.raises(
-            TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: give a dict"
+            TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: pass a dict"
         ):
             Tricks(**{field.name: True})
         return
@@ -275,7 +275,9 @@ def test_an_init_that_does_not_reach_the_mixin_is_named():
         def __init__(self):
             LightningModule.__init__(self)
 
-    with pytest.raises(MisconfigurationException, match=r"Skips.__init__ did not reach TricksMixin: call super\(\)"):
+    with pytest.raises(
+        MisconfigurationException, match=r"Skips.__init__ does not call TricksMixin.__init__: add super\(\)"
+    ):
         Skips().configure_callbacks()
 
 
@@ -445,11 +447,16 @@ def test_own_configure_optimizers_wins_and_that_is_said(place, lightning_log):
         own = type("Own", (_Specified, base), {})
     trainer = _fit_specified(own(Tricks(**_SPECS)))
     assert type(trainer.optimizers[0]) is torch.optim.Adagrad
-    assert any("Own has a configure_optimizers of its own: it decides" in message for _, message in lightning_log)
+    assert any(
+        "Own defines configure_optimizers, so Tricks(optimizer=...) is not used" in message
+        for _, message in lightning_log
+    )
 
 
 def test_no_optimizer_anywhere_is_refused():
-    with pytest.raises(MisconfigurationException, match="_Specified has no configure_optimizers, and its tricks no"):
+    with pytest.raises(
+        MisconfigurationException, match="_Specified does not define configure_optimizers, and its tricks have no"
+    ):
         _fit_specified(_Specified())
 
 
