@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, seed_everything
-from lightning_tricks.auto_resume.resumable_fit import GuardedFit
+from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
 SAMPLES, BATCH_SIZE, STEPS = 100_000, 32, 300
 LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -66,14 +66,14 @@ def steps(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
     def fit(guarded: bool) -> float:
         seed_everything(1, verbose=False)
         timer = Timer()
-        plain, spent = GuardedFit.batch_done, [0.0]
+        plain, spent = ResumableFit.after_batch, [0.0]
 
-        def batch_done(self: GuardedFit) -> None:
+        def after_batch(self: ResumableFit) -> None:
             start = time.perf_counter()
             plain(self)
             spent[0] += time.perf_counter() - start
 
-        with tempfile.TemporaryDirectory() as folder, patch.object(GuardedFit, "batch_done", batch_done):
+        with tempfile.TemporaryDirectory() as folder, patch.object(ResumableFit, "after_batch", after_batch):
             guards = [AutoResume(folder, every_n_epochs=None)] if guarded else []
             trainer = Trainer(max_steps=STEPS, callbacks=[*guards, timer], enable_checkpointing=False, **LEAN)
             trainer.fit(Classifier(hidden), data)

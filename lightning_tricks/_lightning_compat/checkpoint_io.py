@@ -12,23 +12,26 @@ if TYPE_CHECKING:
 
 def checkpoint_ios(strategy: Strategy) -> Iterator[Any]:
     """Yield the CheckpointIOs of a strategy, from the outermost to the innermost."""
-    for _, _, part in _places(strategy):
-        yield part
+    for _, _, checkpoint_io in _slots(strategy):
+        yield checkpoint_io
 
 
 def replace_checkpoint_io(strategy: Strategy, present: Any, new: Any) -> None:
     """Put another CheckpointIO where one stands in the chain; nothing is done where it does not."""
-    for owner, name, part in _places(strategy):
-        if part is present:
+    for owner, name, checkpoint_io in _slots(strategy):
+        if checkpoint_io is present:
             setattr(owner, name, new)
             return
 
 
-def _places(strategy: Strategy) -> Iterator[tuple[Any, str, Any]]:
+def _slots(strategy: Strategy) -> Iterator[tuple[Any, str, Any]]:
     _ = strategy.checkpoint_io  # which makes the innermost
     owner: Any = strategy
     name: str | None = "_checkpoint_io"
     while name is not None:
-        part = vars(owner)[name]
-        yield owner, name, part
-        owner, name = part, next((key for key in ("_checkpoint_io", "inner") if key in vars(part)), None)
+        checkpoint_io = vars(owner)[name]
+        yield owner, name, checkpoint_io
+        owner, name = (
+            checkpoint_io,
+            next((key for key in ("_checkpoint_io", "inner") if key in vars(checkpoint_io)), None),
+        )

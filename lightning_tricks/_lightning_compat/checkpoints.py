@@ -12,48 +12,48 @@ from lightning_tricks._lightning_compat.guards import needs_private
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-_REMEMBERED = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
+_STATE_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
 _SINCE_2_6 = ("_defer_save_until_validation",)
 
 
 @needs_private("AutoResume")
-def memory_of_checkpointing(callback: ModelCheckpoint) -> dict[str, Any]:
+def checkpoint_callback_state(callback: ModelCheckpoint) -> dict[str, Any]:
     """Return what a ModelCheckpoint remembers and does not restore from its state dict."""
-    later = [name for name in _SINCE_2_6 if hasattr(callback, name)]
-    return {name: getattr(callback, name) for name in (*_REMEMBERED, *later)}
+    newer = [name for name in _SINCE_2_6 if hasattr(callback, name)]
+    return {name: getattr(callback, name) for name in (*_STATE_ATTRIBUTES, *newer)}
 
 
-def restore_memory_of_checkpointing(callback: ModelCheckpoint, memory: dict[str, Any]) -> None:
-    """Put back what `memory_of_checkpointing` returned."""
-    for name in (*_REMEMBERED, *_SINCE_2_6):
-        if name in memory:
-            setattr(callback, name, memory[name])
+def restore_checkpoint_callback_state(callback: ModelCheckpoint, state: dict[str, Any]) -> None:
+    """Put back what `checkpoint_callback_state` returned."""
+    for name in (*_STATE_ATTRIBUTES, *_SINCE_2_6):
+        if name in state:
+            setattr(callback, name, state[name])
 
 
-def watch_files(
-    callback: ModelCheckpoint, touch: Callable[[Path], None], link_to: Callable[[Path, str], None]
+def observe_checkpoint_files(
+    callback: ModelCheckpoint, before_change: Callable[[Path], None], before_link: Callable[[Path, str], None]
 ) -> Callable[[], None]:
     """Call a function before a ModelCheckpoint writes or removes a file; return what ends that.
 
     Args:
         callback: That is watched.
-        touch: Called with the file.
-        link_to: Called before it makes a symbolic link, with its path and what it points to.
+        before_change: Called with the file.
+        before_link: Called before it makes a symbolic link, with its path and what it points to.
     """
     with needs_private("AutoResume"):
         save, remove, link = callback._save_checkpoint, callback._remove_checkpoint, callback._link_checkpoint
 
     def save_checkpoint(trainer: Any, filepath: str) -> None:
-        touch(Path(filepath))
+        before_change(Path(filepath))
         save(trainer, filepath)
 
     def remove_checkpoint(trainer: Any, filepath: str) -> None:
-        touch(Path(filepath))
+        before_change(Path(filepath))
         remove(trainer, filepath)
 
     def link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
-        touch(Path(linkpath))
-        link_to(Path(linkpath), os.path.relpath(filepath, Path(linkpath).parent))
+        before_change(Path(linkpath))
+        before_link(Path(linkpath), os.path.relpath(filepath, Path(linkpath).parent))
         link(trainer, filepath, linkpath)
 
     replaced: dict[str, Any] = {
@@ -63,8 +63,8 @@ def watch_files(
     }
     vars(callback).update(replaced)
 
-    def undo() -> None:
+    def close() -> None:
         for name in replaced:
             vars(callback).pop(name, None)
 
-    return undo
+    return close

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def choose_what_to_resume(
-    trainer: Trainer, choose: Callable[[Any], tuple[Any, dict[str, Any]] | None]
+def override_resume_checkpoint(
+    trainer: Trainer, select_checkpoint: Callable[[Any], tuple[Any, dict[str, Any]] | None]
 ) -> Callable[[], None]:
     """Let a function choose the checkpoint that the next run restores, when the model is there to compare it with.
 
@@ -26,66 +26,66 @@ def choose_what_to_resume(
         connector: Any = trainer._checkpoint_connector
         resume_start = connector.resume_start
 
-    def chosen(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        undo()
-        choice = choose(checkpoint_path)
+    def resume_selected(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        close()
+        choice = select_checkpoint(checkpoint_path)
         if choice is None:
             resume_start(checkpoint_path, *args, **kwargs)
         else:
             connector._ckpt_path = choice[0]
             connector._loaded_checkpoint = _pl_migrate_checkpoint(choice[1], choice[0])
 
-    def undo() -> None:
+    def close() -> None:
         vars(connector).pop("resume_start", None)
 
-    connector.resume_start = chosen
-    return undo
+    connector.resume_start = resume_selected
+    return close
 
 
 @needs_private("AutoResume")
-def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return what `Trainer.save_checkpoint` would write; every rank has to call it."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint
 
 
-class FitWatcher:
-    """What `watch_fit` calls, in this order; it does nothing by itself."""
+class FitObserver:
+    """What `observe_fit` calls, in this order; it does nothing by itself."""
 
-    def signals_registered(self) -> None:
+    def on_signals_registered(self) -> None:
         """The Trainer has registered its own signal handlers."""
 
-    def epoch_of_loaders(self, epoch: int) -> int:
+    def sampler_epoch(self, epoch: int) -> int:
         """The epoch whose order the samplers shall give, where the Trainer thinks of `epoch`."""
         return epoch
 
-    def loaders_come(self, kind: str) -> None:
+    def before_loaders_created(self, kind: str) -> None:
         """The "training" or "validation" loaders are about to be asked for."""
 
-    def train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
+    def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """The training loaders are there, their iterators not yet."""
 
-    def validation_loaders_ready(self, loaders: list[Any]) -> None:
+    def on_validation_loaders_ready(self, loaders: list[Any]) -> None:
         """The validation loaders are there, their iterators not yet."""
 
-    def epoch_hooks_come(self) -> None:
+    def before_epoch_start_hooks(self) -> None:
         """The hooks of an epoch's start come next."""
 
-    def is_resumed(self) -> bool:
+    def is_resuming(self) -> bool:
         """Whether the epoch that begins goes on where another process was stopped."""
         return False
 
-    def epoch_starts(self) -> None:
-        """The iterators of this epoch come next, unless they are there since `train_loaders_ready`."""
+    def before_epoch_iterators(self) -> None:
+        """The iterators of this epoch come next, unless they are there since `on_train_loaders_ready`."""
 
-    def epoch_started(self, finish_batch: Callable[[], None]) -> None:
+    def before_first_batch(self, finish_batch: Callable[[], None]) -> None:
         """The first batch comes next; `finish_batch` does what follows a batch, validation included."""
 
-    def batch_done(self) -> None:
+    def after_batch(self) -> None:
         """A batch is done and logged; the validation that may be due is not."""
 
 
-def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
+def observe_fit(trainer: Trainer, observer: FitObserver) -> Callable[[], None]:
     """Call a watcher at the moments of a fit that no hook marks; return what ends that."""
     with needs_private("AutoResume"):
         from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
@@ -107,59 +107,59 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
         }
     plain = {name: function for (owner, name), function in replaced.items() if (owner, name) != (fit, "setup_data")}
     setup_train_data = replaced[fit, "setup_data"]
-    advancing: list[bool] = []
+    in_advance_start: list[bool] = []
     seen: list[Any] = []  # the validation loaders that were followed
 
     def register_signal_handlers() -> None:
         plain["register_signal_handlers"]()
-        watcher.signals_registered()
+        observer.on_signals_registered()
 
     def load_combined_loader_states() -> None:
         loader: Any = fit._combined_loader
         parts = list(loader.flattened)
-        number = watcher.epoch_of_loaders(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        number = observer.sampler_epoch(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]
         for part in parts:
             _set_sampler_epoch(part, number)
-        watcher.train_loaders_ready(parts, all(sized_len(part) is not None for part in parts))
+        observer.on_train_loaders_ready(parts, all(sized_len(part) is not None for part in parts))
         plain["_load_combined_loader_states"]()
 
     def setup_data_of_fit() -> None:
         if fit._combined_loader is None or fit._should_reload_train_dl:
-            watcher.loaders_come("training")
+            observer.before_loaders_created("training")
         setup_train_data()
-        if advancing:
-            watcher.epoch_hooks_come()
+        if in_advance_start:
+            observer.before_epoch_start_hooks()
 
     def on_advance_start() -> None:
-        advancing.append(True)
+        in_advance_start.append(True)
         try:
             plain["on_advance_start"]()
         finally:
-            advancing.clear()
+            in_advance_start.clear()
 
     def setup_data() -> None:
         if validation._combined_loader is None or validation._should_reload_val_dl:
-            watcher.loaders_come("validation")
+            observer.before_loaders_created("validation")
         plain["setup_data"]()
         loader: Any = validation._combined_loader
         if loader is not None and seen != [loader]:
             seen[:] = [loader]
-            watcher.validation_loaders_ready(list(loader.flattened))
+            observer.on_validation_loaders_ready(list(loader.flattened))
 
     def reset() -> None:
-        if not watcher.is_resumed():
+        if not observer.is_resuming():
             plain["reset"]()  # which else would take the place for the middle of a step
 
     def on_run_start(fetcher: Any) -> None:
-        watcher.epoch_starts()
+        observer.before_epoch_iterators()
         plain["on_run_start"](fetcher)
-        watcher.epoch_started(lambda: plain["on_advance_end"](fetcher))
+        observer.before_first_batch(lambda: plain["on_advance_end"](fetcher))
 
     def on_advance_end(fetcher: Any) -> None:
-        watcher.batch_done()
+        observer.after_batch()
         plain["on_advance_end"](fetcher)
 
-    watching = (
+    overrides = (
         register_signal_handlers,
         load_combined_loader_states,
         setup_data_of_fit,
@@ -169,18 +169,18 @@ def watch_fit(trainer: Trainer, watcher: FitWatcher) -> Callable[[], None]:
         on_run_start,
         on_advance_end,
     )
-    for (owner, name), function in zip(replaced, watching, strict=True):
+    for (owner, name), function in zip(replaced, overrides, strict=True):
         setattr(owner, name, function)
 
-    def undo() -> None:
+    def close() -> None:
         for owner, name in replaced:
             vars(owner).pop(name, None)
 
-    return undo
+    return close
 
 
 @needs_private("AutoResume")
-def begin_epoch_again(trainer: Trainer) -> None:
+def repeat_epoch_start_hooks(trainer: Trainer) -> None:
     """Call the hooks of an epoch's start, of callbacks and module, in the epoch that runs."""
     from lightning.pytorch.trainer import call
 
@@ -189,7 +189,7 @@ def begin_epoch_again(trainer: Trainer) -> None:
 
 
 @needs_private("AutoResume")
-def make_iterators_again(trainer: Trainer) -> None:
+def recreate_iterators(trainer: Trainer) -> None:
     """Ask the training loaders for their iterators once more, at the same place of the epoch."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     fetched = fetcher.fetched
@@ -205,21 +205,21 @@ def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
 
 
 @needs_private("AutoResume")
-def begun_again(trainer: Trainer) -> list[bool]:
+def restarted_loaders(trainer: Trainer) -> list[bool]:
     """Return which of the training loaders were at their end in this epoch already, and began again."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     return list(getattr(fetcher.combined_loader._iterator, "_consumed", ()))
 
 
-def mark_begun_again(trainer: Trainer, which: list[bool]) -> None:
+def mark_restarted_loaders(trainer: Trainer, which: list[bool]) -> None:
     """Take loaders for such that were at their end in this epoch already."""
     fetcher: Any = trainer.fit_loop._data_fetcher
-    if begun_again(trainer):
+    if restarted_loaders(trainer):
         fetcher.combined_loader._iterator._consumed = list(which)
 
 
 @needs_private("AutoResume")
-def load_states_of_loaders(trainer: Trainer) -> None:
+def load_loader_states(trainer: Trainer) -> None:
     """Let loaders with a `state_dict` take up their saved states, if they were made before these were there.
 
     Where `configure_optimizers` asks for `estimated_stepping_batches`, that makes the loaders before the Trainer
@@ -229,7 +229,7 @@ def load_states_of_loaders(trainer: Trainer) -> None:
     states, fit._combined_loader_states_to_load = fit._combined_loader_states_to_load, []
     if states:
         fit._combined_loader._load_state_dicts(states)
-        make_iterators_again(trainer)
+        recreate_iterators(trainer)
 
 
 @needs_private("AutoResume")
@@ -245,19 +245,19 @@ def skip_train_batches(trainer: Trainer, count: int) -> None:
 
 
 @needs_private("AutoResume")
-def batches_done(trainer: Trainer) -> int:
+def num_batches_done(trainer: Trainer) -> int:
     """Return how many batches of the epoch that runs are done."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 @needs_private("AutoResume")
-def end_workers(trainer: Trainer) -> None:
+def close_workers(trainer: Trainer) -> None:
     """End the workers of a fit's loaders, which the fit will not ask again."""
     trainer.fit_loop.teardown()
 
 
 @needs_private("AutoResume")
-def is_at_end_of_epoch(trainer: Trainer) -> bool:
+def is_last_batch(trainer: Trainer) -> bool:
     """Whether the batch that was just done is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
@@ -274,7 +274,7 @@ def slurm_requeue_signal(trainer: Trainer) -> str | None:
 
 
 @needs_private("AutoResume")
-def is_between_steps(trainer: Trainer) -> bool:
+def is_at_step_boundary(trainer: Trainer) -> bool:
     """Whether the batch that was just done ended with an optimizer step, and another batch or epoch follows."""
     loop = trainer.fit_loop.epoch_loop
     return not (loop._should_accumulate() or 0 <= loop.max_steps <= loop.global_step)
@@ -285,7 +285,7 @@ def is_tuning(trainer: Trainer) -> bool:
     return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def skip_finders(trainer: Trainer) -> Callable[[], None]:
+def disable_finders(trainer: Trainer) -> Callable[[], None]:
     """Keep callbacks from looking for a learning rate or a batch size once more; return what ends that."""
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
@@ -294,11 +294,11 @@ def skip_finders(trainer: Trainer) -> Callable[[], None]:
     for finder in finders:
         vars(finder)["on_fit_start"] = lambda *_: None
 
-    def undo() -> None:
+    def close() -> None:
         for finder in finders:
             vars(finder).pop("on_fit_start", None)
 
-    return undo
+    return close
 
 
 def skip_sanity_check(trainer: Trainer) -> None:
@@ -306,7 +306,7 @@ def skip_sanity_check(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.val_loop._restarting = True
 
 
-def forget_restart(trainer: Trainer) -> None:
+def clear_restart_flags(trainer: Trainer) -> None:
     """Let the loops go on as if they had never been restored."""
     fit = trainer.fit_loop
     parts = (fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 
-def call_after_training(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
     """Call a function after the `on_train_end` of all callbacks and the module; return what ends that.
 
     Some of them change the weights there, such as those that average them, and no hook comes after all of them.
@@ -22,40 +22,40 @@ def call_after_training(trainer: Trainer, function: Callable[[], None]) -> Calla
         fit: Any = trainer.fit_loop
         on_run_end = fit.on_run_end
 
-    def on_run_end_and_more() -> None:
+    def on_run_end_then_call() -> None:
         on_run_end()
         function()
 
-    fit.on_run_end = on_run_end_and_more
+    fit.on_run_end = on_run_end_then_call
 
-    def undo() -> None:
+    def close() -> None:
         vars(fit).pop("on_run_end", None)
 
-    return undo
+    return close
 
 
-def give_back_scheduler(trainer: Trainer, averaging: StochasticWeightAveraging) -> None:
+def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Let an ended fit have the scheduler of weight averaging, which is else made at the start of an epoch only."""
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch.optim.swa_utils import SWALR
 
     with needs_private("AutoResume"):
-        state = averaging._scheduler_state
-        if state is None or averaging._swa_scheduler is not None:
+        state = swa._scheduler_state
+        if state is None or swa._swa_scheduler is not None:
             return
         optimizer = trainer.optimizers[0]
         before = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
-        averaging._swa_scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
-        averaging._swa_scheduler.load_state_dict(state)
+        swa._swa_scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
+        swa._swa_scheduler.load_state_dict(state)
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
-        trainer.lr_scheduler_configs.append(LRSchedulerConfig(averaging._swa_scheduler))
+        trainer.lr_scheduler_configs.append(LRSchedulerConfig(swa._swa_scheduler))
 
 
 @needs_private("AutoResume")
-def give_back_epoch(trainer: Trainer, averaging: StochasticWeightAveraging) -> None:
+def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Take back the epoch that it adds for batch statistics, in a fit that had ended and was not trained again."""
-    if averaging._model_contains_batch_norm and averaging._max_epochs != -1:
-        trainer.fit_loop.max_epochs = averaging._max_epochs
+    if swa._model_contains_batch_norm and swa._max_epochs != -1:
+        trainer.fit_loop.max_epochs = swa._max_epochs

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
 
-def kind_of_logger(logger: Logger) -> str:
+def logger_kind(logger: Logger) -> str:
     """Return "csv", "tensorboard", "wandb" or "mlflow"; nothing for others, which begin anew at each start."""
     from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
@@ -22,14 +22,14 @@ def kind_of_logger(logger: Logger) -> str:
 
 
 @needs_private("AutoResume")
-def version_of_logger(logger: Any) -> int | str | None:
+def logger_version(logger: Any) -> int | str | None:
     """Return the version, or the id of the run, that a logger has; None where it has none yet."""
-    version: int | str | None = logger._run_id if kind_of_logger(logger) == "mlflow" else logger.version
+    version: int | str | None = logger._run_id if logger_kind(logger) == "mlflow" else logger.version
     return version
 
 
 @needs_private("AutoResume")
-def log_dir_of(logger: Any, version: int | str | None) -> Path:
+def log_dir_for_version(logger: Any, version: int | str | None) -> Path:
     """Return the directory that a logger of files would have with a version."""
     before, logger._version = logger._version, version
     try:
@@ -38,9 +38,9 @@ def log_dir_of(logger: Any, version: int | str | None) -> Path:
         logger._version = before
 
 
-def give_version(logger: Any, version: int | str) -> bool:
+def set_logger_version(logger: Any, version: int | str) -> bool:
     """Let a logger go on with a version, or a run's id; return whether it does: a run that is open stays what it is."""
-    kind = kind_of_logger(logger)
+    kind = logger_kind(logger)
     with needs_private("AutoResume", KeyError):
         if kind in ("csv", "tensorboard"):
             logger._version = version
@@ -48,10 +48,10 @@ def give_version(logger: Any, version: int | str) -> bool:
             logger._run_id = version
         elif kind == "wandb" and logger._experiment is None:
             logger._id = logger._wandb_init["id"] = version
-        return version_of_logger(logger) == version
+        return logger_version(logger) == version
 
 
-def open_csv(logger: Any, header: list[str] | None = None) -> Path:
+def open_csv_logger(logger: Any, header: list[str] | None = None) -> Path:
     """Let a CSVLogger write to the directory of its version without deleting what is there; return the file's path.
 
     Args:
@@ -75,24 +75,24 @@ def open_csv(logger: Any, header: list[str] | None = None) -> Path:
 
 
 @needs_private("AutoResume")
-def drop_unwritten_rows(logger: Any) -> None:
+def discard_unwritten_rows(logger: Any) -> None:
     """Let a CSVLogger forget the rows that it has not written yet."""
     logger._experiment.metrics = []
 
 
-def move_csv(logger: Any, fresh: Path | None) -> Path:
-    """`open_csv` for a logger that may have begun in a fresh directory: its hyper-parameters go along."""
+def move_csv_logger(logger: Any, new_dir: Path | None) -> Path:
+    """`open_csv_logger` for a logger that may have begun in a fresh directory: its hyper-parameters go along."""
     hparams = getattr(logger._experiment, "hparams", None)
-    if fresh is not None and hparams:
-        (fresh / logger._experiment.NAME_HPARAMS_FILE).unlink(missing_ok=True)
-    path = open_csv(logger)
+    if new_dir is not None and hparams:
+        (new_dir / logger._experiment.NAME_HPARAMS_FILE).unlink(missing_ok=True)
+    path = open_csv_logger(logger)
     if hparams:
         logger._experiment.log_hparams({})  # writes all that it was given
     return path
 
 
 @needs_private("AutoResume")
-def close_tensorboard(logger: Any) -> None:
+def close_tensorboard_logger(logger: Any) -> None:
     """Close what a TensorBoardLogger writes to; it opens another file in the directory of its version when it logs."""
     writer = logger._experiment
     if writer is None:
@@ -104,15 +104,15 @@ def close_tensorboard(logger: Any) -> None:
         logger._experiment = None
 
 
-def keep_still(logger: Any) -> None:
+def mute_logger(logger: Any) -> None:
     """Let a logger of files that has not begun write nothing from here on."""
     from lightning.fabric.loggers.logger import _DummyExperiment
 
-    if kind_of_logger(logger) in ("csv", "tensorboard") and not has_begun(logger):
+    if logger_kind(logger) in ("csv", "tensorboard") and not is_logger_started(logger):
         logger._experiment = _DummyExperiment()
 
 
-def let_begin(logger: Any) -> None:
+def unmute_logger(logger: Any) -> None:
     """Let a logger that was kept still write again."""
     from lightning.fabric.loggers.logger import _DummyExperiment
 
@@ -120,6 +120,6 @@ def let_begin(logger: Any) -> None:
         logger._experiment = None
 
 
-def has_begun(logger: Any) -> bool:
+def is_logger_started(logger: Any) -> bool:
     """Whether a logger of files was used before the fit, and has made the directory of its version."""
     return getattr(logger, "_experiment", None) is not None

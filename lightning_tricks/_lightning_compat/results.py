@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @needs_private("AutoResume")
-def place_in_fit(trainer: Trainer) -> dict[str, Any]:
+def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer remembers beside its checkpoints: what was logged in this epoch, and when it reloads."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
-    places = {id(metric): place for place, metric in _metrics(trainer)}
+    paths = {id(metric): path for path, metric in _named_metrics(trainer)}
     return {
         "logged": {
             name: dict(getattr(connector, name))
@@ -30,7 +30,7 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
         "reloaded": [fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch],
         "validated": dict(fit.epoch_loop.val_loop._seen_batches_per_dataloader),  # the steps of what it logs
         "results": [
-            _plain_result(trainer, key, item, places)
+            _result_state(trainer, key, item, paths)
             for key, item in fit.epoch_loop._results.items()
             if item.meta.sync.group is None
         ],
@@ -38,23 +38,23 @@ def place_in_fit(trainer: Trainer) -> dict[str, Any]:
 
 
 @needs_private("AutoResume")
-def return_to_place(trainer: Trainer, place: dict[str, Any]) -> None:
-    """Put back what `place_in_fit` returned, except metrics that are not there."""
+def restore_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Put back what `capture_loop_state` returned, except metrics that are not there."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
-    for name, values in place["logged"].items():
+    for name, values in state["logged"].items():
         setattr(connector, name, dict(values))
-    connector._current_fx, connector._first_loop_iter = place["current_fx"], place["first_loop_iter"]
-    trainer.should_stop = place["should_stop"]
-    fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = place["reloaded"]
+    connector._current_fx, connector._first_loop_iter = state["current_fx"], state["first_loop_iter"]
+    trainer.should_stop = state["should_stop"]
+    fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
     fit.epoch_loop.val_loop._seen_batches_per_dataloader.clear()
-    fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(place["validated"])
+    fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(state["validated"])
     fit.epoch_loop._results.clear()
-    metrics = dict(_metrics(trainer))
-    for item in place["results"]:
-        _add_result(trainer, item, metrics)
+    metrics = dict(_named_metrics(trainer))
+    for item in state["results"]:
+        _restore_result(trainer, item, metrics)
 
 
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_RESULT_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
 def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
@@ -66,7 +66,7 @@ def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
     return found
 
 
-def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
+def _named_metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     """Yield all metrics that may be logged, those of callbacks and in plain containers too: place, metric."""
     yield from _metrics_in("", trainer.lightning_module)
     for name, callback in named_callbacks(trainer).items():
@@ -74,21 +74,21 @@ def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     yield from _metrics_in("attributes", getattr(trainer.lightning_module, "__dict__", {}))
 
 
-def _metrics_in(place: str, value: Any, inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Metric]]:
+def _metrics_in(path: str, value: Any, parents: tuple[int, ...] = ()) -> Iterator[tuple[str, Metric]]:
     kind = type(value)
     if issubclass(kind, nn.Module):
-        parts = ((f"{place}.{name}".strip("."), part) for name, part in value.named_modules())
+        parts = ((f"{path}.{name}".strip("."), part) for name, part in value.named_modules())
         yield from ((name, part) for name, part in parts if isinstance(part, Metric))
-    elif kind in (dict, list, tuple) and id(value) not in inside:
+    elif kind in (dict, list, tuple) and id(value) not in parents:
         named = value.items() if kind is dict else enumerate(value)
         for name, part in named:
             if issubclass(type(part), nn.Module | dict | list | tuple):
-                yield from _metrics_in(f"{place}.{name}", part, (*inside, id(value)))
+                yield from _metrics_in(f"{path}.{name}", part, (*parents, id(value)))
 
 
-def _plain_result(trainer: Trainer, key: str, item: Any, places: Mapping[int, str]) -> dict[str, Any]:
+def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str]) -> dict[str, Any]:
     meta, sync = item.meta, item.meta.sync
-    plain = {name: getattr(meta, name) for name in _META}
+    plain = {name: getattr(meta, name) for name in _RESULT_FIELDS}
     plain |= {"reduce_fx": meta.reduce_fx.__name__, "dataloader_idx": meta.dataloader_idx}
     plain |= {"metric_attribute": meta.metric_attribute}
     return {
@@ -97,14 +97,14 @@ def _plain_result(trainer: Trainer, key: str, item: Any, places: Mapping[int, st
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
         "reduces": sync.fn == trainer.strategy.reduce,
         "is_tensor": item.is_tensor,
-        "metric": None if item.is_tensor else places.get(id(getattr(item, "value", None))),
+        "metric": None if item.is_tensor else paths.get(id(getattr(item, "value", None))),
         "value": item.value if item.is_tensor else None,
         "cumulated_batch_size": getattr(item, "cumulated_batch_size", None),
         "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
     }
 
 
-def _add_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
+def _restore_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
     meta = _Metadata(**item["meta"])

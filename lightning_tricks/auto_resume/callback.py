@@ -21,12 +21,12 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
-from lightning_tricks.auto_resume.durable_checkpoint_io import install_durable_io
-from lightning_tricks.auto_resume.resumable_fit import GuardedFit
-from lightning_tricks.auto_resume.run_files import Surroundings, refuse
+from lightning_tricks.auto_resume.durable_checkpoint_io import install_durable_checkpoint_io
+from lightning_tricks.auto_resume.resumable_fit import ResumableFit
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
-_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
-_SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+_TIMEDELTA_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+_SHARDED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
 class AutoResume(TrickCallback):
@@ -136,73 +136,73 @@ class AutoResume(TrickCallback):
         self.force = force
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.allow_pickle = allow_pickle
-        self._fits_done = 0
-        self._fit: GuardedFit | None = None  # between setup and teardown
-        self._undo: Any = None
-        self._surroundings: Surroundings | None = None
+        self._num_fits_done = 0
+        self._fit: ResumableFit | None = None  # between setup and teardown
+        self._restore_checkpoint_io: Any = None
+        self._run_files: RunFiles | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning gives a callback its module's `log` before the loggers begin; no hook is as early."""
         super().__setattr__(name, value)
         if name == "log":
-            self._before_loggers(value.__self__)
+            self._open_run_files(value.__self__)
 
-    def _before_loggers(self, module: LightningModule) -> None:
+    def _open_run_files(self, module: LightningModule) -> None:
         trainer = module.trainer
-        self._release()
+        self._close()
         if trainer.state.fn != TrainerFn.FITTING or is_fast_dev_run(trainer) or is_tuning(trainer):
             return
         root = CheckpointFolder(self.dirpath).path
-        folder = CheckpointFolder(root / f"fit{self._fits_done + 1}" if self._fits_done else root)
-        self._surroundings = Surroundings(trainer, module, root, folder)
-        self._surroundings.enter()
+        folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
+        self._run_files = RunFiles(trainer, module, root, folder)
+        self._run_files.open()
         if trainer.world_size == 1:
-            refuse(self._surroundings.problem)  # before loggers touch what another process writes
+            raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find what there is to resume, and follow the fit from here on."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
-            self._release()
+            self._close()
             return
         if is_fast_dev_run(trainer):
             rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
         if is_tuning(trainer):
             return  # the fit comes later
-        self._refuse(trainer, pl_module)
-        if self._surroundings is None:  # `setup` was called by hand
-            self._before_loggers(pl_module)
-        around: Any = self._surroundings
-        refuse(trainer.strategy.broadcast(around.problem))
+        self._check_supported(trainer, pl_module)
+        if self._run_files is None:  # `setup` was called by hand
+            self._open_run_files(pl_module)
+        run_files: Any = self._run_files
+        raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         if trainer.is_global_zero:
-            around.set_up()
-        self._undo = install_durable_io(trainer.strategy, around.note_file)
-        self._fit = GuardedFit(self, trainer, pl_module, around)
+            run_files.prepare()
+        self._restore_checkpoint_io = install_durable_checkpoint_io(trainer.strategy, run_files.record_file_digest)
+        self._fit = ResumableFit(self, trainer, pl_module, run_files)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with."""
         if self._fit is not None:
-            self._fit.fit_starts()
+            self._fit.on_fit_start()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on after the end of a fit that was given more epochs."""
         if self._fit is not None:
-            self._fit.train_starts()
+            self._fit.on_train_start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the fit."""
         if self._fit is not None:
-            self._fit.fit_ends()
-            self._fits_done += 1
+            self._fit.on_fit_end()
+            self._num_fits_done += 1
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
-        self._release()
+        self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was; pass on with what the ranks of a fork or spawn launcher exited."""
-        self._release()
+        self._close()
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
 
@@ -211,9 +211,9 @@ class AutoResume(TrickCallback):
         """The `train_time_interval` in seconds, infinity without one."""
         return _seconds(self.train_time_interval)
 
-    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+    def _check_supported(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
-        if isinstance(trainer.strategy, _SHARDED):
+        if isinstance(trainer.strategy, _SHARDED_STRATEGIES):
             raise MisconfigurationException(
                 f"AutoResume does not save the shards of {strategy}. Train with one device or DDP, or resume with "
                 "Lightning's ModelCheckpoint and ckpt_path='last'."
@@ -224,33 +224,33 @@ class AutoResume(TrickCallback):
                 "batch as training_step(batch, batch_idx)."
             )
 
-    def _release(self) -> None:
+    def _close(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            fit.release()
-        around, self._surroundings = self._surroundings, None
-        if around is not None:
-            around.release()
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+            fit.close()
+        run_files, self._run_files = self._run_files, None
+        if run_files is not None:
+            run_files.close()
+        restore_checkpoint_io, self._restore_checkpoint_io = self._restore_checkpoint_io, None
+        if restore_checkpoint_io is not None:
+            restore_checkpoint_io()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_undo": None, "_surroundings": None}
+        return {**super().__getstate__(), "_fit": None, "_restore_checkpoint_io": None, "_run_files": None}
 
 
 def _seconds(interval: object) -> float:
     if interval is None:
         return math.inf
-    must = "train_time_interval must be a timedelta or a dict of its arguments such as {'minutes': 10}"
+    requirement = "train_time_interval must be a timedelta or a dict of its arguments such as {'minutes': 10}"
     if isinstance(interval, Mapping):
-        check_names("train_time_interval", interval, _UNITS)
+        check_names("train_time_interval", interval, _TIMEDELTA_UNITS)
         try:
             interval = timedelta(**interval)
         except TypeError as error:
-            raise TypeError(f"{must}, got {interval!r} ({error}).") from error
+            raise TypeError(f"{requirement}, got {interval!r} ({error}).") from error
     if not isinstance(interval, timedelta):
-        raise TypeError(f"{must}, got {interval!r}.")
+        raise TypeError(f"{requirement}, got {interval!r}.")
     if interval <= timedelta(0):
-        raise ValueError(f"{must}, longer than nothing, got {interval!r}.")
+        raise ValueError(f"{requirement}, longer than nothing, got {interval!r}.")
     return interval.total_seconds()

@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     """Add the subcommands to the command line's."""
     parser: argparse.ArgumentParser = commands.add_parser("resume", help="look at what AutoResume keeps of a run")
-    tools = parser.add_subparsers(required=True, metavar="TOOL")
-    words = {
+    subcommands = parser.add_subparsers(required=True, metavar="TOOL")
+    descriptions = {
         "status": "how far a run has come, and from where it would go on",
         "verify": "whether each checkpoint has the bytes that were written; the exit status is 1 where one has not",
     }
     for name, run in (("status", _status), ("verify", _verify)):
-        tool = tools.add_parser(name, help=words[name], description=words[name][0].upper() + words[name][1:] + ".")
-        tool.add_argument("dirpath", metavar="DIR", help="the dirpath of AutoResume")
-        tool.set_defaults(run=partial(_run, tool, run))
+        subcommand = subcommands.add_parser(
+            name, help=descriptions[name], description=descriptions[name][0].upper() + descriptions[name][1:] + "."
+        )
+        subcommand.add_argument("dirpath", metavar="DIR", help="the dirpath of AutoResume")
+        subcommand.set_defaults(run=partial(_run, subcommand, run))
 
 
 def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
-    from lightning_tricks.auto_resume.core.checkpoint_files import folders_in
+    from lightning_tricks.auto_resume.core.checkpoint_files import fit_folders
 
-    folders = [folder for folder in folders_in(arguments.dirpath) if folder.manifests() or folder.read_status()]
+    folders = [folder for folder in fit_folders(arguments.dirpath) if folder.manifests() or folder.read_status()]
     if not folders:
         parser.error(f"{arguments.dirpath} holds nothing of AutoResume. Give the dirpath of a run.")
     return int(run(folders))
@@ -42,11 +44,13 @@ def _status(folders: list[CheckpointFolder]) -> int:
     for folder in folders:
         status = folder.read_status()
         if status:
-            console.print(f"{folder.path}: {_state(status)}", markup=False)
+            console.print(f"{folder.path}: {_describe_status(status)}", markup=False)
         for manifest in folder.manifests():
-            where = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
-            about = f"step {manifest.step}, {where}, {byte_size(manifest.bytes)}, {_age(manifest.written)}"
-            console.print(f"  {manifest.file}: {about}", markup=False)
+            progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
+            summary = (
+                f"step {manifest.step}, {progress}, {byte_size(manifest.bytes)}, {_describe_age(manifest.written)}"
+            )
+            console.print(f"  {manifest.file}: {summary}", markup=False)
     return 0
 
 
@@ -56,30 +60,30 @@ def _verify(folders: list[CheckpointFolder]) -> int:
     console, broken = Console(soft_wrap=True, highlight=False), 0
     for folder in folders:
         for manifest in folder.manifests():
-            problem = folder.problem_of(manifest)
+            problem = folder.find_problem(manifest)
             broken += bool(problem)
             console.print(f"{folder.path / manifest.file}: {problem or 'whole'}", markup=False)
     return int(broken > 0)
 
 
-def _state(status: dict[str, Any]) -> str:
-    from lightning_tricks.auto_resume.core.directory_lock import is_gone
+def _describe_status(status: dict[str, Any]) -> str:
+    from lightning_tricks.auto_resume.core.directory_lock import has_exited
 
     state = status.get("state", "unknown")
-    if state == "running" and is_gone(status):
+    if state == "running" and has_exited(status):
         state = "killed"
     total = status.get("max_steps", -1)
     steps = f"{status.get('step', '?')}" + (f" of {total}" if isinstance(total, int) and total > 0 else "")
     all_epochs = status.get("max_epochs") or -1
     epochs = f"{status.get('epoch', '?')}" + (f" of {all_epochs}" if all_epochs > 0 else "")
     pid = f"process {status.get('pid', '?')} on {status.get('host', '?')}"
-    return f"{state}, epoch {epochs}, step {steps}, {pid}, {_age(float(status.get('time', 0)))}"
+    return f"{state}, epoch {epochs}, step {steps}, {pid}, {_describe_age(float(status.get('time', 0)))}"
 
 
-def _age(moment: float) -> str:
+def _describe_age(timestamp: float) -> str:
     import time
 
-    seconds = max(0, round(time.time() - moment))
+    seconds = max(0, round(time.time() - timestamp))
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds // size} {unit} ago"

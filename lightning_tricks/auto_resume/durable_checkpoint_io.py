@@ -19,11 +19,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
     Paths of remote file systems (`s3://...`) are written as `TorchCheckpointIO` does.
 
     Args:
-        note: Called with a local file and its SHA-256 right before it takes the place of an old one.
+        before_replace: Called with a local file and its SHA-256 right before it takes the place of an old one.
     """
 
-    def __init__(self, note: Callable[[Path, str], object] | None = None) -> None:
-        self._note = note
+    def __init__(self, before_replace: Callable[[Path, str], object] | None = None) -> None:
+        self._before_replace = before_replace
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint; see `save_durably`."""
@@ -31,11 +31,15 @@ class DurableCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        note = self._note
-        save_durably(checkpoint, path, note and (lambda staged, digest, size: note(Path(path), digest)))
+        before_replace = self._before_replace
+        save_durably(
+            checkpoint, path, before_replace and (lambda staged, digest, size: before_replace(Path(path), digest))
+        )
 
 
-def install_durable_io(strategy: Strategy, note: Callable[[Path, str], object] | None = None) -> Callable[[], None]:
+def install_durable_checkpoint_io(
+    strategy: Strategy, before_replace: Callable[[Path, str], object] | None = None
+) -> Callable[[], None]:
     """Put a `DurableCheckpointIO(note)` where the Trainer's innermost is Lightning's own; return what undoes that.
 
     Others, a user's own for one, stay; then there is nothing to undo.
@@ -43,6 +47,6 @@ def install_durable_io(strategy: Strategy, note: Callable[[Path, str], object] |
     *_, innermost = checkpoint_ios(strategy)
     if type(innermost) is not TorchCheckpointIO:
         return lambda: None
-    durable = DurableCheckpointIO(note)
+    durable = DurableCheckpointIO(before_replace)
     replace_checkpoint_io(strategy, innermost, durable)
     return lambda: replace_checkpoint_io(strategy, durable, innermost)

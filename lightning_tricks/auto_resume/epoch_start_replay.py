@@ -11,15 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.fit import begin_epoch_again
-from lightning_tricks.auto_resume.core.attributes.model_structure import restore_groups
+from lightning_tricks._lightning_compat.fit import repeat_epoch_start_hooks
+from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
-Groups = Sequence[Sequence[Sequence[str]]]
+ParamGroupNames = Sequence[Sequence[Sequence[str]]]
 
 
 def replay_epoch_start(
-    trainer: Trainer, module: LightningModule, groups_then: Groups, reload: Callable[[], None]
+    trainer: Trainer, module: LightningModule, saved_groups: ParamGroupNames, reload_weights: Callable[[], None]
 ) -> None:
     """Call `on_train_epoch_start` of callbacks and module, and undo what it does to what was restored already.
 
@@ -30,31 +30,31 @@ def replay_epoch_start(
     Args:
         trainer: That fits; its random streams are those of the epoch's start.
         module: That is fitted.
-        groups_then: Of `groups_of`, before the hooks were called.
-        reload: Loads weights and optimizer states from the checkpoint once more.
+        saved_groups: Of `param_group_names`, before the hooks were called.
+        reload_weights: Loads weights and optimizer states from the checkpoint once more.
     """
     optimizers = trainer.optimizers
     groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     before = [(value, value._version) for value in _tensors(trainer, module)]
-    restore_groups(module, optimizers, groups_then)
-    with _muted(trainer.loggers):  # what was logged at the epoch's start is there
-        begin_epoch_again(trainer)
-    for optimizer, were in zip(optimizers, groups, strict=True):
-        optimizer.param_groups[:] = [group for group, _ in were]
-        for group, values in were:
+    restore_param_groups(module, optimizers, saved_groups)
+    with _muted_loggers(trainer.loggers):  # what was logged at the epoch's start is there
+        repeat_epoch_start_hooks(trainer)
+    for optimizer, initial_groups in zip(optimizers, groups, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in initial_groups]
+        for group, values in initial_groups:
             group.clear()
             group.update(values)
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
     now = list(_tensors(trainer, module))
     if len(now) != len(before) or any(a is not b or a._version != v for a, (b, v) in zip(now, before, strict=True)):
-        reload()
+        reload_weights()
 
 
 @contextmanager
-def _muted(loggers: Sequence[Logger]) -> Iterator[None]:
+def _muted_loggers(loggers: Sequence[Logger]) -> Iterator[None]:
     with ExitStack() as stack:
         for logger in loggers:
             stack.enter_context(patched(logger, {"log_metrics": lambda *_, **__: None}))

@@ -12,12 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.auto_resume.core.attributes.model_structure import make_room
+from lightning_tricks.auto_resume.core.attributes.model_structure import resize_to_state_dict
 
-Version = tuple["ref[Tensor]", int]  # of a tensor: an id alone may be another's later
+BufferVersion = tuple["ref[Tensor]", int]  # of a tensor: an id alone may be another's later
 
 
-def versions_of_unsaved(module: nn.Module) -> dict[str, Version]:
+def unsaved_buffer_versions(module: nn.Module) -> dict[str, BufferVersion]:
     """Return what tells whether a buffer that is no part of the state dict was changed since."""
     saved = module.state_dict().keys()
     return {name: (ref(value), value._version) for name, value in module.named_buffers() if name not in saved}
@@ -28,8 +28,8 @@ def buffer_digests(module: nn.Module) -> dict[str, str]:
     return {name: _digest(value) for name, value in module.named_buffers()}
 
 
-def buffers_beyond(
-    module: nn.Module, unsaved: Mapping[str, Version], rank_zeros: Mapping[str, str]
+def rank_specific_buffers(
+    module: nn.Module, initial_versions: Mapping[str, BufferVersion], rank_zero_digests: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Return the buffers that a rank cannot get from rank zero's checkpoint.
 
@@ -38,18 +38,20 @@ def buffers_beyond(
 
     Args:
         module: Of this rank.
-        unsaved: Of `versions_of_unsaved` at the start.
-        rank_zeros: Rank zero's `buffer_digests`.
+        initial_versions: Of `unsaved_buffer_versions` at the start.
+        rank_zero_digests: Rank zero's `buffer_digests`.
     """
     own, saved = dict(module.named_buffers()), module.state_dict().keys()
-    changed = [name for name in own if name not in saved and not _is_as_seen(own[name], unsaved.get(name))]
-    differing = [name for name, value in own.items() if name in rank_zeros and _digest(value) != rank_zeros[name]]
+    changed = [name for name in own if name not in saved and not _is_unchanged(own[name], initial_versions.get(name))]
+    differing = [
+        name for name, value in own.items() if name in rank_zero_digests and _digest(value) != rank_zero_digests[name]
+    ]
     return {name: own[name].detach() for name in dict.fromkeys(changed + differing)}
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Put buffers back, in place where they have the same shape."""
-    make_room(module, saved, list(saved))
+    resize_to_state_dict(module, saved, list(saved))
     own = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in saved.items():
@@ -57,11 +59,11 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
                 own[name].copy_(value)
 
 
-def _is_as_seen(value: Tensor, seen: Version | None) -> bool:
-    return seen is not None and seen[0]() is value and seen[1] == value._version
+def _is_unchanged(value: Tensor, version: BufferVersion | None) -> bool:
+    return version is not None and version[0]() is value and version[1] == value._version
 
 
-def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
+def run_identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
     """Return what tells a run from another: the module's class, its parameters' names and shapes, arguments, seed."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
     return {
@@ -72,7 +74,7 @@ def identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
     }
 
 
-def shape_differences(module: nn.Module, saved: Mapping[str, Any], most: int = 5) -> list[str]:
+def shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:
     """Say in which parameters a module differs from a state dict."""
     own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     found = [
@@ -82,17 +84,17 @@ def shape_differences(module: nn.Module, saved: Mapping[str, Any], most: int = 5
     ]
     mine = module.state_dict().keys()
     found += [f"{name} is only there" for name in saved if name not in mine]
-    return [*found[:most], *([f"and {len(found) - most} more"] if len(found) > most else [])]
+    return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]
 
 
-def on_device(value: Any, device: torch.device | str) -> Any:
+def move_to_device(value: Any, device: torch.device | str) -> Any:
     """Return plain containers with their tensors, detached, on a device."""
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, Mapping):
-        return {name: on_device(part, device) for name, part in value.items()}
+        return {name: move_to_device(part, device) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        parts = [on_device(part, device) for part in value]
+        parts = [move_to_device(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 

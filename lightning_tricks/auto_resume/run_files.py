@@ -18,27 +18,27 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_tricks._lightning_compat.checkpoints import watch_files
-from lightning_tricks._lightning_compat.loggers import keep_still, let_begin
+from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
+from lightning_tricks._lightning_compat.loggers import mute_logger, unmute_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder, Manifest
-from lightning_tricks.auto_resume.core.data.rng_state import pack_streams, unpack_streams
-from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, me
-from lightning_tricks.auto_resume.core.file_journal import FileJournal, digest_of_link
-from lightning_tricks.auto_resume.logger_versions import LoggersOfFit
-from lightning_tricks.auto_resume.module_state import identity
+from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
+from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
+from lightning_tricks.auto_resume.logger_state import LoggerState
+from lightning_tricks.auto_resume.module_state import run_identity
 
-_START = "start.json"  # where the loggers were when a fit began that has no checkpoint yet
-_STREAMS = "streams.json"  # the random streams before `setup`, which may make or split data
-_PROCESSES = "processes.json"
-_MOST_PROCESSES = 1000
-_END = " at its end"  # of a journal's base: what came then is part of the run
+_START_FILE = "start.json"  # where the loggers were when a fit began that has no checkpoint yet
+_RNG_STATE_FILE = "streams.json"  # the random streams before `setup`, which may make or split data
+_PROCESSES_FILE = "processes.json"
+_MAX_PROCESSES = 1000
+_END_SUFFIX = " at its end"  # of a journal's base: what came then is part of the run
 
 
-class Surroundings:
+class RunFiles:
     """Keeps others out of a directory, and takes loggers and files of ModelCheckpoint back to where they were.
 
-    Everything but `enter` is for rank zero, which alone writes files.
+    Everything but `open` is for rank zero, which alone writes files.
 
     Args:
         trainer: That fits.
@@ -49,23 +49,23 @@ class Surroundings:
 
     def __init__(self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder) -> None:
         self.trainer, self.folder, self.root = trainer, folder, CheckpointFolder(root)
-        about = identity(module, None)
-        run = {name: about[name] for name in ("module", "arguments")}  # parameters may come later
-        self._run = json.loads(json.dumps(run, default=str))
+        identity = run_identity(module, None)
+        run = {name: identity[name] for name in ("module", "arguments")}  # parameters may come later
+        self._run_record = json.loads(json.dumps(run, default=str))
         self._lock = DirectoryLock(self.root.private / "lock")
-        self.loggers = LoggersOfFit([], folder.private, ())
+        self.loggers = LoggerState([], folder.private, ())
         self._journal = FileJournal(folder.private / "files.jsonl")
-        self._undo: list[Callable[[], None]] = []
-        self._records: Any = ()  # of the loggers, before this process
-        self._is_first = True  # no checkpoint was ever written
-        self._streams = ""
+        self._close_functions: list[Callable[[], None]] = []
+        self._logger_records: Any = ()  # of the loggers, before this process
+        self._is_first_start = True  # no checkpoint was ever written
+        self._initial_rng_state = ""
         self.problem = ""
 
-    def enter(self) -> None:
+    def open(self) -> None:
         """Take the directory, and let the loggers begin where they were; they have not begun yet."""
-        writes = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # no rank knows its number yet
+        is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # no rank knows its number yet
         processes: list[Any] = []
-        if writes:
+        if is_writer:
             try:
                 processes = self._lock_directory()
             except OSError as error:
@@ -74,149 +74,149 @@ class Surroundings:
                 )
             if self.problem:
                 for logger in self.trainer.loggers:
-                    keep_still(logger)
-                    self._undo.append(partial(let_begin, logger))
+                    mute_logger(logger)
+                    self._close_functions.append(partial(unmute_logger, logger))
                 return
-        manifests, start = self.folder.manifests(), self.folder.read_private(_START)
-        self._is_first = not manifests
-        self._note_streams()
-        self._records = manifests[0].loggers if manifests else ()
-        if not manifests and start.get("run") == self._run and isinstance(start.get("loggers"), list):
-            self._records = start["loggers"]
-        self.loggers = LoggersOfFit(self.trainer.loggers, self.folder.private, processes)
-        self.loggers.take_up(self._records, writes=writes)
-        if self._records:
-            self._spare_config()
-        if writes and self._is_first:
-            self._say(self.loggers.restore(self._records, before_fit=True))
+        manifests, start = self.folder.manifests(), self.folder.read_private(_START_FILE)
+        self._is_first_start = not manifests
+        self._restore_initial_rng_state()
+        self._logger_records = manifests[0].loggers if manifests else ()
+        if not manifests and start.get("run") == self._run_record and isinstance(start.get("loggers"), list):
+            self._logger_records = start["loggers"]
+        self.loggers = LoggerState(self.trainer.loggers, self.folder.private, processes)
+        self.loggers.restore_versions(self._logger_records, is_writer=is_writer)
+        if self._logger_records:
+            self._allow_existing_cli_config()
+        if is_writer and self._is_first_start:
+            self._warn(self.loggers.restore(self._logger_records, before_fit=True))
 
-    def _note_streams(self) -> None:
+    def _restore_initial_rng_state(self) -> None:
         """Let what `setup` draws be what it drew when the run began; ranks draw alike only where they are seeded."""
         if self.trainer.world_size > 1:
             return
-        if self._is_first:
-            self._streams = base64.b64encode(pack_streams().numpy().tobytes()).decode()
+        if self._is_first_start:
+            self._initial_rng_state = base64.b64encode(pack_rng_state().numpy().tobytes()).decode()
             return
         with suppress(KeyError, TypeError, ValueError):  # not written, or by another version
-            packed = base64.b64decode(self.folder.read_private(_STREAMS)["streams"])
-            unpack_streams(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+            packed = base64.b64decode(self.folder.read_private(_RNG_STATE_FILE)["streams"])
+            unpack_rng_state(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
     def _lock_directory(self) -> list[Any]:
         """Return the processes that were here before."""
         self.folder.prepare()
         self.root.prepare()
-        known = self.root.read_private(_PROCESSES).get("processes", [])
-        known = [one for one in known if isinstance(one, dict)] if isinstance(known, list) else []
-        ours, sure = self._lock.acquire(known[-1] if known else {})
-        if not ours:
-            who = known[-1] if known else {}
+        processes = self.root.read_private(_PROCESSES_FILE).get("processes", [])
+        processes = [one for one in processes if isinstance(one, dict)] if isinstance(processes, list) else []
+        acquired, is_certain = self._lock.acquire(processes[-1] if processes else {})
+        if not acquired:
+            process = processes[-1] if processes else {}
             self.problem = (
-                f"AutoResume: the directory {self.root.path} is in use by process {who.get('pid', '?')} on "
-                f"{who.get('host', '?')}: two runs would write over each other's checkpoints. Wait for its end, or "
+                f"AutoResume: the directory {self.root.path} is in use by process {process.get('pid', '?')} on "
+                f"{process.get('host', '?')}: two runs would write over each other's checkpoints. Wait for its end, or "
                 "choose another dirpath."
             )
-            return known
-        if not sure:
+            return processes
+        if not is_certain:
             rank_zero_warn(
                 f"AutoResume: the file system of {self.root.path} knows no locks. A second run in this directory is "
                 "noticed on the same host only."
             )
-        known = [*(one for one in known if one != me()), me()][-_MOST_PROCESSES:]
-        self.root.write_private(_PROCESSES, {"processes": known})
-        return known
+        processes = [*(one for one in processes if one != this_process()), this_process()][-_MAX_PROCESSES:]
+        self.root.write_private(_PROCESSES_FILE, {"processes": processes})
+        return processes
 
-    def set_up(self) -> None:
+    def prepare(self) -> None:
         """Remove what killed processes left, and note where the fit begins."""
-        self.folder.clean()
-        others = self.loggers.others(self._records)
-        if others:
-            rank_zero_warn(f"AutoResume: {'; '.join(others)}. What was logged before is not withdrawn.")
-        if self._is_first:
-            self.folder.write_private(_START, {"run": self._run, "loggers": self.loggers.records()})
-            self.folder.write_private(_STREAMS, {"streams": self._streams})
+        self.folder.clean_up()
+        version_mismatches = self.loggers.version_mismatches(self._logger_records)
+        if version_mismatches:
+            rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not withdrawn.")
+        if self._is_first_start:
+            self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
+            self.folder.write_private(_RNG_STATE_FILE, {"streams": self._initial_rng_state})
 
-    def fit_starts(self, resumed: Manifest | None) -> None:
+    def on_fit_start(self, resumed: Manifest | None) -> None:
         """Put files of ModelCheckpoint back to where they were at the save that is resumed, and follow them."""
-        folders = self._folders()
+        folders = self._checkpoint_folders()
         base = self._journal.base
         if base is not None and (resumed is None) == (not self.folder.manifests()):
             before = "" if resumed is None else resumed.file
-            is_over = base.endswith(_END) or base.partition("-")[0] < before.partition("-")[0]
+            is_over = base.endswith(_END_SUFFIX) or base.partition("-")[0] < before.partition("-")[0]
             if not is_over:
-                self._say(self._journal.undo(folders))
-        self._journal.begin(resumed.file if resumed is not None else "", folders)
-        for place, callback in self._checkpointing().items():
-            self._undo.append(
-                watch_files(
+                self._warn(self._journal.restore_files(folders))
+        self._journal.start(resumed.file if resumed is not None else "", folders)
+        for state_key, callback in self._model_checkpoints().items():
+            self._close_functions.append(
+                observe_checkpoint_files(
                     callback,
-                    lambda path, place=place: self._journal.touch(place, _absolute(path)),  # type: ignore[misc]
-                    lambda path, target: self._journal.note(_absolute(path), digest_of_link(target)),
+                    lambda path, state_key=state_key: self._journal.before_change(state_key, _absolute_path(path)),  # type: ignore[misc]
+                    lambda path, target: self._journal.record_digest(_absolute_path(path), link_digest(target)),
                 )
             )
 
-    def note_file(self, path: Path, digest: str) -> None:
+    def record_file_digest(self, path: Path, digest: str) -> None:
         """Note the digest of a checkpoint that the Trainer is about to put in its place."""
-        self._journal.note(_absolute(path), digest)
+        self._journal.record_digest(_absolute_path(path), digest)
 
-    def saved(self, manifest: Manifest) -> None:
+    def on_save(self, manifest: Manifest) -> None:
         """Let a save be what is resumed from here on."""
-        self._is_first = False
-        self._journal.begin(manifest.file + _END * manifest.finished, self._folders())
-        (self.folder.private / _START).unlink(missing_ok=True)
+        self._is_first_start = False
+        self._journal.start(manifest.file + _END_SUFFIX * manifest.finished, self._checkpoint_folders())
+        (self.folder.private / _START_FILE).unlink(missing_ok=True)
 
-    def ended(self, manifest: Manifest) -> None:
+    def on_fit_end(self, manifest: Manifest) -> None:
         """Let what was logged and written after the last save of a fit be part of it."""
         for logger in self.trainer.loggers:
             logger.save()
         try:
-            self.folder.amend(manifest, loggers=self.loggers.records())
-            self._journal.begin(manifest.file + _END, self._folders())
+            self.folder.rewrite_manifest(manifest, loggers=self.loggers.records())
+            self._journal.start(manifest.file + _END_SUFFIX, self._checkpoint_folders())
         except OSError as error:
             rank_zero_warn(f"AutoResume: where the loggers stand at the end could not be written ({error}).")
 
-    def withdraw(self, manifest: Manifest) -> None:
+    def discard_rows_after(self, manifest: Manifest) -> None:
         """Withdraw from the loggers what came after a save."""
-        later = CheckpointFolder(self.root.path / f"fit{self._number() + 1}")
+        later = CheckpointFolder(self.root.path / f"fit{self._fit_number() + 1}")
         if manifest.finished and later.manifests():
             return  # that fit withdraws its own
-        self._say(self.loggers.restore(manifest.loggers))
+        self._warn(self.loggers.restore(manifest.loggers))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Leave the callbacks as they were, and the directory to others."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        self._lock.release()
+        for close in self._close_functions:
+            close()
+        self._close_functions.clear()
+        self._lock.close()
 
-    def _number(self) -> int:
+    def _fit_number(self) -> int:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1
 
-    def _checkpointing(self) -> dict[str, ModelCheckpoint]:
+    def _model_checkpoints(self) -> dict[str, ModelCheckpoint]:
         callbacks = callbacks_of(self.trainer)
         return {one.state_key: one for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath}
 
-    def _folders(self) -> dict[str, Path]:
+    def _checkpoint_folders(self) -> dict[str, Path]:
         """Return the local directories of ModelCheckpoint."""
-        found = {place: str(callback.dirpath) for place, callback in self._checkpointing().items()}
-        return {place: _absolute(Path(path)) for place, path in found.items() if "://" not in path}
+        found = {state_key: str(callback.dirpath) for state_key, callback in self._model_checkpoints().items()}
+        return {state_key: _absolute_path(Path(path)) for state_key, path in found.items() if "://" not in path}
 
-    def _spare_config(self) -> None:
+    def _allow_existing_cli_config(self) -> None:
         """Tell LightningCLI that its config is there: it refuses a directory that has one."""
         cli = sys.modules.get("lightning.pytorch.cli")
         for callback in callbacks_of(self.trainer):
             if cli is not None and isinstance(callback, cli.SaveConfigCallback):
                 callback.already_saved = True
 
-    def _say(self, sentences: list[str]) -> None:
+    def _warn(self, sentences: list[str]) -> None:
         for sentence in sentences:
             rank_zero_warn(f"AutoResume: {sentence}")
 
 
-def refuse(problem: str) -> None:
+def raise_for_problem(problem: str) -> None:
     """Raise what is wrong, if anything is."""
     if problem:
         raise MisconfigurationException(problem)
 
 
-def _absolute(path: Path) -> Path:
+def _absolute_path(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolves no links

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 
-_OF_TRAINER = {
+_TRAINER_ENTRIES = {
     "state_dict": "the state_dict of {module}",
     "optimizer_states": "the state_dict of an optimizer",
     "lr_schedulers": "the state_dict of a learning rate scheduler",
@@ -18,25 +18,25 @@ _OF_TRAINER = {
 }
 
 
-def describe_object(trainer: Trainer, module: LightningModule, place: Sequence[str], kind: str) -> str:
+def describe_object(trainer: Trainer, module: LightningModule, key_path: Sequence[str], kind: str) -> str:
     """Say which object is where in a checkpoint, and who saved it: a phrase such as "`state_dict` of X saved a Y"."""
-    where = "".join(f"[{key!r}]" for key in place)
-    return f"{_who(trainer, module, place)} saved a {kind} (checkpoint{where})"
+    subscripts = "".join(f"[{key!r}]" for key in key_path)
+    return f"{_describe_owner(trainer, module, key_path)} saved a {kind} (checkpoint{subscripts})"
 
 
-def _who(trainer: Trainer, module: LightningModule, place: Sequence[str]) -> str:
-    key = place[0]
-    if key in _OF_TRAINER:
-        return _OF_TRAINER[key].format(module=type(module).__name__)
+def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequence[str]) -> str:
+    key = key_path[0]
+    if key in _TRAINER_ENTRIES:
+        return _TRAINER_ENTRIES[key].format(module=type(module).__name__)
     callbacks = callbacks_of(trainer)
     if key == "callbacks":
-        owners = [type(callback).__name__ for callback in callbacks if callback.state_key == place[1]]
-        return f"the state_dict of {' or '.join(owners) or place[1]}"
+        owners = [type(callback).__name__ for callback in callbacks if callback.state_key == key_path[1]]
+        return f"the state_dict of {' or '.join(owners) or key_path[1]}"
     datamodule = datamodule_of(trainer)
     if datamodule is not None and key == type(datamodule).__qualname__:
         return f"the state_dict of {key}"
-    hooked: list[Any] = [
+    hook_owners: list[Any] = [
         part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
     ]
-    hooked += [callback for callback in callbacks if is_overridden("on_save_checkpoint", callback)]
-    return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hooked) or 'a hook'}"
+    hook_owners += [callback for callback in callbacks if is_overridden("on_save_checkpoint", callback)]
+    return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hook_owners) or 'a hook'}"

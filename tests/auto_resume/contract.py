@@ -36,7 +36,10 @@ def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
     whole = lab.fit([], setting, net=net)
     runs = lab.folder / f"{setting.name} guarded"
     marker = lab.folder / f"{setting.name} stopped"
-    with pytest.raises(SystemExit) as left, patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS", 0.0):
+    with (
+        pytest.raises(SystemExit) as left,
+        patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS_BETWEEN_EXCHANGES", 0.0),
+    ):
         lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net)
     assert left.value.code == 75
     again = lab.fit([callback(runs), StopsOnce(batch, marker)], setting, net=net, start=9 if setting.ranks == 1 else 0)

@@ -41,9 +41,9 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_tricks.auto_resume.core.attributes.plain_values import Room, decode, encode
-from lightning_tricks.auto_resume.core.attributes.tracking import Attributes, fingerprints, put_back
-from lightning_tricks.auto_resume.core.safe_loading import objects_in, read_as_data
+from lightning_tricks.auto_resume.core.attributes.plain_values import EncodeBudget, decode, encode
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, fingerprints, restore_changes
+from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 
 Point = namedtuple("Point", "x y")
 
@@ -89,18 +89,18 @@ class Holder:
 
 def through_a_file(changes, path):
     torch.save({"attributes": changes}, path)
-    read = read_as_data(path)
-    assert not objects_in(read)
+    read = load_plain_data(path)
+    assert not find_objects(read)
     return read["attributes"]
 
 
 def resumed(make, act, path):
     """Return the object that was acted on, a fresh one that was given its attributes, and what did not go."""
     old, fresh = make(), make()
-    attributes = Attributes({"it": old})
+    attributes = AttributeTracker({"it": old})
     act(old)
     changes = attributes.changes()
-    failed = put_back({"it": fresh}, through_a_file(changes, path / "attributes.ckpt"))
+    failed = restore_changes({"it": fresh}, through_a_file(changes, path / "attributes.ckpt"))
     return old, fresh, {**changes["lost"], **failed}
 
 
@@ -128,12 +128,12 @@ def _bits(value):
 
 
 def there_and_back(value, path):
-    room = Room(2**26)
-    encoded = encode(value, room)
-    assert not room.holes
+    budget = EncodeBudget(2**26)
+    encoded = encode(value, budget)
+    assert not budget.opaque_values
     torch.save({"value": encoded}, path)
-    read = read_as_data(path)
-    assert not objects_in(read)
+    read = load_plain_data(path)
+    assert not find_objects(read)
     return decode(read["value"])
 
 
@@ -200,13 +200,13 @@ def test_nested_values_come_back_as_they_were(value, tmp_path_factory):
 @given(before=_VALUES, after=_VALUES)
 def test_a_fresh_object_gets_any_value(before, after, tmp_path_factory):
     old, fresh = Holder(it=before), Holder(it=before)
-    attributes = Attributes({"old": old})
+    attributes = AttributeTracker({"old": old})
     old.it = after
     changes = attributes.changes()
     assert not changes["lost"]
     assert bool(changes["values"]) != alike(before, after)
     path = tmp_path_factory.getbasetemp() / "changes.ckpt"
-    assert not put_back({"old": fresh}, through_a_file(changes, path))
+    assert not restore_changes({"old": fresh}, through_a_file(changes, path))
     assert alike(fresh.it, after)
 
 
@@ -255,7 +255,7 @@ def test_a_module_goes_on(tmp_path):
 
 def test_what_did_not_change_is_not_kept():
     model = Model()
-    attributes = Attributes({"model": model})
+    attributes = AttributeTracker({"model": model})
     model.net(torch.randn(4, 2)).sum().backward()
     model.rnn(torch.randn(1, 1, 2))
     model.eval()
@@ -277,9 +277,9 @@ def test_in_place_changes_stay_in_place(tmp_path):
     fresh = make()
     before = dict(vars(fresh))
     old = make()
-    attributes = Attributes({"it": old})
+    attributes = AttributeTracker({"it": old})
     act(old)
-    assert not put_back({"it": fresh}, attributes.changes())
+    assert not restore_changes({"it": fresh}, attributes.changes())
     assert all(vars(fresh)[name] is value for name, value in before.items() if name != "fixed")
     assert fresh.a == [1]
     assert fresh.fixed[0] is fresh.a
@@ -455,13 +455,13 @@ def test_strange_objects_do_no_harm(tmp_path):
 
     old, fresh = make(), make()
     old.ring, fresh.ring = old, fresh
-    attributes = Attributes({"it": old})
+    attributes = AttributeTracker({"it": old})
     assert fingerprints({"it": old}) == fingerprints({"it": fresh})
     assert attributes.changes() == {"values": {}, "lost": {}}
     old.count = 1
     changes = attributes.changes()
     assert list(changes["values"]) == ["it.count"]
-    assert not put_back({"it": fresh}, changes)
+    assert not restore_changes({"it": fresh}, changes)
     for name in ("circle", "strange", "sparse", "file"):
         setattr(old, name, make().__dict__[name])
     next(old.count_from)
@@ -473,7 +473,7 @@ def test_strange_objects_do_no_harm(tmp_path):
 
 def test_what_is_no_data_is_said_with_its_place():
     holder = Holder(history=[1], table={})
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     holder.history.append(lambda: 3)
     holder.table["objects"] = [Ends()]
     holder.lock = io.StringIO()
@@ -498,7 +498,7 @@ def test_functions_in_a_container_stay_and_the_rest_of_it_goes_on(tmp_path):
 
 def test_too_much_is_said_largest_first():
     holder = Holder()
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     holder.small, holder.large, holder.huge = torch.zeros(2), torch.zeros(10 * 2**20), torch.zeros(17 * 2**20)
     holder.half = torch.zeros(7 * 2**20)
     changes = attributes.changes()
@@ -509,7 +509,7 @@ def test_too_much_is_said_largest_first():
 
 def test_a_view_does_not_take_its_storage_along():
     holder = Holder()
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     holder.view = torch.zeros(2**20)[:3]
     data = attributes.changes()["values"]["it.view"]["value"]["data"]
     assert data.untyped_storage().nbytes() == 12
@@ -517,7 +517,7 @@ def test_a_view_does_not_take_its_storage_along():
 
 def test_large_values_are_compared_by_a_sample():
     holder = Holder(tensor=torch.zeros(2**20), numbers=list(range(50_000)), ring=deque(range(20_000), maxlen=20_000))
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     assert not attributes.changes()["values"]
     holder.tensor[12345] = 1  # no sample meets it, its version tells
     assert set(attributes.changes()["values"]) == {"it.tensor"}
@@ -528,10 +528,10 @@ def test_large_values_are_compared_by_a_sample():
 
 def test_what_is_no_longer_there_is_reported():
     old = Holder(inner=Holder(x=1), other=Holder(y=1), z=1)
-    attributes = Attributes({"it": old, "gone": Holder()})
+    attributes = AttributeTracker({"it": old, "gone": Holder()})
     old.inner.x = old.other.y = old.z = 2
     fresh = Holder(inner=None, other=Holder(y=1), z=1)
-    assert put_back({"it": fresh}, attributes.changes()) == {"it.inner": "it is not there"}
+    assert restore_changes({"it": fresh}, attributes.changes()) == {"it.inner": "it is not there"}
     assert (fresh.other.y, fresh.z) == (2, 2)
 
 
@@ -540,7 +540,7 @@ def test_names_can_be_left_out():
         return ("secret", "state_dict") if isinstance(value, Holder) else ()
 
     old = Holder(secret=1, shown=1)
-    attributes = Attributes(lambda: {"it": old}, skipped=skipped)
+    attributes = AttributeTracker(lambda: {"it": old}, skipped=skipped)
     old.secret = old.shown = 2
     changes = attributes.changes()
     assert list(changes["values"]) == ["it.shown"]
@@ -551,7 +551,7 @@ def test_the_baseline_keeps_nothing_alive():
 
     holder = Holder(tensor=torch.zeros(3), array=np.zeros(3), inner=Holder(), kept={"a": torch.zeros(3)})
     references = [weakref.ref(value) for value in (holder.tensor, holder.array, holder.inner, holder.kept["a"])]
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     vars(holder).clear()
     assert [reference() for reference in references] == [None] * 4
     assert {change["value"]["kind"] for change in attributes.changes()["values"].values()} == {"deleted"}
@@ -646,24 +646,24 @@ def test_objects_that_were_made_in_the_fit_are_made_again_without_running_their_
 
 def test_a_file_names_no_class_that_its_owner_does_not_know():
     holder = Holder(x=1)
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     holder.x = 2
     changes = attributes.changes()
     for name in ("tempfile._TemporaryFileCloser", "subprocess.Popen", f"{__name__}.Ends", "torchmetrics.MeanMetric"):
         changes["values"]["it.x"]["value"] = {"kind": "hole", "type": name}
-        assert list(put_back({"it": holder}, changes)) == ["it.x"]
+        assert list(restore_changes({"it": holder}, changes)) == ["it.x"]
         assert holder.x == 2
 
 
 def test_what_a_class_shares_goes_on(monkeypatch):
     old = Meter()
-    attributes = Attributes({"it": old})
+    attributes = AttributeTracker({"it": old})
     old.names.append("loss")
     Meter.made += 2
     changes = attributes.changes()
     old.names.clear()
     Meter.made = 0
-    assert not put_back({"it": Meter()}, changes)
+    assert not restore_changes({"it": Meter()}, changes)
     assert (Meter.names, Meter.made) == (["loss"], 2)
     Meter.names.clear()
     Meter.made = 0
@@ -698,7 +698,7 @@ def test_fingerprints_are_the_same_in_every_process():
 def test_loaders_are_not_entered_and_data_sets_are():
     data = Subset(TensorDataset(torch.arange(10)), [1, 2, 3])
     loader = DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator()))
-    attributes = Attributes({"loader": loader, "train": data, "sampler": loader.sampler})
+    attributes = AttributeTracker({"loader": loader, "train": data, "sampler": loader.sampler})
     data.indices[0] = 5
     list(loader)
     assert set(attributes.changes()["values"]) == {"train.indices", "sampler.generator"}
@@ -708,7 +708,7 @@ def test_a_list_of_modules_that_grew_is_said():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
     model.head = nn.Linear(2, 2)
-    attributes = Attributes({"model": model})
+    attributes = AttributeTracker({"model": model})
     model.layers.append(nn.Linear(2, 2))
     model.head = nn.Identity()
     assert attributes.changes()["lost"] == {
@@ -719,7 +719,7 @@ def test_a_list_of_modules_that_grew_is_said():
 
 def test_a_counter_that_workers_share_is_said():
     holder = Holder(epoch=multiprocessing.get_context("spawn").Value("i", 0))
-    attributes = Attributes({"it": holder})
+    attributes = AttributeTracker({"it": holder})
     assert not attributes.changes()["lost"]
     holder.epoch.value = 3
     assert attributes.changes()["lost"] == {"it.epoch": "multiprocessing.sharedctypes.Synchronized"}
@@ -729,9 +729,11 @@ def test_what_is_registered_here_is_not_hidden():
     old, fresh = nn.Module(), nn.Module()
     old.queue = torch.zeros(2)
     fresh.register_buffer("queue", torch.zeros(2))
-    attributes = Attributes({"model": old})
+    attributes = AttributeTracker({"model": old})
     old.queue = torch.ones(2)
-    assert put_back({"model": fresh}, attributes.changes()) == {"model.queue": "it is registered in the module here"}
+    assert restore_changes({"model": fresh}, attributes.changes()) == {
+        "model.queue": "it is registered in the module here"
+    }
     assert "queue" not in vars(fresh)
 
 
@@ -759,7 +761,7 @@ def test_what_a_class_does_is_never_set(name):
             "values": {f"{place}.{name}": {"of": place, "name": name, "value": 1, "in_place": False}},
             "lost": {},
         }
-        assert put_back({"root": fresh}, changes)
+        assert restore_changes({"root": fresh}, changes)
     assert fresh.forward(1) == 1
     assert fresh.size == 3
     assert type(fresh) is Does

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
-from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, NewerFormatError, differences, folders_in
+from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, NewerFormatError, differences, fit_folders
 from tests.auto_resume.killing import die_after
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
@@ -72,14 +72,14 @@ def test_a_hundred_kills_leave_nothing_unreadable(tmp_path, monkeypatch):
             try:
                 die_after(moment)
                 folder.prepare()
-                folder.clean()
+                folder.clean_up()
                 for number in range(1000):
                     folder.save(checkpoint(number, 200_000), **KNOWN)
                     folder.prune(2)
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGPROF
-        assert [folder.problem_of(manifest) for manifest in folder.manifests()] == [""] * len(folder.manifests())
+        assert [folder.find_problem(manifest) for manifest in folder.manifests()] == [""] * len(folder.manifests())
         newest = folder.newest(pytest.fail)
         if newest is not None:
             assert newest.number >= seen
@@ -87,7 +87,7 @@ def test_a_hundred_kills_leave_nothing_unreadable(tmp_path, monkeypatch):
             loaded = torch.load(folder.path / newest.file, weights_only=True)
             assert torch.equal(loaded["weights"], checkpoint(loaded["step"], 200_000)["weights"])
     assert seen > 20
-    folder.clean()
+    folder.clean_up()
     folder.prune(2)
     assert len(folder.manifests()) == 2
     assert len(list(folder.path.iterdir())) == 5, "litter beside two checkpoints, their manifests and .auto_resume"
@@ -144,7 +144,7 @@ def test_numbers_go_on(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for _ in range(3):
         folder.save(checkpoint(), **KNOWN)
-    folder.set_aside(folder.manifests()[0])
+    folder.quarantine(folder.manifests()[0])
     assert folder.save(checkpoint(), **KNOWN).number == 4
     folder.prune(1)
     assert [manifest.number for manifest in folder.manifests()] == [4]
@@ -179,4 +179,4 @@ def test_differences_name_what_differs():
 def test_folders_of_later_fits(tmp_path):
     for name in ("fit10", "fit2", "fitted"):
         (tmp_path / name).mkdir()
-    assert [folder.path.name for folder in folders_in(tmp_path)] == [tmp_path.name, "fit2", "fit10"]
+    assert [folder.path.name for folder in fit_folders(tmp_path)] == [tmp_path.name, "fit2", "fit10"]

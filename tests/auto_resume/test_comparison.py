@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.auto_resume.core.attributes.comparison import differing
+from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 _VALUES = st.recursive(
@@ -20,7 +20,7 @@ _VALUES = st.recursive(
 
 @given(_VALUES)
 def test_a_value_equals_its_copy(value):
-    assert list(differing(value, _copy(value))) == []
+    assert list(differing_paths(value, _copy(value))) == []
 
 
 def _copy(value):
@@ -46,21 +46,21 @@ def _copy(value):
     ],
 )
 def test_places_are_named(restored, places):
-    assert list(differing({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, restored)) == places
+    assert list(differing_paths({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, restored)) == places
 
 
 def test_bits_decide():
     nan = torch.tensor([float("nan")])
-    assert list(differing({"x": nan}, {"x": nan.clone()})) == []
+    assert list(differing_paths({"x": nan}, {"x": nan.clone()})) == []
     half = torch.tensor([0.1], dtype=torch.bfloat16)
-    assert list(differing({"x": half}, {"x": half.float()})) == [], "loaded in more precision, and the same"
+    assert list(differing_paths({"x": half}, {"x": half.float()})) == [], "loaded in more precision, and the same"
 
 
 def test_clocks_go_on():
     now = time.time()
-    assert list(differing({"t": now - 60}, {"t": now})) == []
-    assert list(differing({"t": 0.25}, {"t": now})) == ["t"]
+    assert list(differing_paths({"t": now - 60}, {"t": now})) == []
+    assert list(differing_paths({"t": 0.25}, {"t": now})) == ["t"]
 
 
 def test_objects_whose_comparison_is_no_answer_are_passed_over():
-    assert list(differing({"x": np.zeros(2)}, {"x": np.zeros(2)})) == []
+    assert list(differing_paths({"x": np.zeros(2)}, {"x": np.zeros(2)})) == []

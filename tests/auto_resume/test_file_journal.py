@@ -11,7 +11,7 @@ import pytest
 from lightning_tricks.auto_resume.core import directory_lock as lock
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 from lightning_tricks.auto_resume.core.file_journal import FileJournal
-from lightning_tricks.auto_resume.core.logged_rows import RowsOfCsv, newest_second
+from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, newest_event_second
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def folder(tmp_path):
 
 def journal_of(tmp_path, folder):
     journal = FileJournal(tmp_path / "journal.jsonl")
-    journal.begin("1.ckpt", {"mine": folder})
+    journal.start("1.ckpt", {"mine": folder})
     return journal
 
 
 def write(journal, path, text):
-    journal.touch("mine", path)
+    journal.before_change("mine", path)
     staged = path.with_name("staged")  # a checkpoint takes its place whole
     staged.write_text(text)
     staged.replace(path)
-    journal.note(path, hashlib.sha256(text.encode()).hexdigest())
+    journal.record_digest(path, hashlib.sha256(text.encode()).hexdigest())
 
 
 def contents(folder):
@@ -45,19 +45,19 @@ def test_files_are_put_back(tmp_path, folder):
     journal = journal_of(tmp_path, folder)
     write(journal, folder / "replaced", "newer")
     write(journal, folder / "replaced", "newest")
-    journal.touch("mine", folder / "removed")
+    journal.before_change("mine", folder / "removed")
     (folder / "removed").unlink()
-    journal.touch("mine", folder / "spared")  # the process was killed before it wrote
+    journal.before_change("mine", folder / "spared")  # the process was killed before it wrote
     write(journal, folder / "made", "new")
-    assert FileJournal(journal.path).undo({"mine": folder}) == []
+    assert FileJournal(journal.path).restore_files({"mine": folder}) == []
     assert contents(folder) == {"replaced": "old", "removed": "old", "spared": "old"}
 
 
 def test_what_nobody_noted_is_left_alone_and_said(tmp_path, folder):
     journal = journal_of(tmp_path, folder)
-    journal.touch("mine", folder / "made")
+    journal.before_change("mine", folder / "made")
     (folder / "made").write_text("by somebody")
-    (said,) = FileJournal(journal.path).undo({"mine": folder})
+    (said,) = FileJournal(journal.path).restore_files({"mine": folder})
     assert "made is not what was written there, and is left alone" in said
     assert contents(folder) == {"made": "by somebody"}
 
@@ -71,11 +71,11 @@ def test_files_of_other_folders_are_not_touched(tmp_path, folder, where):
     journal = journal_of(tmp_path, folder)
     write(journal, other / "file", "newer")
     (folder / "file").write_text("old")
-    journal.touch("mine", folder / "file")
+    journal.before_change("mine", folder / "file")
     write(journal, other / "file", "new")
     entries = [json.loads(line) for line in journal.path.read_text().splitlines()]
     assert [entry.get("name") for entry in entries] == [None, "file"], "the folder's own, and no digest"
-    journal.undo({"mine": folder})
+    journal.restore_files({"mine": folder})
     assert (other / "file").read_text() == "new"
     assert sorted(path.name for path in other.iterdir()) == ["file"]
 
@@ -85,10 +85,10 @@ def test_a_save_drops_what_was_kept(tmp_path, folder):
     journal = journal_of(tmp_path, folder)
     write(journal, folder / "file", "new")
     assert len(contents(folder)) == 2
-    journal.begin("2.ckpt", {"mine": folder})
+    journal.start("2.ckpt", {"mine": folder})
     assert contents(folder) == {"file": "new"}
     assert journal.base == "2.ckpt"
-    assert FileJournal(journal.path).undo({"mine": folder}) == []
+    assert FileJournal(journal.path).restore_files({"mine": folder}) == []
     assert contents(folder) == {"file": "new"}
 
 
@@ -96,11 +96,11 @@ def test_rows_of_another_file_are_copied_anew(tmp_path):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("step,loss\n0,1.0\n1,0.5\n")
     second.write_text("step,loss\n7,0.25\n")
-    copy = RowsOfCsv(tmp_path / "copy.csv")
-    assert copy.take(first)["rows"] == 2
-    assert copy.take(second) == {"rows": 1, "header": ["step", "loss"]}
+    copy = CsvRowsCopy(tmp_path / "copy.csv")
+    assert copy.update(first)["rows"] == 2
+    assert copy.update(second) == {"rows": 1, "header": ["step", "loss"]}
     second.write_text("step,loss,more\n7,0.25,1\n8,0.2,2\n")
-    record = copy.take(second)
+    record = copy.update(second)
     assert record == {"rows": 2, "header": ["step", "loss", "more"]}
     assert copy.restore(second, {**record, "rows": 1}) == ""
     assert second.read_text().splitlines() == ["step,loss,more", "7,0.25,1"]
@@ -110,17 +110,17 @@ def test_the_first_copy_of_an_instance_is_whole(tmp_path):
     source = tmp_path / "metrics.csv"
     source.write_text("step\n0\n1\n2\n")
     (tmp_path / "copy.csv").write_text("step\n9\n")
-    copy = RowsOfCsv(tmp_path / "copy.csv")
-    assert copy.take(source)["rows"] == 3
+    copy = CsvRowsCopy(tmp_path / "copy.csv")
+    assert copy.update(source)["rows"] == 3
     source.write_text("step\n0\n1\n2\n3\n")
-    assert copy.take(source)["rows"] == 4
+    assert copy.update(source)["rows"] == 4
     assert (tmp_path / "copy.csv").read_text() == source.read_text()
 
 
 def test_the_newest_event_file_of_none(tmp_path):
-    assert newest_second(tmp_path) == 0
-    (tmp_path / "events.out.tfevents.1700000000.host.1.0").touch()
-    assert newest_second(tmp_path) == 1_700_000_000
+    assert newest_event_second(tmp_path) == 0
+    (tmp_path / "events.out.tfevents.1700000000.host.1.0").before_change()
+    assert newest_event_second(tmp_path) == 1_700_000_000
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,6 @@ def test_a_file_system_without_locks_asks_who_held_it_last(tmp_path):
         for last in (gone, {"pid": 1, "host": "elsewhere"}, {}):
             held = lock.DirectoryLock(tmp_path / "lock")
             assert held.acquire(last) == (True, False)
-            held.release()
-            held.release()
+            held.close()
+            held.close()
     assert lock._HELD == {}

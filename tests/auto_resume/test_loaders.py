@@ -20,12 +20,12 @@ from torch.utils.data import (
 )
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.auto_resume.core.data.loader_position import place_of
-from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _row, _set_state
-from lightning_tricks.auto_resume.core.data.rng_state import WorkerStreams, pack_streams, unpack_streams
-from lightning_tricks.auto_resume.core.data.tracked_loader import FollowedLoader, objection_to_following
+from lightning_tricks.auto_resume.core.data.loader_position import position_of
+from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _set_state, _state_bytes
+from lightning_tricks.auto_resume.core.data.rng_state import WorkerRngStates, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
-from lightning_tricks.auto_resume.loader_tracker import LoadersOfFit, _state_of
+from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
 
 
 class Noisy(Dataset):
@@ -182,26 +182,26 @@ def step():
     return torch.rand(1), random.random(), np.random.normal()
 
 
-def draws(data, epochs=2, reads_ahead=False, **options):
+def draws(data, epochs=2, prefetches=False, **options):
     """Follow a loader over epochs, and note the streams and the place after each batch."""
     loader = DataLoader(data, **options)
-    followed, batches, places = FollowedLoader(loader, reads_ahead=reads_ahead), [], []
+    tracked, batches, positions = TrackedDataLoader(loader, prefetches=prefetches), [], []
     for _ in range(epochs):
-        for batch, iterator, ahead in epoch_of(loader, reads_ahead):
+        for batch, iterator, ahead in epoch_of(loader, prefetches):
             batches.append(batch)
             step()
-            places.append((place_of(iterator, ahead), followed.generator_states(), pack_streams()))
+            positions.append((position_of(iterator, ahead), tracked.generator_states(), pack_rng_state()))
             step()
-    followed.release()
-    return batches, places
+    tracked.close()
+    return batches, positions
 
 
-def epoch_of(loader, reads_ahead):
+def epoch_of(loader, prefetches):
     """Yield each batch with its iterator, and how many were fetched in advance."""
     torch.rand(3)
     iterator = iter(loader)
     torch.rand(2)
-    ahead = [next(iterator)] if reads_ahead else []
+    ahead = [next(iterator)] if prefetches else []
     while True:
         fetched = next(iterator, None)
         if fetched is not None:
@@ -212,18 +212,18 @@ def epoch_of(loader, reads_ahead):
         yield batch, iterator, len(ahead)
 
 
-def go_on(data, state, count, reads_ahead=False, epochs=0, **options):
+def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     """Take a loader of a fresh process to a place; return the next batches, and how many samples that alone read."""
-    place, generators, streams = state
+    position, generators, streams = state
     loader = DataLoader(data, **options)
-    followed = FollowedLoader(loader, reads_ahead=reads_ahead)
-    followed.resume(place)
+    tracked = TrackedDataLoader(loader, prefetches=prefetches)
+    tracked.resume_from(position)
     read = Noisy.read
     iterator = iter(loader)
     read = Noisy.read - read
-    ahead = [next(iterator)] if reads_ahead and count else []
-    followed.restore_generators(generators)
-    unpack_streams(streams)
+    ahead = [next(iterator)] if prefetches and count else []
+    tracked.restore_generator_states(generators)
+    unpack_rng_state(streams)
     step()
     batches = []
     for _ in range(count):
@@ -232,11 +232,11 @@ def go_on(data, state, count, reads_ahead=False, epochs=0, **options):
         step(), step()
     assert next(iterator, None) is None or not epochs
     for _ in range(epochs):
-        for batch, _, _ in epoch_of(loader, reads_ahead):
+        for batch, _, _ in epoch_of(loader, prefetches):
             batches.append(batch)
             step(), step()
-    followed.release()
-    assert followed.differences == []
+    tracked.close()
+    assert tracked.differences == []
     return batches, read
 
 
@@ -264,13 +264,13 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
         return {"batch_size": batch_size, "shuffle": kind != "order", "drop_last": drop_last, **own}
 
     with isolated_rng(seed=chance.randrange(100)):
-        batches, places = draws(Noisy(size), **options())
+        batches, positions = draws(Noisy(size), **options())
         if not batches:
             return
         per_epoch = len(batches) // 2
         at = chance.randrange(len(batches))
         rest = per_epoch * (1 + at // per_epoch) - at - 1
-        again, read = go_on(Noisy(size), places[at], rest, **options())
+        again, read = resume_epoch(Noisy(size), positions[at], rest, **options())
     assert read <= batch_size  # the first batch, to compare it
     assert len(again) == rest
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=False))
@@ -281,9 +281,9 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
 def test_workers_go_on_with_their_streams(persistent, at):
     options = {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
     with isolated_rng(seed=3):
-        batches, places = draws(Noisy(21), **options)
+        batches, positions = draws(Noisy(21), **options)
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(Noisy(21), places[at], rest, **options)
+        again, _ = resume_epoch(Noisy(21), positions[at], rest, **options)
     assert len(batches) == 14
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
@@ -291,12 +291,12 @@ def test_workers_go_on_with_their_streams(persistent, at):
 @pytest.mark.parametrize("reads_ahead", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
-def test_a_stream_that_draws_while_it_is_read(reads_ahead, eager, at):
+def test_a_stream_that_draws_while_it_is_read(prefetches, eager, at):
     """The training step draws from the same streams in between."""
     with isolated_rng(seed=3):
-        batches, places = draws(Buffered(21, eager), reads_ahead=reads_ahead, batch_size=3)
+        batches, positions = draws(Buffered(21, eager), prefetches=prefetches, batch_size=3)
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(Buffered(21, eager), places[at], rest, reads_ahead, batch_size=3)
+        again, _ = resume_epoch(Buffered(21, eager), positions[at], rest, prefetches, batch_size=3)
     assert len(batches) == 14
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
@@ -305,9 +305,9 @@ def test_a_stream_that_draws_while_it_is_read(reads_ahead, eager, at):
 def test_a_sampler_that_draws_while_workers_are_ahead(at):
     options = {"batch_size": 3, "num_workers": 2, "persistent_workers": True}
     with isolated_rng(seed=3):
-        batches, places = draws(Noisy(21), sampler=Drawing(21), **options)
+        batches, positions = draws(Noisy(21), sampler=Drawing(21), **options)
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(Noisy(21), places[at], rest, sampler=Drawing(21), **options)
+        again, _ = resume_epoch(Noisy(21), positions[at], rest, sampler=Drawing(21), **options)
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
 
@@ -326,9 +326,9 @@ def test_objects_that_keep_generators_and_counters(kind, at):
         return {"data": Own(21), "batch_size": 3, **({"sampler": OwnSampler(21)} if kind == "sampler" else {})}
 
     with isolated_rng(seed=3):
-        batches, places = draws(epochs=3, **made())
+        batches, positions = draws(epochs=3, **made())
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // 7, **made())
+        again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // 7, **made())
     assert len(batches) == 21
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
 
@@ -346,11 +346,11 @@ def test_copies_of_the_data_in_workers(kind, at, persistent):
         return {"data": Own(21), "shuffle": True, **workers}
 
     with isolated_rng(seed=3):
-        batches, places = draws(epochs=3, **made())
+        batches, positions = draws(epochs=3, **made())
         per_epoch = len(batches) // 3
         at = min(at, 2 * per_epoch - 1)
         rest = per_epoch * (1 + at // per_epoch) - at - 1
-        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // per_epoch, **made())
+        again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // per_epoch, **made())
     assert len(again) == len(batches) - at - 1
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
 
@@ -363,9 +363,9 @@ def test_samplers_that_are_ahead_of_workers(persistent, at):
         return {**data, "num_workers": 2, "persistent_workers": persistent}
 
     with isolated_rng(seed=3):
-        batches, places = draws(epochs=3, **made())
+        batches, positions = draws(epochs=3, **made())
         rest = 7 * (1 + at // 7) - at - 1
-        again, _ = go_on(state=places[at], count=rest, epochs=2 - at // 7, **made())
+        again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // 7, **made())
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
 
 
@@ -374,13 +374,13 @@ def test_only_what_the_data_needs_is_kept():
 
     def kept(data, disturbed):
         loader = DataLoader(data, batch_size=1)
-        followed = FollowedLoader(loader)
+        tracked = TrackedDataLoader(loader)
         iterator = iter(loader)
         for _ in range(40):
             next(iterator)
             torch.rand(1) if disturbed else None
-        followed.release()
-        return place_of(iterator)["draws"]
+        tracked.close()
+        return position_of(iterator)["draws"]
 
     with isolated_rng(seed=1):
         assert len(kept(Buffered(50), disturbed=False)["calls"]) == 0
@@ -400,7 +400,7 @@ def test_numpys_stream_is_read_as_it_is(operations):
         _numpy.forget()  # the example before began alike
         for operation in operations:
             if operation == "set":
-                _set_state(1, _row(1, other.get_state()))
+                _set_state(1, _state_bytes(1, other.get_state()))
             elif operation != "nothing":
                 {"normal": np.random.normal, "uniform": np.random.rand, "gauss": np.random.randn}[operation]()
             read, wanted = _numpy.read(), np.random.get_state()
@@ -411,9 +411,9 @@ def test_numpys_stream_is_read_as_it_is(operations):
 def test_more_draws_than_are_kept_are_said(monkeypatch):
     monkeypatch.setattr("lightning_tricks.auto_resume.core.data.random_draws.MAX_BYTES", 6_000)
     with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the process' random streams"):
-        _, places = draws(Buffered(21), epochs=1, batch_size=3)
+        _, positions = draws(Buffered(21), epochs=1, batch_size=3)
     with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be kept"):
-        go_on(Buffered(21), places[5], 1, batch_size=3)
+        resume_epoch(Buffered(21), positions[5], 1, batch_size=3)
 
 
 def test_another_order_is_said():
@@ -422,10 +422,10 @@ def test_another_order_is_said():
         return {"sampler": sampler, "batch_size": 3, "num_workers": 2}
 
     with isolated_rng(seed=3):
-        _, places = draws(Noisy(21), epochs=1, **loader(1))
-        places[3][0]["created"]["generators"] = []  # as of a sampler whose generator nobody finds
+        _, positions = draws(Noisy(21), epochs=1, **loader(1))
+        positions[3][0]["created"]["generators"] = []  # as of a sampler whose generator nobody finds
         with pytest.raises(AssertionError, match="the loader gives the samples in another order than before"):
-            go_on(Noisy(21), places[3], 1, **loader(2))
+            resume_epoch(Noisy(21), positions[3], 1, **loader(2))
 
 
 @pytest.mark.parametrize("kind", [Noisy, Buffered, Plain])
@@ -433,29 +433,29 @@ def test_another_order_is_said():
 def test_other_data_is_said(kind, workers):
     options = {"batch_size": 3, "num_workers": workers}
     with isolated_rng(seed=3):
-        _, places = draws(kind(21), epochs=1, **options)
+        _, positions = draws(kind(21), epochs=1, **options)
         other = kind(21)
         other.offset = 1
         if kind is Noisy and workers:
             pytest.skip("workers do not read the first batch again")
         with pytest.raises(AssertionError, match="the loader gives another first batch of the epoch"):
-            go_on(other, places[3], 1, **options)
+            resume_epoch(other, positions[3], 1, **options)
 
 
 def test_other_data_are_named():
-    def followed(seed):
+    def tracked(seed):
         data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
         loader = DataLoader(data, batch_size=3)
-        fit = LoadersOfFit(StopRequest([]))
+        fit = LoaderTracker(StopRequest([]))
         return fit, loader
 
-    before, loader = followed(1)
-    before.follow([loader], True, None)
+    before, loader = tracked(1)
+    before.track_train([loader], True, None)
     next(iter(loader))
-    saved = {"train": [_state_of(before._train[0], None)], "validation": [], "replays": False}
+    saved = {"train": [_loader_state(before._train[0], None)], "validation": [], "replays": False}
     for seed in (1, 2):
-        fit, loader = followed(seed)
-        fit.follow([loader], True, saved)
+        fit, loader = tracked(seed)
+        fit.track_train([loader], True, saved)
         if seed == 1:
             assert fit.differences == []
         else:
@@ -477,14 +477,14 @@ class Caching(Noisy):
 
 def test_what_does_not_fit_in_a_note_of_a_worker_is_told():
     loader = DataLoader(Caching(21), batch_size=3, num_workers=1)
-    followed = FollowedLoader(loader)
+    tracked = TrackedDataLoader(loader)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
-    data = place_of(iterator)["data"][0]
-    assert followed.objects.newly_lost() == {"dataset.cache in a worker": "more than 64 KiB"}
+    data = position_of(iterator)["data"][0]
+    assert tracked.objects.new_unsaved() == {"dataset.cache in a worker": "more than 64 KiB"}
     assert data["values"]["dataset.count"]["value"] == 9
-    followed.release()
+    tracked.close()
 
 
 def test_what_an_iterable_makes_anew_is_not_told():
@@ -494,36 +494,36 @@ def test_what_an_iterable_makes_anew_is_not_told():
             return self.iterator
 
     loader = DataLoader(Holding(9))
-    followed = FollowedLoader(loader)
+    tracked = TrackedDataLoader(loader)
     iterator = iter(loader)
     next(iterator)
-    place_of(iterator)
-    assert followed.objects.newly_lost() == {}
+    position_of(iterator)
+    assert tracked.objects.new_unsaved() == {}
     iter(loader)  # of which nobody can know whether it goes on with the iterator that is there
-    assert followed.objects.newly_lost() == {"dataset.iterator": "range_iterator"}
+    assert tracked.objects.new_unsaved() == {"dataset.iterator": "range_iterator"}
 
 
 def test_what_is_not_kept_is_told_once():
     data = Own(21)
-    followed = FollowedLoader(loader := DataLoader(data))
+    tracked = TrackedDataLoader(loader := DataLoader(data))
     data.opened = (number for number in range(3))
-    assert followed.objects.changes()["dataset"]["lost"] == {"dataset.opened": "generator"}
-    assert [followed.objects.newly_lost() for _ in range(2)] == [{"dataset.opened": "generator"}, {}]
+    assert tracked.objects.changes()["dataset"]["lost"] == {"dataset.opened": "generator"}
+    assert [tracked.objects.new_unsaved() for _ in range(2)] == [{"dataset.opened": "generator"}, {}]
     del loader
 
 
 def test_workers_that_are_others_keep_the_order():
     with isolated_rng(seed=3):
-        batches, places = draws(Noisy(21), batch_size=3, shuffle=True)
-        again, _ = go_on(Noisy(21), places[2], 4, batch_size=3, shuffle=True, num_workers=2)
+        batches, positions = draws(Noisy(21), batch_size=3, shuffle=True)
+        again, _ = resume_epoch(Noisy(21), positions[2], 4, batch_size=3, shuffle=True, num_workers=2)
     assert [batch[:, 0].tolist() for batch in again] == [batch[:, 0].tolist() for batch in batches[3:7]]
 
 
 def test_a_shorter_loader_is_named():
     with isolated_rng(seed=3):
-        _, places = draws(Noisy(21), batch_size=3)
+        _, positions = draws(Noisy(21), batch_size=3)
         with pytest.raises(RuntimeError, match="stopped after 5 batches of an epoch, and its loader now has 2"):
-            go_on(Noisy(6), places[4], 1, batch_size=3)
+            resume_epoch(Noisy(6), positions[4], 1, batch_size=3)
 
 
 def test_a_followed_loader_gives_what_it_gave():
@@ -531,12 +531,12 @@ def test_a_followed_loader_gives_what_it_gave():
     for options in ({"shuffle": True}, {"shuffle": True, "num_workers": 2}):
         loader, found = DataLoader(Noisy(20), batch_size=3, **options), []
         own = set(vars(loader))
-        for follows in (False, True):
+        for tracks in (False, True):
             with isolated_rng(seed=5):
-                followed = FollowedLoader(loader) if follows else None
+                tracked = TrackedDataLoader(loader) if tracks else None
                 found.append([torch.stack([batch.sum() for batch in loader]), torch.rand(2)])
-                if followed:
-                    followed.release()
+                if tracked:
+                    tracked.close()
         assert set(vars(loader)) == own
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -545,7 +545,7 @@ def test_workers_end_with_the_last_reference():
     """No circle keeps an iterator for the garbage collector, which might run in another loader's worker."""
     for persistent in (False, True):
         loader = DataLoader(Noisy(12), batch_size=3, num_workers=2, persistent_workers=persistent)
-        followed, workers = FollowedLoader(loader), []
+        tracked, workers = TrackedDataLoader(loader), []
         gc.disable()
         try:
             for _ in range(2):
@@ -557,7 +557,7 @@ def test_workers_end_with_the_last_reference():
         finally:
             gc.enable()
         with pytest.raises(ReferenceError, match="keep a reference to it"):
-            followed.generator_states()
+            tracked.generator_states()
 
 
 def test_objections():
@@ -565,12 +565,12 @@ def test_objections():
         def __iter__(self):
             return super().__iter__()
 
-    assert objection_to_following(DataLoader(range(3))) == ""
-    assert "is no torch.utils.data.DataLoader" in objection_to_following([1, 2])
-    assert "iterates in a way of its own" in objection_to_following(Own(range(3)))
+    assert why_not_trackable(DataLoader(range(3))) == ""
+    assert "is no torch.utils.data.DataLoader" in why_not_trackable([1, 2])
+    assert "iterates in a way of its own" in why_not_trackable(Own(range(3)))
     if hasattr(DataLoader(range(3)), "in_order"):
         unordered = DataLoader(range(3), num_workers=2, in_order=False)
-        assert "in_order=False" in objection_to_following(unordered)
+        assert "in_order=False" in why_not_trackable(unordered)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700))
@@ -580,10 +580,10 @@ def test_packed_streams_go_on_as_the_streams_do(seed, drawn):
         for _ in range(drawn % 5):
             random.gauss(0, 1), np.random.randn()
         torch.rand(drawn)
-        packed = pack_streams()
+        packed = pack_rng_state()
         wanted = random.gauss(0, 1), np.random.randn(), np.random.rand(), random.random(), torch.randn(5).tolist()
         torch.rand(7)
-        unpack_streams(packed)
+        unpack_rng_state(packed)
         assert wanted == (
             random.gauss(0, 1),
             np.random.randn(),
@@ -595,7 +595,7 @@ def test_packed_streams_go_on_as_the_streams_do(seed, drawn):
 
 def test_a_ring_holds_the_last_states():
     with isolated_rng(seed=0):
-        streams, states = WorkerStreams(2, prefetch=2), {}
+        streams, states = WorkerRngStates(2, prefetch=2), {}
         for count in range(1, 12):
             torch.rand(count)
             states[count] = torch.get_rng_state()
@@ -603,5 +603,5 @@ def test_a_ring_holds_the_last_states():
         assert [streams.last_count(worker) for worker in (0, 1)] == [0, 11]
         assert streams.read(1, 3) is None
         for count in (8, 9, 10, 11):
-            unpack_streams(streams.read(1, count))
+            unpack_rng_state(streams.read(1, count))
             assert torch.equal(torch.get_rng_state(), states[count])

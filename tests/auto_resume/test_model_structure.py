@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
-    Structure,
-    gradients_of,
-    make_room,
+    ModelStructure,
+    capture_gradients,
+    resize_to_state_dict,
     restore_flags,
     restore_gradients,
-    restore_groups,
-    restore_masks,
+    restore_param_groups,
+    restore_pruning_masks,
 )
 
 
@@ -35,8 +35,8 @@ def trained():
     torch.manual_seed(3)
     model = Model()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
-    structure = Structure({"": model})
-    structure.note_groups(model, [optimizer])
+    structure = ModelStructure({"": model})
+    structure.record_groups(model, [optimizer])
     model.body[0].weight.requires_grad_(False)
     model.body[1].eval()
     optimizer.add_param_group({"params": [*model.body.parameters()], "lr": 0.01})
@@ -49,11 +49,11 @@ def trained():
 def resumed(changes, model, optimizer):
     fresh = Model()
     twin = torch.optim.SGD(fresh.head.parameters(), lr=0.1, momentum=0.9)
-    make_room(fresh, model.state_dict(), changes["buffers"])
+    resize_to_state_dict(fresh, model.state_dict(), changes["buffers"])
     fresh.load_state_dict(model.state_dict())
-    restore_groups(fresh, [twin], changes["groups"])
+    restore_param_groups(fresh, [twin], changes["groups"])
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    restore_masks(fresh, changes["masks"])
+    restore_pruning_masks(fresh, changes["masks"])
     restore_flags({"": fresh}, changes)
     return fresh, twin
 
@@ -77,8 +77,8 @@ def test_a_fresh_model_trains_on_as_the_one_that_was_changed():
 def test_what_did_not_change_is_not_kept():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    structure = Structure({"": model})
-    structure.note_groups(model, [optimizer])
+    structure = ModelStructure({"": model})
+    structure.record_groups(model, [optimizer])
     assert structure.changes({"": model}, model, [optimizer]) == {
         "flags": {"": {}},
         "groups": None,
@@ -96,9 +96,9 @@ def test_masks_that_the_state_dict_holds_and_masks_that_it_does_not(strict):
         plain = {"head.weight": weights.pop("head.weight_orig") * weights.pop("head.weight_mask")}
         weights = {**weights, **plain}
     fresh = Model()
-    make_room(fresh, weights, changes["buffers"])
+    resize_to_state_dict(fresh, weights, changes["buffers"])
     fresh.load_state_dict(weights)
-    restore_masks(fresh, changes["masks"])
+    restore_pruning_masks(fresh, changes["masks"])
     assert torch.equal(fresh.head.weight_orig, model.head.weight_orig)
     assert torch.equal(fresh.head.weight_mask, model.head.weight_mask)
     assert torch.equal(fresh.head.weight, model.head.weight_orig * model.head.weight_mask)
@@ -113,7 +113,7 @@ def test_buffers_that_grew_came_or_were_none_are_loaded():
     shared = fresh.body
     fresh.again = nn.Identity()
     fresh.again._buffers["queue"] = fresh.queue  # bound twice, as a part that another part uses
-    make_room(fresh, model.state_dict(), ["body.new"])
+    resize_to_state_dict(fresh, model.state_dict(), ["body.new"])
     fresh.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(fresh.queue, model.queue)
     assert fresh.again.queue is fresh.queue
@@ -123,7 +123,7 @@ def test_buffers_that_grew_came_or_were_none_are_loaded():
 
 def test_parameters_that_came_are_named():
     model = Model()
-    structure = Structure({"": model})
+    structure = ModelStructure({"": model})
     prune.random_unstructured(model.head, "weight", amount=1)
     assert structure.new_parameters(model) == [], "masked parameters are made again"
     model.extra = nn.Linear(2, 2)
@@ -135,14 +135,14 @@ def test_groups_with_parameters_of_somebody_else_are_left_alone():
     other = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([*model.head.parameters(), other], lr=0.1)
     before = [*optimizer.param_groups[0]["params"]]
-    restore_groups(model, [optimizer], [[["head.weight"], [""]]])
+    restore_param_groups(model, [optimizer], [[["head.weight"], [""]]])
     assert all(one is another for one, another in zip(optimizer.param_groups[0]["params"], before, strict=True))
 
 
 def test_gradients_go_on():
     model, fresh = Model(), Model()
     model(torch.randn(5, 4)).sum().backward()
-    restore_gradients(fresh, gradients_of(model))
+    restore_gradients(fresh, capture_gradients(model))
     assert all(
         torch.equal(one.grad, another.grad) for one, another in zip(model.parameters(), fresh.parameters(), strict=True)
     )

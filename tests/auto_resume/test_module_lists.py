@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 
-from lightning_tricks.auto_resume.core.attributes.module_lists import lists_of_modules, restore_lists
+from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
 
 
 def grown(metric, count):
@@ -17,17 +17,17 @@ def grown(metric, count):
 @pytest.mark.parametrize("metric", [MeanMetric(), MetricCollection([MeanMetric()])])
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_a_tracker_has_as_many_metrics_as_it_had(metric, count):
-    saved = lists_of_modules({"": grown(metric, 3)})
+    saved = module_list_types({"": grown(metric, 3)})
     fresh = grown(metric, count)
-    assert restore_lists({"": fresh}, saved) == []
-    assert lists_of_modules({"": fresh}) == saved
+    assert restore_module_lists({"": fresh}, saved) == []
+    assert module_list_types({"": fresh}) == saved
     assert len({id(part) for part in fresh["tracker"]}) == 4
 
 
 def test_another_list_grows_by_copies_of_its_own_parts():
-    saved = lists_of_modules({"a": nn.ModuleList([MeanMetric(), SumMetric(), MeanMetric()])})
+    saved = module_list_types({"a": nn.ModuleList([MeanMetric(), SumMetric(), MeanMetric()])})
     fresh = {"a": nn.ModuleList([MeanMetric(), SumMetric()])}
-    assert restore_lists(fresh, saved) == []
+    assert restore_module_lists(fresh, saved) == []
     assert [type(part) for part in fresh["a"]] == [MeanMetric, SumMetric, MeanMetric]
     assert fresh["a"][2] is not fresh["a"][0]
 
@@ -36,6 +36,6 @@ def test_another_list_grows_by_copies_of_its_own_parts():
 def test_what_cannot_be_copied_is_named(part):
     """Parameters would be in no optimizer, and an unknown type can be copied from nothing."""
     fresh = {"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))}
-    saved = lists_of_modules({"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1), part]))})
-    assert restore_lists(fresh, saved) == [":0"]
+    saved = module_list_types({"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1), part]))})
+    assert restore_module_lists(fresh, saved) == [":0"]
     assert len(fresh[""][0]) == 1

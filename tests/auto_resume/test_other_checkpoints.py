@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks.auto_resume.core.file_journal import FileJournal, digest_of_link
-from lightning_tricks.auto_resume.core.logged_rows import RowsOfCsv, cut_event_files, event_sizes
+from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
+from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, event_file_sizes, truncate_event_files
 
 NAMES = ("a.ckpt", "b.ckpt", "last.ckpt")
 OPERATIONS = st.tuples(st.sampled_from(("write", "remove", "link", "save", "kill")), st.sampled_from(NAMES))
@@ -25,7 +25,7 @@ class Writer:
         self.journal = FileJournal(folder / "journal")
         self.places = {"place": self.folder}
         self.saved = self.listing()
-        self.journal.begin("", self.places)
+        self.journal.start("", self.places)
 
     def listing(self):
         return {
@@ -37,31 +37,31 @@ class Writer:
     def write(self, name):
         self.written += 1
         data = str(self.written).encode()
-        self.journal.touch("place", self.folder / name)
-        self.journal.note(self.folder / name, hashlib.sha256(data).hexdigest())
+        self.journal.before_change("place", self.folder / name)
+        self.journal.record_digest(self.folder / name, hashlib.sha256(data).hexdigest())
         staged = self.folder / f".{name}.1.partial"
         staged.write_bytes(data)
         staged.replace(self.folder / name)
 
     def remove(self, name):
-        self.journal.touch("place", self.folder / name)
+        self.journal.before_change("place", self.folder / name)
         (self.folder / name).unlink(missing_ok=True)
 
     def link(self, name):
-        self.journal.touch("place", self.folder / name)
-        self.journal.note(self.folder / name, digest_of_link("elsewhere"))
+        self.journal.before_change("place", self.folder / name)
+        self.journal.record_digest(self.folder / name, link_digest("elsewhere"))
         (self.folder / name).unlink(missing_ok=True)
         (self.folder / name).symlink_to("elsewhere")
 
     def save(self, name):
         self.saved = self.listing()
-        self.journal.begin("1", self.places)
+        self.journal.start("1", self.places)
 
     def kill(self, name):
         self.journal = FileJournal(self.journal.path)
-        assert self.journal.undo(self.places) == []
+        assert self.journal.restore_files(self.places) == []
         assert self.listing() == self.saved
-        self.journal.begin("1", self.places)
+        self.journal.start("1", self.places)
         assert not list(self.folder.glob(".*"))
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_somebody_changed_meanwhile_stays(tmp_path):
     writer = Writer(tmp_path)
     writer.write("a.ckpt")
     (writer.folder / "a.ckpt").write_bytes(b"mine")
-    said = FileJournal(writer.journal.path).undo(writer.places)
+    said = FileJournal(writer.journal.path).restore_files(writer.places)
     assert said == [f"{writer.folder / 'a.ckpt'} is not what was written there, and is left alone."]
     assert (writer.folder / "a.ckpt").read_bytes() == b"mine"
 
@@ -93,8 +93,8 @@ def test_a_journal_that_somebody_made_reaches_nothing_else(tmp_path, name, kept)
     lines += [{"place": "place", "name": name, "sha256": digest}, {"place": ["place"]}, [], "{"]
     writer.journal.path.write_text("\n".join(map(json.dumps, lines)) + "\n{")
     journal = FileJournal(writer.journal.path)
-    journal.undo(writer.places)
-    journal.begin("", writer.places)
+    journal.restore_files(writer.places)
+    journal.start("", writer.places)
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
@@ -111,32 +111,32 @@ def test_rows_are_those_of_the_save(tmp_path_factory, growth, data):
     """Rows are added between saves, and columns, with which the file is written anew."""
     folder = tmp_path_factory.mktemp("rows")
     path, rows, header, records = folder / "metrics.csv", [], ["step"], []
-    mirror = RowsOfCsv(folder / "copy")
+    mirror = CsvRowsCopy(folder / "copy")
     for added, wider in growth:
         if wider:
             header = [*header, f"column {len(header)}"]
         rows += [dict.fromkeys(header, f'{len(rows) + i}, "two\nlines"') for i in range(added)]
         write_rows(path, header, rows)
-        records.append((mirror.take(path), path.read_text()))
+        records.append((mirror.update(path), path.read_text()))
     record, text = data.draw(st.sampled_from(records))
     harm = data.draw(st.sampled_from(("none", "gone", "cut")))
     if harm == "gone":
         path.unlink()
     elif harm == "cut":
         os.truncate(path, 3)
-    assert RowsOfCsv(folder / "copy").restore(path, record) == ""
+    assert CsvRowsCopy(folder / "copy").restore(path, record) == ""
     assert path.read_text() == text
 
 
 def test_rows_that_are_lost_are_said(tmp_path):
     path = tmp_path / "metrics.csv"
     write_rows(path, ["step"], [{"step": 1}, {"step": 2}])
-    mirror = RowsOfCsv(tmp_path / "copy")
-    record = mirror.take(path)
+    mirror = CsvRowsCopy(tmp_path / "copy")
+    record = mirror.update(path)
     path.unlink()
     (tmp_path / "copy").unlink()
     assert mirror.restore(path, record) == f"{path} has 0 of the 2 rows that were logged before."
-    assert RowsOfCsv(tmp_path / "none").take(path) == {"rows": 0, "header": None}
+    assert CsvRowsCopy(tmp_path / "none").update(path) == {"rows": 0, "header": None}
 
 
 def test_event_files_of_others_are_left_alone(tmp_path):
@@ -148,12 +148,12 @@ def test_event_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "both_a").mkdir()
     for name in names:
         (tmp_path / name).write_bytes(b"12345")
-    sizes = event_sizes(tmp_path, lambda path: ".host.7." in path.name)
+    sizes = event_file_sizes(tmp_path, lambda path: ".host.7." in path.name)
     assert sizes == {names[0]: 5, names[1]: 5, names[2]: None}
     for name in (*names, "events.out.tfevents.2.host.7.0", "events.out.tfevents.2.host.9.0"):
         with (tmp_path / name).open("ab") as file:
             file.write(b"67")
-    assert cut_event_files(tmp_path, sizes, lambda path: ".host.7." in path.name) == ""
+    assert truncate_event_files(tmp_path, sizes, lambda path: ".host.7." in path.name) == ""
     left = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*tfevents*")}
     assert left == {
         names[0]: b"12345",
@@ -163,5 +163,6 @@ def test_event_files_of_others_are_left_alone(tmp_path):
     }
     os.truncate(tmp_path / names[0], 2)
     assert (
-        cut_event_files(tmp_path, sizes, lambda path: True) == f"{tmp_path} lacks what was logged before to {names[0]}."
+        truncate_event_files(tmp_path, sizes, lambda path: True)
+        == f"{tmp_path} lacks what was logged before to {names[0]}."
     )

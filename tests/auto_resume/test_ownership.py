@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks import AutoResume, cli
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core import directory_lock as lock
-from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, is_gone, me
+from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, has_exited, this_process
 from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import same
@@ -139,9 +139,9 @@ def test_killed_between_a_checkpoint_and_its_manifest(tmp_path, monkeypatch, whe
         (killed[1] or (lambda: folder.save({"step": 2}, **KNOWN)))()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    folder.clean()
+    folder.clean_up()
     wanted = {"before the file": 1, "before the manifest": 2, "in removing": 0}[where]
-    assert [folder.problem_of(manifest) for manifest in folder.manifests()] == [""] * wanted
+    assert [folder.find_problem(manifest) for manifest in folder.manifests()] == [""] * wanted
     names = {manifest.file for manifest in folder.manifests()} | {"000009-epoch=3-step=4.ckpt"}
     assert {path.name for path in tmp_path.glob("*.ckpt")} == names
     assert not list(tmp_path.rglob("*.partial"))
@@ -215,7 +215,7 @@ def test_two_fits_in_one_process(tmp_path):
     assert fit(second, epochs=2).current_epoch == 2
     assert stop(AutoResume(tmp_path), epochs=4, step=3) == 75
     assert fit(AutoResume(tmp_path), epochs=4).current_epoch == 4
-    assert lock._HELD == {}
+    assert lock._HELD_KEYS == {}
 
 
 def test_workers_that_outlive_a_killed_run_do_not_hold_the_directory(tmp_path):
@@ -232,7 +232,7 @@ def test_workers_that_outlive_a_killed_run_do_not_hold_the_directory(tmp_path):
     os.waitpid(pid, 0)
     again = DirectoryLock(tmp_path / "lock")
     assert again.acquire({}) == (True, True)
-    again.release()
+    again.close()
     os.write(writer, b"x")
 
 
@@ -241,7 +241,7 @@ def test_a_lock_is_held_until_it_is_released(tmp_path):
     held, other = DirectoryLock(tmp_path / "lock"), DirectoryLock(tmp_path / "lock")
     assert held.acquire({}) == (True, True)
     assert other.acquire({}) == (False, True)
-    other.release()
+    other.close()
 
     def in_child(action):
         pid = os.fork()
@@ -257,9 +257,9 @@ def test_a_lock_is_held_until_it_is_released(tmp_path):
         return int(DirectoryLock(tmp_path / "lock").acquire({})[0])
 
     assert in_child(takes) == 0
-    assert in_child(lambda: held.release() or 0) == 0, "what a child inherited is not its own"
+    assert in_child(lambda: held.close() or 0) == 0, "what a child inherited is not its own"
     assert in_child(takes) == 0
-    held.release()
+    held.close()
     assert in_child(takes) == 1
 
 
@@ -270,23 +270,23 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    parent = {**me(), "pid": os.getppid()}
+    parent = {**this_process(), "pid": os.getppid()}
     for last, ours in (
-        ({**me(), "pid": pid}, True),
+        ({**this_process(), "pid": pid}, True),
         (parent, False),
         ({**parent, "host": "elsewhere"}, True),
         ({}, True),
     ):
         one = DirectoryLock(tmp_path / "lock")
         assert one.acquire(last) == (ours, False)
-        one.release()
+        one.close()
     with pytest.warns(UserWarning, match="knows no locks. A second run in this directory is noticed on the same host"):
         fit(AutoResume(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize("who", [{}, {"pid": "7"}, {"pid": -1}, {"pid": 1 << 40}, {"pid": True, "host": 3}])
 def test_of_whom_nothing_is_known(who):
-    assert is_gone({**me(), **who} if "host" not in who else who) is None
+    assert has_exited({**this_process(), **who} if "host" not in who else who) is None
 
 
 def test_the_home_directory(tmp_path, monkeypatch, capsys):

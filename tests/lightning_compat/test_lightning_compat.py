@@ -254,36 +254,36 @@ def test_shares_out_samples(shares_out):
     assert loaders.uses_distributed_sampler(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
 
 
-class _Watches(fit.FitWatcher):
+class _Observer(fit.FitObserver):
     def __init__(self):
         self.calls = []
 
-    def signals_registered(self):
+    def on_signals_registered(self):
         self.calls.append("signals")
 
-    def train_loaders_ready(self, loaders, all_sized):
+    def on_train_loaders_ready(self, loaders, all_sized):
         assert [type(part) for part in loaders] == [DataLoader]
         self.calls.append(("train", all_sized))
 
-    def validation_loaders_ready(self, loaders):
+    def on_validation_loaders_ready(self, loaders):
         self.calls.append(("validation", len(loaders)))
 
-    def is_resumed(self):
+    def is_resuming(self):
         self.calls.append("reset")
         return False
 
-    def epoch_starts(self):
+    def before_epoch_iterators(self):
         self.calls.append("starts")
 
-    def epoch_started(self, finish_batch):
+    def before_first_batch(self, finish_batch):
         assert callable(finish_batch)
         self.calls.append("started")
 
-    def batch_done(self):
+    def after_batch(self):
         self.calls.append("batch")
 
 
-class _Places(lightning.pytorch.Callback):
+class _LoopStates(lightning.pytorch.Callback):
     """Asks for the place after each batch's last hook."""
 
     def __init__(self):
@@ -292,28 +292,28 @@ class _Places(lightning.pytorch.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step > 0:
             (iterator,), ahead = fit.train_iterators(trainer)
-            place = results.place_in_fit(trainer)
-            self.seen.append((iterator._num_yielded, ahead, fit.batches_done(trainer), place))
+            state = results.capture_loop_state(trainer)
+            self.seen.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_watch_fit():
+def test_observe_fit():
     for validates in (False, True):
-        trainer, watcher = Trainer(max_epochs=2, **QUIET), _Watches()
-        undo = fit.watch_fit(trainer, watcher)
+        trainer, observer = Trainer(max_epochs=2, **QUIET), _Observer()
+        close = fit.observe_fit(trainer, observer)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
         epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
         ready = [("validation", 1)] * validates
-        assert [call for call in watcher.calls if call not in ready] == ["signals", ("train", True), *epoch, *epoch]
-        assert sum(call in ready for call in watcher.calls) == validates
-        undo()
+        assert [call for call in observer.calls if call not in ready] == ["signals", ("train", True), *epoch, *epoch]
+        assert sum(call in ready for call in observer.calls) == validates
+        close()
         trainer.fit_loop.max_epochs = 3
-        before = len(watcher.calls)
+        before = len(observer.calls)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
-        assert len(watcher.calls) == before
+        assert len(observer.calls) == before
 
 
-def test_place_in_fit_and_back():
+def test_capture_and_restore_loop_state():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
             outputs = super().training_step(batch, batch_idx)
@@ -322,40 +322,40 @@ def test_place_in_fit_and_back():
                 self.log("first", 1.0 + self.current_epoch, reduce_fx="max")
             return outputs
 
-    places, trainer = _Places(), None
-    trainer = Trainer(max_epochs=1, callbacks=[places], **QUIET)
+    recorder, trainer = _LoopStates(), None
+    trainer = Trainer(max_epochs=1, callbacks=[recorder], **QUIET)
     trainer.fit(Logs(), loader())
-    assert [seen[:3] for seen in places.seen] == [(count, 0, count) for count in range(2, BATCHES + 1)]
-    place = places.seen[-1][-1]
-    assert [item["key"] for item in place["results"]] == ["training_step.loss", "training_step.first"]
+    assert [seen[:3] for seen in recorder.seen] == [(count, 0, count) for count in range(2, BATCHES + 1)]
+    state = recorder.seen[-1][-1]
+    assert [item["key"] for item in state["results"]] == ["training_step.loss", "training_step.first"]
     other = Trainer(max_epochs=1, **QUIET)
-    results.return_to_place(other, place)
-    again = results.place_in_fit(other)
-    assert again["logged"].keys() == place["logged"].keys()
-    for left, right in zip(again["results"], place["results"], strict=True):
+    results.restore_loop_state(other, state)
+    again = results.capture_loop_state(other)
+    assert again["logged"].keys() == state["logged"].keys()
+    for left, right in zip(again["results"], state["results"], strict=True):
         assert left["value"] == right["value"]
         assert left["meta"] == right["meta"]
-    assert fit.is_between_steps(trainer)
-    assert fit.is_at_end_of_epoch(trainer)
+    assert fit.is_at_step_boundary(trainer)
+    assert fit.is_last_batch(trainer)
 
 
-def test_choose_what_to_resume(tmp_path):
+def test_override_resume_checkpoint(tmp_path):
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Net(), loader())
-    checkpoint = fit.checkpoint_of(trainer)
+    checkpoint = fit.dump_checkpoint(trainer)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert checkpoint.keys() == torch.load(tmp_path / "saved.ckpt", weights_only=False).keys()
     given = []
     for choice in (None, ("memory", checkpoint)):
         other, module = Trainer(max_epochs=1, **QUIET), Net()
-        fit.choose_what_to_resume(other, lambda path, choice=choice: given.append(path) or choice)
+        fit.override_resume_checkpoint(other, lambda path, choice=choice: given.append(path) or choice)
         other.fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
         assert other.global_step == BATCHES
         assert torch.equal(module.net[0].weight, checkpoint["state_dict"]["net.0.weight"])
         assert "resume_start" not in vars(other._checkpoint_connector)
     assert given == [tmp_path / "saved.ckpt"] * 2
-    undo = fit.choose_what_to_resume(other, lambda path: pytest.fail("it was undone"))
-    undo()
+    close = fit.override_resume_checkpoint(other, lambda path: pytest.fail("it was undone"))
+    close()
     other.fit_loop.max_epochs = 2
     other.fit(Net(), loader())
 
@@ -373,13 +373,13 @@ def test_skip_train_batches():
     assert seen == [4, 5, 6, 7, 8, 9]
 
 
-def test_end_workers():
+def test_close_workers():
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             (iterator,), _ = fit.train_iterators(trainer)
             workers.extend(iterator._workers)
             del iterator
-            fit.end_workers(trainer)
+            fit.close_workers(trainer)
             assert not any(worker.is_alive() for worker in workers)
             raise KeyboardInterrupt
 
@@ -390,7 +390,7 @@ def test_end_workers():
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_skip_sanity_check_and_forget_restart():
+def test_skip_sanity_check_and_clear_restart_flags():
     class Counts(lightning.pytorch.Callback):
         checks = 0
 
@@ -398,18 +398,18 @@ def test_skip_sanity_check_and_forget_restart():
             self.checks += 1
 
         def on_train_start(self, trainer, pl_module):
-            fit.forget_restart(trainer)
+            fit.clear_restart_flags(trainer)
             assert not trainer.fit_loop.epoch_loop.val_loop.restarting
 
-    class Skips(fit.FitWatcher):
-        def signals_registered(self):
+    class Skips(fit.FitObserver):
+        def on_signals_registered(self):
             fit.skip_sanity_check(trainer)
 
     for skips in (False, True):
         counts = Counts()
         trainer = Trainer(max_epochs=1, callbacks=[counts], **{**QUIET, "num_sanity_val_steps": 2})
         if skips:
-            fit.watch_fit(trainer, Skips())
+            fit.observe_fit(trainer, Skips())
         trainer.fit(EvaluatedNet(), loader(), loader())
         assert counts.checks == (not skips)
 
@@ -429,7 +429,7 @@ def test_slurm_requeue_signal(monkeypatch):
     assert asked == ["SIGUSR1", None, "SIGUSR2"]
 
 
-def test_load_states_of_loaders():
+def test_load_loader_states():
     """What `estimated_stepping_batches` makes too early gets its state after all."""
 
     class Keeps(list):
@@ -447,8 +447,8 @@ def test_load_states_of_loaders():
     class Loads(lightning.pytorch.Callback):
         def on_train_start(self, trainer, pl_module):
             trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-            fit.load_states_of_loaders(trainer)
-            fit.load_states_of_loaders(trainer)  # there is nothing more
+            fit.load_loader_states(trainer)
+            fit.load_loader_states(trainer)  # there is nothing more
 
     class Counts(Net):
         def training_step(self, batch, batch_idx):
@@ -460,13 +460,13 @@ def test_load_states_of_loaders():
     assert seen == [batch[1].tolist() for batch in list.__iter__(batches)][4:10]
 
 
-def test_begun_again():
+def test_restarted_loaders():
     class Asks(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(fit.begun_again(trainer))
+            seen.append(fit.restarted_loaders(trainer))
             if batch_idx == 3:
-                fit.mark_begun_again(trainer, [True, True])
-                assert fit.begun_again(trainer) == [True, True]
+                fit.mark_restarted_loaders(trainer, [True, True])
+                assert fit.restarted_loaders(trainer) == [True, True]
 
     class Takes(Net):
         def training_step(self, batch, batch_idx):
@@ -499,14 +499,14 @@ def test_a_csv_logger_that_goes_on_deletes_nothing(tmp_path):
     first.log_metrics({"a": 1.0}, 0)
     first.save()
     again = CSVLogger(tmp_path)
-    assert (loggers.kind_of_logger(again), loggers.version_of_logger(again)) == ("csv", 3)
-    assert not loggers.has_begun(again)
-    assert loggers.give_version(again, 2)
-    assert loggers.log_dir_of(again, 3).name == "version_3"
-    path = loggers.open_csv(again, ["a", "step"])
-    assert loggers.has_begun(again)
+    assert (loggers.logger_kind(again), loggers.logger_version(again)) == ("csv", 3)
+    assert not loggers.is_logger_started(again)
+    assert loggers.set_logger_version(again, 2)
+    assert loggers.log_dir_for_version(again, 3).name == "version_3"
+    path = loggers.open_csv_logger(again, ["a", "step"])
+    assert loggers.is_logger_started(again)
     again.log_metrics({"a": 5.0}, 7)
-    loggers.drop_unwritten_rows(again)
+    loggers.discard_unwritten_rows(again)
     again.log_metrics({"a": 2.0}, 1)
     again.save()
     assert path.read_text().split() == ["a,step", "1.0,0", "2.0,1"]
@@ -516,9 +516,9 @@ def test_a_csv_logger_takes_its_hyperparameters_along(tmp_path):
     logger = CSVLogger(tmp_path, version=1)
     logger.log_hyperparams({"lr": 0.5})
     logger.save()
-    fresh = loggers.log_dir_of(logger, 1)
-    loggers.give_version(logger, 0)
-    path = loggers.move_csv(logger, fresh)
+    fresh = loggers.log_dir_for_version(logger, 1)
+    loggers.set_logger_version(logger, 0)
+    path = loggers.move_csv_logger(logger, fresh)
     logger.save()
     assert not list(fresh.iterdir())
     assert [file.name for file in path.parent.iterdir()] == ["hparams.yaml"]
@@ -527,22 +527,22 @@ def test_a_csv_logger_takes_its_hyperparameters_along(tmp_path):
 def test_a_tensorboard_logger_opens_what_was_closed(tmp_path):
     logger = TensorBoardLogger(tmp_path, version=1)
     logger.log_metrics({"a": 1.0}, 0)
-    loggers.close_tensorboard(logger)
-    assert loggers.give_version(logger, 0)
-    loggers.close_tensorboard(logger)
+    loggers.close_tensorboard_logger(logger)
+    assert loggers.set_logger_version(logger, 0)
+    loggers.close_tensorboard_logger(logger)
     logger.log_metrics({"a": 1.0}, 0)
     logger.save()
-    assert len(list(loggers.log_dir_of(logger, 0).glob("*tfevents*"))) == 1
-    assert len(list(loggers.log_dir_of(logger, 1).glob("*tfevents*"))) == 1
+    assert len(list(loggers.log_dir_for_version(logger, 0).glob("*tfevents*"))) == 1
+    assert len(list(loggers.log_dir_for_version(logger, 1).glob("*tfevents*"))) == 1
 
 
-def test_a_logger_that_is_kept_still(tmp_path):
+def test_a_muted_logger(tmp_path):
     logger = CSVLogger(tmp_path / "logs")
-    loggers.keep_still(logger)
+    loggers.mute_logger(logger)
     logger.log_metrics({"a": 1.0}, 0)
     logger.finalize("failed")
     assert not (tmp_path / "logs").exists()
-    loggers.let_begin(logger)
+    loggers.unmute_logger(logger)
     logger.log_metrics({"a": 1.0}, 0)
     logger.save()
     assert (Path(logger.log_dir) / "metrics.csv").exists()
@@ -550,18 +550,20 @@ def test_a_logger_that_is_kept_still(tmp_path):
 
 def test_files_of_a_model_checkpoint_are_seen(tmp_path):
     callback, seen, links = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last="link"), [], []
-    undo = checkpoints.watch_files(callback, lambda path: seen.append(path.name), lambda path, to: links.append(to))
+    close = checkpoints.observe_checkpoint_files(
+        callback, lambda path: seen.append(path.name), lambda path, to: links.append(to)
+    )
     own = set(vars(callback))
     trainer = Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Net(), loader())
     assert seen[:5] == ["epoch=0-step=4.ckpt", "last.ckpt", "epoch=0-step=8.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     assert links[:2] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
-    undo()
+    close()
     assert own - set(vars(callback)) == {"_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"}
-    memory = checkpoints.memory_of_checkpointing(callback)
+    memory = checkpoints.checkpoint_callback_state(callback)
     other = ModelCheckpoint(tmp_path)
-    checkpoints.restore_memory_of_checkpointing(other, memory)
-    assert checkpoints.memory_of_checkpointing(other) == memory
+    checkpoints.restore_checkpoint_callback_state(other, memory)
+    assert checkpoints.checkpoint_callback_state(other) == memory
     assert memory["_last_global_step_saved"] == 8
 
 

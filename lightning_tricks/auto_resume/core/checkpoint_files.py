@@ -21,15 +21,15 @@ import torch
 from lightning_tricks._shared.files import PARTIAL, replacing
 
 FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
-PRIVATE = ".auto_resume"  # the folder, in a directory of checkpoints, of what nobody else reads or writes
-_CORRUPT = ".corrupt"
-_MANIFEST = ".json"
-_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
-_STAGED = re.compile(rf"\.{_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL)}")
-_LOG = b"AutoResume: the terminal of this run is gone.\n"  # begins a log
-_MOST_OF_A_MANIFEST = 1 << 24  # bytes
+PRIVATE_DIR = ".auto_resume"  # the folder, in a directory of checkpoints, of what nobody else reads or writes
+_CORRUPT_SUFFIX = ".corrupt"
+_MANIFEST_SUFFIX = ".json"
+_CHECKPOINT_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
+_STAGED_NAME = re.compile(rf"\.{_CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL)}")
+_LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # begins a log
+_MAX_MANIFEST_BYTES = 1 << 24  # bytes
 # In the private folder: the manifest of the checkpoint that is about to be there, and of one about to be removed
-_WRITING, _REMOVING = "writing.json", "removing.json"
+_WRITING_RECORD, _REMOVING_RECORD = "writing.json", "removing.json"
 
 
 class NewerFormatError(ValueError):
@@ -79,7 +79,7 @@ class Manifest:
 def write_durably(
     path: str | os.PathLike[str],
     write: Callable[[IO[bytes]], object],
-    ready: Callable[[Path, str, int], object] | None = None,
+    before_replace: Callable[[Path, str, int], object] | None = None,
 ) -> tuple[str, int]:
     """Write a file so that, whenever the process or the machine stops, the path holds the old or the new one, whole.
 
@@ -89,7 +89,8 @@ def write_durably(
     Args:
         path: Of the file; its directory must exist.
         write: Called with a stream that takes bytes.
-        ready: Called with the staged file, its SHA-256 and its size right before it takes the place of the old one.
+        before_replace: Called with the staged file, its SHA-256 and its size right before it takes the place of the
+            old one.
 
     Returns:
         The SHA-256 of the bytes, as hexadecimal digits, and their number.
@@ -106,18 +107,18 @@ def write_durably(
     """
     with replacing(Path(path)) as staged:
         with staged.open("wb") as file:
-            hashing = _Hashing(file)
-            hashing.take(write)
-        if ready is not None:
-            ready(staged, hashing.digest.hexdigest(), hashing.size)
-    return hashing.digest.hexdigest(), hashing.size
+            hashing_stream = _HashingStream(file)
+            hashing_stream.write_with(write)
+        if before_replace is not None:
+            before_replace(staged, hashing_stream.digest.hexdigest(), hashing_stream.size)
+    return hashing_stream.digest.hexdigest(), hashing_stream.size
 
 
 def save_durably(
-    value: Any, path: str | os.PathLike[str], ready: Callable[[Path, str, int], object] | None = None
+    value: Any, path: str | os.PathLike[str], before_replace: Callable[[Path, str, int], object] | None = None
 ) -> tuple[str, int]:
     """`torch.save` through `write_durably`: return the file's SHA-256 and its size in bytes."""
-    return write_durably(path, lambda stream: torch.save(value, stream), ready)
+    return write_durably(path, lambda stream: torch.save(value, stream), before_replace)
 
 
 class CheckpointFolder:
@@ -132,7 +133,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
-        self.private = self.path / PRIVATE
+        self.private = self.path / PRIVATE_DIR
 
     def prepare(self) -> None:
         """Make the directory, and see that it can be written.
@@ -147,9 +148,9 @@ class CheckpointFolder:
     def manifests(self) -> list[Manifest]:
         """Return the records of all checkpoints, newest first; others' files are passed over."""
         found = []
-        for path in self.path.glob(f"*.ckpt{_MANIFEST}"):
+        for path in self.path.glob(f"*.ckpt{_MANIFEST_SUFFIX}"):
             try:
-                found.append(_manifest_of(path, path.name.removesuffix(_MANIFEST)))
+                found.append(_load_manifest(path, path.name.removesuffix(_MANIFEST_SUFFIX)))
             except (OSError, RecursionError, TypeError, ValueError):  # cut short by a disk, or another's
                 continue
         return sorted(found, key=lambda manifest: manifest.number, reverse=True)
@@ -168,7 +169,7 @@ class CheckpointFolder:
         self.private.mkdir(exist_ok=True)
         made: list[Manifest] = []
 
-        def note(staged: Path, digest: str, size: int) -> None:
+        def write_record(staged: Path, digest: str, size: int) -> None:
             modified = staged.stat().st_mtime_ns
             made.append(
                 Manifest(
@@ -181,17 +182,19 @@ class CheckpointFolder:
                     **known,
                 )
             )
-            self._write_json(f"{PRIVATE}/{_WRITING}", asdict(made[0]))  # whose file it is, if that is all that is left
+            self._write_json(
+                f"{PRIVATE_DIR}/{_WRITING_RECORD}", asdict(made[0])
+            )  # whose file it is, if that is all that is left
 
-        save_durably(dict(checkpoint), self.path / name, note)
-        self.amend(made[0])
+        save_durably(dict(checkpoint), self.path / name, write_record)
+        self.rewrite_manifest(made[0])
         return made[0]
 
-    def amend(self, manifest: Manifest, **known: Any) -> None:
+    def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest, with other values in some fields."""
         manifest = replace(manifest, **known)
         try:
-            self._write_json(f"{manifest.file}{_MANIFEST}", asdict(manifest))
+            self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", asdict(manifest))
         except BaseException:
             if not known:  # a checkpoint without a manifest is nobody's
                 (self.path / manifest.file).unlink(missing_ok=True)
@@ -199,15 +202,15 @@ class CheckpointFolder:
 
     def _next_name(self, epoch: int, step: int) -> str:
         names = {path.name for path in self.path.iterdir()}
-        matches = [_NAME.match(name) for name in names]
+        matches = [_CHECKPOINT_NAME.match(name) for name in names]
         number = max((int(match[1]) for match in matches if match), default=0)
         while True:
             number += 1
             name = f"{number:06d}-epoch={epoch}-step={step}.ckpt"
-            if not {name, f"{name}{_MANIFEST}"} & names:
+            if not {name, f"{name}{_MANIFEST_SUFFIX}"} & names:
                 return name
 
-    def problem_of(self, manifest: Manifest) -> str:
+    def find_problem(self, manifest: Manifest) -> str:
         """Return what is wrong with a checkpoint's file, or nothing where its bytes are those that were written."""
         path = self.path / manifest.file
         try:
@@ -215,16 +218,16 @@ class CheckpointFolder:
             if size != manifest.bytes:
                 return f"has {size} bytes instead of {manifest.bytes}"
             with path.open("rb") as file:
-                digest = digest_of(file)
+                digest = file_digest(file)
         except OSError as error:
             return f"cannot be read ({error.strerror or error})"
         return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
 
-    def newest(self, tell: Callable[[str], object]) -> Manifest | None:
+    def newest(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the newest checkpoint whose bytes are whole, and set broken ones aside.
 
         Args:
-            tell: Called with a sentence for each that was set aside.
+            warn: Called with a sentence for each that was set aside.
 
         Raises:
             NewerFormatError: If the newest was written by a later release.
@@ -236,21 +239,21 @@ class CheckpointFolder:
                     f"{manifest.versions.get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
                     "Install that release, or choose another dirpath to begin afresh."
                 )
-            problem = self.problem_of(manifest)
+            problem = self.find_problem(manifest)
             if not problem:
                 return manifest
-            self.set_aside(manifest)
-            tell(f"{self.path / manifest.file} {problem}: set aside as *{_CORRUPT}; the one before it is used.")
+            self.quarantine(manifest)
+            warn(f"{self.path / manifest.file} {problem}: set aside as *{_CORRUPT_SUFFIX}; the one before it is used.")
         return None
 
-    def set_aside(self, manifest: Manifest) -> None:
+    def quarantine(self, manifest: Manifest) -> None:
         """Rename a manifest, and its checkpoint unless somebody else put a whole one in its place."""
         path = self.path / manifest.file
-        names = [f"{manifest.file}{_MANIFEST}"]
+        names = [f"{manifest.file}{_MANIFEST_SUFFIX}"]
         if path.is_file() and (self.is_own(manifest) or not _is_whole_archive(path)):
             names.append(manifest.file)
         for name in names:
-            target = self.path / f"{name}{_CORRUPT}"
+            target = self.path / f"{name}{_CORRUPT_SUFFIX}"
             if os.path.lexists(self.path / name) and not os.path.lexists(target):
                 (self.path / name).replace(target)
 
@@ -262,38 +265,40 @@ class CheckpointFolder:
             return False
         if state.st_size == manifest.bytes and state.st_mtime_ns == manifest.modified:
             return True
-        return not self.problem_of(manifest)
+        return not self.find_problem(manifest)
 
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
         for manifest in self.manifests()[keep:]:
             self.private.mkdir(exist_ok=True)
-            (self.path / f"{manifest.file}{_MANIFEST}").replace(self.private / _REMOVING)
-            self._remove()
+            (self.path / f"{manifest.file}{_MANIFEST_SUFFIX}").replace(self.private / _REMOVING_RECORD)
+            self._remove_recorded()
 
-    def _remove(self) -> None:
+    def _remove_recorded(self) -> None:
         """Remove the checkpoint whose manifest says that in the private folder, and then the manifest."""
-        record = self.private / _REMOVING
+        record = self.private / _REMOVING_RECORD
         with suppress(OSError, RecursionError, TypeError, ValueError):
-            manifest = _manifest_of(record)
+            manifest = _load_manifest(record)
             if self.is_own(manifest):
                 (self.path / manifest.file).unlink(missing_ok=True)
         record.unlink(missing_ok=True)
 
-    def clean(self) -> None:
+    def clean_up(self) -> None:
         """Remove what killed processes staged, and finish a checkpoint that lacks only its manifest.
 
         Nobody else may write checkpoints here meanwhile.
         """
-        staged = [path for path in self.path.glob(f".*{PARTIAL}") if _STAGED.fullmatch(path.name)]
+        staged = [path for path in self.path.glob(f".*{PARTIAL}") if _STAGED_NAME.fullmatch(path.name)]
         for path in (*staged, *self.private.glob(f".*{PARTIAL}")):
             path.unlink(missing_ok=True)
-        self._remove()
-        writing = self.private / _WRITING
+        self._remove_recorded()
+        writing = self.private / _WRITING_RECORD
         with suppress(OSError, RecursionError, TypeError, ValueError):
-            manifest = _manifest_of(writing)
-            if not os.path.lexists(self.path / f"{manifest.file}{_MANIFEST}") and not self.problem_of(manifest):
-                self.amend(manifest)
+            manifest = _load_manifest(writing)
+            if not os.path.lexists(self.path / f"{manifest.file}{_MANIFEST_SUFFIX}") and not self.find_problem(
+                manifest
+            ):
+                self.rewrite_manifest(manifest)
         writing.unlink(missing_ok=True)
 
     def log_path(self) -> Path:
@@ -304,10 +309,10 @@ class CheckpointFolder:
             path = self.path / f"train{f'-{number}' if number > 1 else ''}.log"
             try:
                 with path.open("xb") as file:
-                    file.write(_LOG)
+                    file.write(_LOG_HEADER)
             except FileExistsError:
                 with path.open("rb") as file:
-                    if file.read(len(_LOG)) != _LOG:
+                    if file.read(len(_LOG_HEADER)) != _LOG_HEADER:
                         continue
             return path
 
@@ -323,20 +328,20 @@ class CheckpointFolder:
     def read_private(self, name: str) -> dict[str, Any]:
         """Return what a file of the private folder holds, or nothing."""
         try:
-            return _mapping_in(self.private / name)
+            return _load_json(self.private / name)
         except (OSError, RecursionError, ValueError):
             return {}
 
     def write_private(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a file of the private folder for `read_private`."""
-        self._write_json(f"{PRIVATE}/{name}", values)
+        self._write_json(f"{PRIVATE_DIR}/{name}", values)
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
         text = json.dumps(values, indent=1, default=dict) + "\n"
         write_durably(self.path / name, lambda stream: stream.write(text.encode()))
 
 
-def folders_in(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
+def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
     """Yield the folders of the fits that wrote to a directory: the directory itself, `fit2`, `fit3` and so on."""
     first = CheckpointFolder(path)
     yield first
@@ -349,11 +354,11 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
     """Say in which entries two records of a run differ: one phrase for each, nested names joined by dots."""
     found = []
     for name in {**saved, **present}:
-        left, right = saved.get(name), present.get(name)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += [f"{name}.{phrase}" for phrase in differences(left, right)]
-        elif left != right:
-            found.append(f"{name} was {left!r} and is {right!r}")
+        saved_value, present_value = saved.get(name), present.get(name)
+        if isinstance(saved_value, Mapping) and isinstance(present_value, Mapping):
+            found += [f"{name}.{phrase}" for phrase in differences(saved_value, present_value)]
+        elif saved_value != present_value:
+            found.append(f"{name} was {saved_value!r} and is {present_value!r}")
     return found
 
 
@@ -370,14 +375,14 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-class _Hashing:
+class _HashingStream:
     """A stream that computes the digest of what it passes on."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
         self.error: OSError | None = None
 
-    def take(self, write: Callable[[IO[bytes]], object]) -> None:
+    def write_with(self, write: Callable[[IO[bytes]], object]) -> None:
         """Let a function write; `torch.save` speaks of a wrong position where the disk is full."""
         try:
             write(self)  # type: ignore[arg-type]
@@ -399,7 +404,7 @@ class _Hashing:
         self.file.flush()
 
 
-def digest_of(file: IO[bytes]) -> Any:
+def file_digest(file: IO[bytes]) -> Any:
     """Return the SHA-256 of what is left to read of a file, as an object of hashlib."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -407,8 +412,8 @@ def digest_of(file: IO[bytes]) -> Any:
     return digest
 
 
-def _mapping_in(path: Path) -> dict[str, Any]:
-    if not path.is_file() or path.stat().st_size > _MOST_OF_A_MANIFEST:
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file() or path.stat().st_size > _MAX_MANIFEST_BYTES:
         raise ValueError(f"{path} is no record.")
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
@@ -416,14 +421,14 @@ def _mapping_in(path: Path) -> dict[str, Any]:
     return values
 
 
-def _manifest_of(path: Path, file: str | None = None) -> Manifest:
+def _load_manifest(path: Path, file: str | None = None) -> Manifest:
     """Read a manifest of a checkpoint beside it; one that names another file, or what is no checkpoint, is refused."""
-    values = _mapping_in(path)
+    values = _load_json(path)
     manifest = Manifest(**{one.name: values[one.name] for one in fields(Manifest) if one.name in values})
     counts = (manifest.bytes, manifest.epoch, manifest.step, manifest.batches, manifest.modified, manifest.format)
-    as_written = (
+    is_valid = (
         isinstance(manifest.file, str)
-        and _NAME.fullmatch(manifest.file) is not None
+        and _CHECKPOINT_NAME.fullmatch(manifest.file) is not None
         and manifest.file == (file or manifest.file)
         and re.fullmatch("[0-9a-f]{64}", manifest.sha256) is not None
         and all(type(count) is int and count >= 0 for count in counts)
@@ -433,7 +438,7 @@ def _manifest_of(path: Path, file: str | None = None) -> Manifest:
         and isinstance(manifest.versions, dict)
         and isinstance(manifest.loggers, list)
     )
-    if not as_written:
+    if not is_valid:
         raise ValueError(f"{path} is no manifest of a checkpoint beside it.")
     return manifest
 

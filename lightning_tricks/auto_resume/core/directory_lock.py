@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_REFUSED = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+_LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
 # Of this process, as (device, inode) -> its id. POSIX gives a lock to a process, not to an object: the second one in it
 # would get it as well, and closing any descriptor of the file would give both back.
-_HELD: dict[tuple[int, int], int] = {}
+_HELD_KEYS: dict[tuple[int, int], int] = {}
 
 
 class DirectoryLock:
@@ -29,13 +29,13 @@ class DirectoryLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
-        self._key = (-1, -1)
+        self._inode_key = (-1, -1)
 
-    def acquire(self, last: Mapping[str, Any]) -> tuple[bool, bool]:
+    def acquire(self, last_holder: Mapping[str, Any]) -> tuple[bool, bool]:
         """Take the lock.
 
         Args:
-            last: Who held it last: "pid" and "host".
+            last_holder: Who held it last: "pid" and "host".
 
         Returns:
             Whether it is ours, and whether the file system guarantees that.
@@ -43,38 +43,38 @@ class DirectoryLock:
         Raises:
             OSError: If the file cannot be made.
         """
-        if self.path.exists() and _HELD.get(_key(self.path.stat())) == os.getpid():
+        if self.path.exists() and _HELD_KEYS.get(_inode_key(self.path.stat())) == os.getpid():
             return False, True  # opening the file and closing it would give the lock back
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        ours, sure = _lock(descriptor)
-        if ours and not sure:
-            ours = is_gone(last) is not False
-        if not ours:
+        acquired, is_certain = _lock(descriptor)
+        if acquired and not is_certain:
+            acquired = has_exited(last_holder) is not False
+        if not acquired:
             os.close(descriptor)
-            return False, sure
-        self._descriptor, self._key = descriptor, _key(os.fstat(descriptor))
-        _HELD[self._key] = os.getpid()
-        return True, sure
+            return False, is_certain
+        self._descriptor, self._inode_key = descriptor, _inode_key(os.fstat(descriptor))
+        _HELD_KEYS[self._inode_key] = os.getpid()
+        return True, is_certain
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Give the lock back."""
         if self._descriptor < 0:
             return
-        if _HELD.get(self._key) == os.getpid():
-            del _HELD[self._key]
+        if _HELD_KEYS.get(self._inode_key) == os.getpid():
+            del _HELD_KEYS[self._inode_key]
         os.close(self._descriptor)
         self._descriptor = -1
 
 
-def me() -> dict[str, Any]:
-    """Return the record of this process for `acquire` and `is_gone`."""
+def this_process() -> dict[str, Any]:
+    """Return the record of this process for `acquire` and `has_exited`."""
     return {"pid": os.getpid(), "host": platform.node()}
 
 
-def is_gone(who: Mapping[str, Any]) -> bool | None:
+def has_exited(process: Mapping[str, Any]) -> bool | None:
     """Whether the process that a record names has ended; None where that cannot be known, as of another host's."""
-    pid = who.get("pid")
-    if who.get("host") != platform.node() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
+    pid = process.get("pid")
+    if process.get("host") != platform.node() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return None
     if os.name != "posix":  # where signal 0 is no question
         return None
@@ -87,7 +87,7 @@ def is_gone(who: Mapping[str, Any]) -> bool | None:
     return None if pid == os.getpid() else False
 
 
-def _key(state: os.stat_result) -> tuple[int, int]:
+def _inode_key(state: os.stat_result) -> tuple[int, int]:
     return state.st_dev, state.st_ino
 
 
@@ -100,7 +100,7 @@ def _lock(descriptor: int) -> tuple[bool, bool]:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return (False, True) if error.errno in _REFUSED else (True, False)
+        return (False, True) if error.errno in _LOCKED_ERRORS else (True, False)
     return True, True
 
 

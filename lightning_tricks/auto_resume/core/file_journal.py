@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL
-from lightning_tricks.auto_resume.core.checkpoint_files import digest_of, write_durably
+from lightning_tricks.auto_resume.core.checkpoint_files import file_digest, write_durably
 
-_KEPT = ".before"  # ends the names of files that were replaced or removed since the last save
-_MOST = 1 << 24  # bytes of a journal
+_BACKUP_SUFFIX = ".before"  # ends the names of files that were replaced or removed since the last save
+_MAX_JOURNAL_BYTES = 1 << 24  # bytes of a journal
 
 
 class FileJournal:
     """Notes which files are written and removed after a save, and keeps what they were, until the next save.
 
-    A killed run repeats what it did since its last save. It finds the same files there when `undo` has been called:
-    new ones are removed, others as they were. Removed is only what has the digest that was noted when it was written.
+    A killed run repeats what it did since its last save. It finds the same files there when `restore_files` has been
+    called: new ones are removed, others as they were. Removed is only what has the digest that was noted when it was
+    written.
     A file that came after the save is not kept: a run needs the room of the files of one save at most.
 
     Args:
@@ -31,10 +32,12 @@ class FileJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: dict[tuple[str, str], str] = {}  # the place and name of each touched file -> the name that keeps it
+        self._backups: dict[
+            tuple[str, str], str
+        ] = {}  # the place and name of each touched file -> the name that keeps it
         self._folders: Mapping[str, Path] = {}
 
-    def begin(self, base: str, folders: Mapping[str, Path]) -> None:
+    def start(self, base: str, folders: Mapping[str, Path]) -> None:
         """Start anew after a save, or before the first.
 
         Args:
@@ -43,10 +46,10 @@ class FileJournal:
         """
         self._folders = folders
         entries = self._entries()
-        for folder, _, kept in _kept_in(entries, folders):
-            (folder / kept).unlink(missing_ok=True)
-        write_durably(self.path, lambda stream: stream.write(_line({"base": base})))
-        self._seen.clear()
+        for folder, _, backup in _backups_in(entries, folders):
+            (folder / backup).unlink(missing_ok=True)
+        write_durably(self.path, lambda stream: stream.write(_json_line({"base": base})))
+        self._backups.clear()
 
     @property
     def base(self) -> str | None:
@@ -54,57 +57,57 @@ class FileJournal:
         base = next((entry["base"] for entry in self._entries() if "base" in entry), None)
         return base if isinstance(base, str) else None
 
-    def touch(self, place: str, path: Path) -> None:
+    def before_change(self, folder_key: str, path: Path) -> None:
         """Note that a file is about to be written or removed, and keep it, if it was there at the save."""
-        folder = self._folders.get(place)
-        if folder is None or path.parent != folder or (place, path.name) in self._seen:
+        folder = self._folders.get(folder_key)
+        if folder is None or path.parent != folder or (folder_key, path.name) in self._backups:
             return
-        kept = ""
+        backup = ""
         if os.path.lexists(path):
-            kept = next(name for name in _names_for(path) if not os.path.lexists(path.with_name(name)))
-        self._add({"place": place, "name": path.name, "kept": kept})
-        self._seen[place, path.name] = kept
-        if kept:
+            backup = next(name for name in _backup_names(path) if not os.path.lexists(path.with_name(name)))
+        self._add({"place": folder_key, "name": path.name, "kept": backup})
+        self._backups[folder_key, path.name] = backup
+        if backup:
             try:
-                os.link(path, path.with_name(kept), follow_symlinks=False)
+                os.link(path, path.with_name(backup), follow_symlinks=False)
             except (NotImplementedError, OSError):  # of a file system without links
-                path.replace(path.with_name(kept))
+                path.replace(path.with_name(backup))
 
-    def note(self, path: Path, digest: str) -> None:
+    def record_digest(self, path: Path, digest: str) -> None:
         """Note the digest of the bytes that a file is about to have."""
-        for place, folder in self._folders.items():
-            if path.parent == folder and (place, path.name) in self._seen:
-                self._add({"place": place, "name": path.name, "sha256": digest})
+        for folder_key, folder in self._folders.items():
+            if path.parent == folder and (folder_key, path.name) in self._backups:
+                self._add({"place": folder_key, "name": path.name, "sha256": digest})
 
-    def undo(self, folders: Mapping[str, Path]) -> list[str]:
+    def restore_files(self, folders: Mapping[str, Path]) -> list[str]:
         """Put all files back; return a sentence for each that is left alone, since nobody knows whose it is."""
-        said, entries = [], self._entries()
-        for folder, name, kept in reversed(list(_kept_in(entries, folders, all_names=True))):
+        problems, entries = [], self._entries()
+        for folder, name, backup in reversed(list(_backups_in(entries, folders, all_names=True))):
             path = folder / name
             for staged in folder.glob(f".{glob.escape(name)}.*{PARTIAL}"):
                 staged.unlink(missing_ok=True)
-            if kept and not os.path.lexists(folder / kept):
+            if backup and not os.path.lexists(folder / backup):
                 continue
-            if os.path.lexists(path) and not (kept and _is_same(path, folder / kept)):
+            if os.path.lexists(path) and not (backup and _is_same(path, folder / backup)):
                 digests = {entry.get("sha256") for entry in entries if entry.get("name") == name}
-                if _digest(path) not in digests:
-                    said.append(f"{path} is not what was written there, and is left alone.")
+                if _digest_of_path(path) not in digests:
+                    problems.append(f"{path} is not what was written there, and is left alone.")
                     continue
             path.unlink(missing_ok=True)
-            if kept:
-                (folder / kept).replace(path)
-        return said
+            if backup:
+                (folder / backup).replace(path)
+        return problems
 
     def _add(self, entry: Mapping[str, Any]) -> None:
         with self.path.open("ab") as file:
-            file.write(_line(entry))
+            file.write(_json_line(entry))
             file.flush()
             os.fsync(file.fileno())
 
     def _entries(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         with suppress(OSError, ValueError, RecursionError):  # the last line may be cut short
-            if self.path.is_file() and self.path.stat().st_size <= _MOST:
+            if self.path.is_file() and self.path.stat().st_size <= _MAX_JOURNAL_BYTES:
                 for line in self.path.read_text(encoding="utf-8").splitlines():
                     entry = json.loads(line)
                     if isinstance(entry, dict):
@@ -112,26 +115,28 @@ class FileJournal:
         return found
 
 
-def digest_of_link(target: str) -> str:
+def link_digest(target: str) -> str:
     """Return what stands for the digest of a symbolic link."""
     return f"link to {target}"
 
 
-def _kept_in(
+def _backups_in(
     entries: list[dict[str, Any]], folders: Mapping[str, Path], all_names: bool = False
 ) -> Iterator[tuple[Path, str, str]]:
     """Yield folder, name and the name that keeps it for each touched file, where these are plain names."""
     for entry in entries:
-        place, name, kept = (entry.get(key) for key in ("place", "name", "kept"))
-        if not (isinstance(name, str) and isinstance(kept, str) and isinstance(place, str) and place in folders):
+        folder_key, name, backup = (entry.get(key) for key in ("place", "name", "kept"))
+        if not (
+            isinstance(name, str) and isinstance(backup, str) and isinstance(folder_key, str) and folder_key in folders
+        ):
             continue
-        plain = name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
-        if plain and (kept in _names_for(Path(name)) or (not kept and all_names)):
-            yield folders[place], name, kept
+        is_plain_name = name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+        if is_plain_name and (backup in _backup_names(Path(name)) or (not backup and all_names)):
+            yield folders[folder_key], name, backup
 
 
-def _names_for(path: Path) -> list[str]:
-    return [f".{path.name}.{number}{_KEPT}" for number in range(1, 100)]
+def _backup_names(path: Path) -> list[str]:
+    return [f".{path.name}.{number}{_BACKUP_SUFFIX}" for number in range(1, 100)]
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -139,14 +144,14 @@ def _is_same(path: Path, other: Path) -> bool:
     return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
 
 
-def _digest(path: Path) -> str:
+def _digest_of_path(path: Path) -> str:
     if path.is_symlink():
-        return digest_of_link(str(path.readlink()))
+        return link_digest(str(path.readlink()))
     if not path.is_file():
         return ""
     with path.open("rb") as file:
-        return str(digest_of(file).hexdigest())
+        return str(file_digest(file).hexdigest())
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
+def _json_line(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_tricks.auto_resume.core.checkpoint_files import write_durably
 
 
-class RowsOfCsv:
+class CsvRowsCopy:
     """A CSV file whose rows go to a copy at each save.
 
     Lightning deletes the file where a version is named, and empties it while it writes it anew with another header: a
@@ -29,18 +29,18 @@ class RowsOfCsv:
         self._header = b""
         self._bytes = self._rows = 0
 
-    def take(self, source: Path) -> dict[str, Any]:
+    def update(self, source: Path) -> dict[str, Any]:
         """Copy what is new; return what `restore` needs: the number of rows and the header, None without a file."""
         try:
             with source.open("rb") as file:
                 header = file.readline()
-                goes_on = source == self._source and header == self._header and self.copy.is_file()
-                goes_on = goes_on and self._bytes <= os.fstat(file.fileno()).st_size
-                file.seek(self._bytes if goes_on else 0)
+                is_continuation = source == self._source and header == self._header and self.copy.is_file()
+                is_continuation = is_continuation and self._bytes <= os.fstat(file.fileno()).st_size
+                file.seek(self._bytes if is_continuation else 0)
                 new = file.read()
         except FileNotFoundError:
             return {"rows": 0, "header": None}
-        if not goes_on:
+        if not is_continuation:
             self._bytes, self._rows = 0, -1  # the header is none
             write_durably(self.copy, lambda stream: stream.write(new))
         elif new:
@@ -76,13 +76,13 @@ class RowsOfCsv:
         write_durably(target, lambda stream: stream.write(text.getvalue().encode()))
         return ""
 
-    def is_of(self, target: Path, record: Mapping[str, Any]) -> bool:
+    def matches(self, target: Path, record: Mapping[str, Any]) -> bool:
         """Whether a file holds these rows, or no others: it may have been emptied, and not those of another run."""
-        mine, present = _rows_in(self.copy)[: record.get("rows")], _rows_in(target)
+        own_rows, present = _rows_in(self.copy)[: record.get("rows")], _rows_in(target)
         shared = set(record.get("header") or ())
         return all(
             {name: row.get(name) for name in shared} == {name: other.get(name) for name in shared}
-            for row, other in zip(mine, present, strict=False)
+            for row, other in zip(own_rows, present, strict=False)
         )
 
 
@@ -92,7 +92,7 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
     return []
 
 
-def header_of(path: Path) -> list[str]:
+def csv_header(path: Path) -> list[str]:
     """Return the names of the columns of a CSV file; none where there is no file."""
     with suppress(OSError, UnicodeDecodeError), path.open(newline="") as file:
         return next(csv.reader(file), [])
@@ -105,14 +105,14 @@ def event_files(folder: Path) -> Iterator[Path]:
         yield from (path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
 
 
-def event_sizes(folder: Path, own: Callable[[Path], bool]) -> dict[str, int | None]:
+def event_file_sizes(folder: Path, is_own: Callable[[Path], bool]) -> dict[str, int | None]:
     """Return the sizes of a run's event files, and None for others': relative path -> bytes. They must be flushed."""
     files = event_files(folder)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size if own(path) else None for path in files}
+    return {path.relative_to(folder).as_posix(): path.stat().st_size if is_own(path) else None for path in files}
 
 
-def cut_event_files(folder: Path, sizes: Mapping[str, int | None], own: Callable[[Path], bool]) -> str:
-    """Withdraw what was logged after a record of `event_sizes`; return what is wrong, or nothing.
+def truncate_event_files(folder: Path, sizes: Mapping[str, int | None], is_own: Callable[[Path], bool]) -> str:
+    """Withdraw what was logged after a record of `event_file_sizes`; return what is wrong, or nothing.
 
     Records in these files are only ever appended: cut at a record's end, a file is what it was then.
     """
@@ -121,7 +121,7 @@ def cut_event_files(folder: Path, sizes: Mapping[str, int | None], own: Callable
         size = sizes.get(name)
         if size is not None and path.stat().st_size > size:
             os.truncate(path, size)
-        elif name not in sizes and own(path):
+        elif name not in sizes and is_own(path):
             path.unlink()
     lost = [
         name
@@ -131,7 +131,7 @@ def cut_event_files(folder: Path, sizes: Mapping[str, int | None], own: Callable
     return f"{folder} lacks what was logged before to {', '.join(sorted(lost))}." if lost else ""
 
 
-def newest_second(folder: Path) -> int:
+def newest_event_second(folder: Path) -> int:
     """Return the largest time in the names of event files, in seconds since the Unix epoch; 0 without any."""
     times = [path.name.partition("tfevents.")[2].partition(".")[0] for path in event_files(folder)]
     return max((int(time) for time in times if time.isdecimal() and len(time) < 12), default=0)

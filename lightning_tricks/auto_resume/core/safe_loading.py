@@ -17,7 +17,7 @@ from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 _ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 
 
-def read_as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint without running code of it.
 
     Args:
@@ -38,24 +38,24 @@ def read_as_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     return checkpoint
 
 
-def objects_in(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+def find_objects(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
     """Return what was not restored and a resume needs: place in the checkpoint -> qualified name of its class."""
     return {
-        place: kind
+        key_path: kind
         for key, value in checkpoint.items()
         if key not in _ARGUMENTS
-        for place, kind in _objects(value, (str(key),))
+        for key_path, kind in _objects(value, (str(key),))
     }
 
 
-def _objects(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
     seen: set[int] = set()
-    waiting = [(value, place)]
-    while waiting:
-        value, place = waiting.pop()
+    pending = [(value, key_path)]
+    while pending:
+        value, key_path = pending.pop()
         if isinstance(value, Global | Placeholder):
-            yield place, str(value) if isinstance(value, Global) else value.name
+            yield key_path, str(value) if isinstance(value, Global) else value.name
         elif id(value) not in seen:
             seen.add(id(value))
             for key, part in children(value):
-                waiting += [(key, (*place, "a key")), (part, (*place, str(key)))]
+                pending += [(key, (*key_path, "a key")), (part, (*key_path, str(key)))]

@@ -17,15 +17,15 @@ from typing import Any
 Detach = Callable[[], None]
 
 # What DataLoader workers are told of their training process
-GOING_ON, STOPPING, LEAVING = range(3)
+RUNNING, STOPPING, LEAVING = range(3)
 
 
-def offered_signals(*names: str) -> tuple[str, ...]:
+def available_signals(*names: str) -> tuple[str, ...]:
     """Return those of some names of signals that this system has; Windows has no SIGHUP and no SIGUSR1."""
     return tuple(name for name in names if hasattr(signal.Signals, name))
 
 
-DEFAULT_SIGNALS = offered_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+DEFAULT_SIGNALS = available_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
 def check_signals(names: object) -> tuple[str, ...]:
@@ -59,28 +59,28 @@ class StopRequest:
     def __init__(self, names: Sequence[str], detach: Detach | None = None) -> None:
         self.names, self.detach = tuple(names), detach
         self.received = ""
-        self.stopping = RawValue("b", GOING_ON)  # for DataLoader workers
-        self._at_exit: Any = None
+        self.stopping = RawValue("b", RUNNING)  # for DataLoader workers
+        self._exit_finalizer: Any = None
 
     @property
-    def numbers(self) -> list[int]:
+    def signal_numbers(self) -> list[int]:
         """Of the signals."""
         return [int(getattr(signal.Signals, name)) for name in self.names]
 
-    def listen(self) -> bool:
+    def install_handlers(self) -> bool:
         """Take the signals over; return whether that is possible, which it is in the main thread alone."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        for number in self.numbers:
+        for number in self.signal_numbers:
             signal.signal(number, self._handle)
         # first of all that multiprocessing does at exit, of which the last is a SIGTERM for the workers
-        self._at_exit = Finalize(None, setattr, (self.stopping, "value", LEAVING), exitpriority=1000)
+        self._exit_finalizer = Finalize(None, setattr, (self.stopping, "value", LEAVING), exitpriority=1000)
         return True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Forget what was to be done at exit; the handlers are the Trainer's to restore."""
-        if self._at_exit is not None:
-            self._at_exit.cancel()
+        if self._exit_finalizer is not None:
+            self._exit_finalizer.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -93,7 +93,7 @@ class StopRequest:
         self.stopping.value = STOPPING
 
 
-def send_output_to(log_path: Callable[[], Path]) -> None:
+def redirect_output(log_path: Callable[[], Path]) -> None:
     """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere.
 
     Where they go to a file already, they stay: a terminal, or a pipe to what ends with it, is what goes away.
@@ -102,12 +102,12 @@ def send_output_to(log_path: Callable[[], Path]) -> None:
         log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # a terminal that is gone must not end the run
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
         if not _is_file(target):
             os.dup2(source, target)
     os.close(log)
-    os.close(nothing)
+    os.close(null)
     for stream in (sys.stdout, sys.stderr):
         reopen = getattr(stream, "reconfigure", None)
         if reopen is not None:

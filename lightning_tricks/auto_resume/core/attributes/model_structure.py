@@ -1,6 +1,6 @@
 """What hooks change of a model's structure while it trains: what is frozen, in which mode, in which group, or masked.
 
-No state dict holds these. `Structure` notes them when a fit begins, and returns what is other than then.
+No state dict holds these. `ModelStructure` notes them when a fit begins, and returns what is other than then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 
-class Structure:
+class ModelStructure:
     """What of modules and optimizers is other than at the moment when this was made.
 
     Args:
@@ -21,23 +21,27 @@ class Structure:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._before = {name: _flags(module) for name, module in modules.items()}
+        self._initial_flags = {name: _module_flags(module) for name, module in modules.items()}
         self._buffers = {name: set(dict(module.named_buffers())) for name, module in modules.items()}
         self._parameters = {name: set(dict(module.named_parameters())) for name, module in modules.items()}
         self._groups: list[list[list[str]]] = []
 
-    def note_groups(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+    def record_groups(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """Note which parameters the groups of the optimizers have, when these exist."""
-        self._groups = groups_of(module, optimizers)
+        self._groups = param_group_names(module, optimizers)
 
     def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
         """Return what is other than before, as tensors and plain values."""
-        groups, masks = groups_of(module, optimizers), masks_of(module)
+        groups, masks = param_group_names(module, optimizers), pruning_masks(module)
         # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
         has_other_groups = groups != self._groups or bool(masks)
         return {
             "flags": {
-                name: {key: now for key, now in _flags(part).items() if self._before.get(name, {}).get(key) != now}
+                name: {
+                    key: now
+                    for key, now in _module_flags(part).items()
+                    if self._initial_flags.get(name, {}).get(key) != now
+                }
                 for name, part in modules.items()
             },
             "groups": groups if has_other_groups else None,
@@ -47,7 +51,7 @@ class Structure:
 
     def new_parameters(self, module: nn.Module) -> list[str]:
         """Return the parameters that came since, which a resumed run's module lacks when weights are loaded."""
-        masked = {f"{name}_orig" for name in masks_of(module)}
+        masked = {f"{name}_orig" for name in pruning_masks(module)}
         return [name for name, _ in module.named_parameters() if name not in self._parameters[""] | masked]
 
 
@@ -63,7 +67,7 @@ def restore_flags(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) 
                 part.training = wanted
 
 
-def groups_of(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
+def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
     """Return the names of the parameters in each group of each optimizer; a parameter of somebody else is ""."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
@@ -72,7 +76,9 @@ def groups_of(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[st
     ]
 
 
-def restore_groups(module: nn.Module, optimizers: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]) -> None:
+def restore_param_groups(
+    module: nn.Module, optimizers: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]
+) -> None:
     """Give the groups of optimizers the parameters that they had; their values come with the optimizers' states."""
     parameters = {name.removesuffix("_orig"): one for name, one in module.named_parameters()}
     for optimizer, wanted in zip(optimizers, groups, strict=False):
@@ -87,17 +93,17 @@ def restore_groups(module: nn.Module, optimizers: Sequence[Any], groups: Sequenc
         del optimizer.param_groups[len(wanted) :]
 
 
-def masks_of(module: nn.Module) -> dict[str, dict[str, Tensor]]:
+def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the masks of `torch.nn.utils.prune` and the values that they mask: parameter -> "mask", "original"."""
     return {
         f"{prefix}{name}": {"mask": getattr(part, f"{name}_mask"), "original": getattr(part, f"{name}_orig").detach()}
-        for prefix, part, name in _masked(module)
+        for prefix, part, name in _masked_parameters(module)
     }
 
 
-def restore_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
+def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Mask parameters as they were, those that are masked already included."""
-    present = {f"{prefix}{name}" for prefix, _, name in _masked(module)}
+    present = {f"{prefix}{name}" for prefix, _, name in _masked_parameters(module)}
     for path, saved in masks.items():
         prefix, _, name = path.rpartition(".")
         part = module.get_submodule(prefix)
@@ -111,7 +117,7 @@ def restore_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) 
             setattr(part, name, getattr(part, f"{name}_orig") * mask)
 
 
-def make_room(module: nn.Module, state_dict: Mapping[str, Any], new_buffers: Sequence[str]) -> None:
+def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_buffers: Sequence[str]) -> None:
     """Let a state dict be loaded whose buffers grew, came or were masks: give the module such buffers.
 
     Args:
@@ -153,7 +159,7 @@ def module_device(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+def capture_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Return the gradients that parameters hold."""
     return {name: one.grad.detach() for name, one in module.named_parameters() if one.grad is not None}
 
@@ -165,12 +171,12 @@ def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> Non
             parameter.grad = gradients[name].to(parameter.device)
 
 
-def _flags(module: nn.Module) -> dict[str, bool]:
+def _module_flags(module: nn.Module) -> dict[str, bool]:
     flags = {f"{name}.requires_grad": one.requires_grad for name, one in module.named_parameters()}
     return flags | {f"{name}.training": part.training for name, part in module.named_modules()}
 
 
-def _masked(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
+def _masked_parameters(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Yield the parameters that are masked: prefix of the name, module, name in it."""
     for part_name, part in module.named_modules():
         for hook in part._forward_pre_hooks.values():

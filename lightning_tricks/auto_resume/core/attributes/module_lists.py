@@ -10,16 +10,16 @@ from torch import nn
 from torchmetrics import MetricTracker
 
 
-def lists_of_modules(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """Return what the lists inside modules hold: name -> types.
 
     Args:
         modules: By the names under which they are found again.
     """
-    return {name: [_kind(part) for part in one] for name, one in _lists(modules)}
+    return {name: [_type_name(part) for part in module_list] for name, module_list in _module_lists(modules)}
 
 
-def restore_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> list[str]:
+def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> list[str]:
     """Give lists the lengths that they had, with copies of what is there; return the names of those that lack parts.
 
     What the copies remember is restored like everything else. Nothing with parameters is copied, as no optimizer would
@@ -27,33 +27,34 @@ def restore_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str
 
     Args:
         modules: Whose lists were saved, under the same names.
-        saved: Of `lists_of_modules`.
+        saved: Of `module_list_types`.
     """
-    lacking = []
-    for name, one in _lists(modules):
-        wanted = saved.get(name, [_kind(part) for part in one])
-        for key in list(one._modules)[len(wanted) :]:  # `del one[...]` would rename what a MetricTracker keeps beside
-            del one._modules[key]
-        for kind in wanted[len(one) :]:
-            pattern = _pattern(one, kind)
-            if pattern is None:
-                lacking.append(name)
+    incomplete = []
+    for name, module_list in _module_lists(modules):
+        saved_types = saved.get(name, [_type_name(part) for part in module_list])
+        # `del module_list[...]` would rename what a MetricTracker keeps beside
+        for key in list(module_list._modules)[len(saved_types) :]:
+            del module_list._modules[key]
+        for kind in saved_types[len(module_list) :]:
+            template = _template(module_list, kind)
+            if template is None:
+                incomplete.append(name)
                 break
-            one.append(deepcopy(pattern))
-    return lacking
+            module_list.append(deepcopy(template))
+    return incomplete
 
 
-def _lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+def _module_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     for name, module in modules.items():
         parts = [(part_name, part) for part_name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
         yield from ((f"{name}:{part_name}", part) for part_name, part in parts)
 
 
-def _pattern(one: Any, kind: str) -> nn.Module | None:
+def _template(module_list: Any, kind: str) -> nn.Module | None:
     """Return what a new part of a list is a copy of."""
-    known = [one._base_metric] if isinstance(one, MetricTracker) else list(one)
-    return next((part for part in known if _kind(part) == kind and not [*part.parameters()]), None)
+    known = [module_list._base_metric] if isinstance(module_list, MetricTracker) else list(module_list)
+    return next((part for part in known if _type_name(part) == kind and not [*part.parameters()]), None)
 
 
-def _kind(module: nn.Module) -> str:
+def _type_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"

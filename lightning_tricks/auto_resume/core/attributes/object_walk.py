@@ -22,31 +22,35 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.attributes.digests import MOST_ENTRIES
+from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES
 from lightning_tricks.auto_resume.core.attributes.plain_values import (
     MISSING,
     SCALARS,
     CannotRestoreError,
     container_base,
-    entries,
-    is_a,
+    container_items,
     is_mutable,
-    label,
+    is_subclass,
+    key_label,
 )
-from lightning_tricks.auto_resume.core.attributes.state_dicts import HeldModule, as_held, is_held
+from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
+    UnsavedModuleState,
+    as_stateful,
+    has_own_state_dict,
+)
 
-MOST_OBJECTS = 20_000
+MAX_OBJECTS = 20_000
 _IS_HEAP_TYPE = 1 << 9  # of a class statement
 _NUMBERS = frozenset({bool, int, float})
-DEEPEST_OBJECT = 40  # attributes of attributes
-DEEPEST_ENTRY = 4  # containers in containers in which objects are sought
-_MACHINERY = frozenset(vars(nn.Module()))
-_NEVER = (
+MAX_OBJECT_DEPTH = 40  # attributes of attributes
+MAX_CONTAINER_DEPTH = 4  # containers in containers in which objects are sought
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_NEVER_WALKED = (
     *(Optimizer, LRScheduler, DataLoader, torch.jit.ScriptModule, threading.Thread, io.IOBase, enum.Enum, type),
     *(multiprocessing.process.BaseProcess, BaseException, Tensor, np.ndarray, str, bytes, int, float, complex),
 )
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_ENTERED_OF_TORCH = ("torch.utils.data.", "torch.distributions.")
+_NAMESPACE_TYPES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
 # whose objects are handles to something else, or have ways of their own to be kept
 _FOREIGN_NAMES = (
     "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL "
@@ -54,11 +58,11 @@ _FOREIGN_NAMES = (
     "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
     "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
 )
-_FOREIGN = frozenset(_FOREIGN_NAMES.split())
-_entered: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+_FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split())
+_walkable_types: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
-Skipped = Callable[[Any], Collection[str]]
+SkippedNames = Callable[[Any], Collection[str]]
 
 
 def nothing_skipped(_: Any) -> Collection[str]:
@@ -67,7 +71,7 @@ def nothing_skipped(_: Any) -> Collection[str]:
 
 
 @dataclass
-class Slot:
+class AttributeSlot:
     """One attribute.
 
     Attributes:
@@ -86,7 +90,7 @@ class Slot:
 
 
 @dataclass
-class Walk:
+class ObjectWalk:
     """What a walk over objects found, each object once, under the first path that leads to it.
 
     Attributes:
@@ -97,168 +101,168 @@ class Walk:
         stateful: Path -> what has a `state_dict` and a `load_state_dict`: an object that is no module, or the tensors
             of a module that is no part of another one and no root.
         registered: Ids of parameters and buffers.
-        places: Id of each object -> its path.
-        cut: Paths of objects that were left out because of the bounds.
-        built: Number of objects that were made since.
+        paths: Id of each object -> its path.
+        truncated: Paths of objects that were left out because of the bounds.
+        num_built: Number of objects that were made since.
     """
 
-    skipped: Skipped
-    slots: dict[str, Slot] = field(default_factory=dict)
+    skipped: SkippedNames
+    slots: dict[str, AttributeSlot] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
     registered: set[int] = field(default_factory=set)
-    places: dict[int, str] = field(default_factory=dict)
-    cut: list[str] = field(default_factory=list)
-    built: int = 0
+    paths: dict[int, str] = field(default_factory=dict)
+    truncated: list[str] = field(default_factory=list)
+    num_built: int = 0
 
     @classmethod
-    def over(cls, roots: Mapping[str, Any], skipped: Skipped) -> Walk:
+    def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames) -> ObjectWalk:
         """Walk over objects by name."""
         walk = cls(skipped)
         for name, root in roots.items():
-            if is_a(type(root), *_NEVER) or type(root) in SCALARS:
+            if is_subclass(type(root), *_NEVER_WALKED) or type(root) in SCALARS:
                 continue
             if _has_attributes(type(root)) and container_base(type(root)) is None:
-                walk._enter(root, name, 0)
+                walk._visit(root, name, 0)
             else:
-                walk._hold(Slot(None, name, "", root), name, 0)
+                walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
         walk.slots = {path: slot for path, slot in walk.slots.items() if id(slot.value) not in walk.registered}
         return walk
 
-    def _enter(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
+    def _visit(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
         """Walk over an object that was not seen yet; return where it is, or nothing where it is too much."""
-        if id(value) in self.places:
-            return self.places[id(value)]
-        if depth > DEEPEST_OBJECT or len(self.owners) >= MOST_OBJECTS:
-            self.cut.append(path)
+        if id(value) in self.paths:
+            return self.paths[id(value)]
+        if depth > MAX_OBJECT_DEPTH or len(self.owners) >= MAX_OBJECTS:
+            self.truncated.append(path)
             return ""
-        self.places[id(value)] = path
+        self.paths[id(value)] = path
         self.owners[path] = value
         skipped = self.skipped(value)
-        if is_a(type(value), nn.Module):
+        if is_subclass(type(value), nn.Module):
             if depth and not is_part and "state_dict" not in skipped:
-                self.stateful[path] = HeldModule(value, self.registered)
-            self._enter_module(value, path, depth, skipped)
-            skipped = _MACHINERY.union(skipped)
+                self.stateful[path] = UnsavedModuleState(value, self.registered)
+            self._visit_module(value, path, depth, skipped)
+            skipped = _MODULE_INTERNALS.union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
             self.stateful[path] = value
         for name, part in attributes(value):
             if name not in skipped:
-                self._hold(Slot(value, path, name, part), f"{path}.{name}", depth + 1)
+                self._add_slot(AttributeSlot(value, path, name, part), f"{path}.{name}", depth + 1)
         for kind in type(value).__mro__:
-            if id(kind) not in self.places and is_written_here(kind):
-                self._enter_class(kind, f"{path}.{kind.__name__}", depth, skipped)
+            if id(kind) not in self.paths and is_user_class(kind):
+                self._visit_class(kind, f"{path}.{kind.__name__}", depth, skipped)
         return path
 
-    def _enter_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
+    def _visit_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
         """Take what all objects of a class share and change: its numbers and containers."""
-        self.places[id(kind)] = path
+        self.paths[id(kind)] = path
         self.owners[path] = kind
         for name, part in tuple(vars(kind).items()):
             if not name.startswith("__") and name not in skipped and (type(part) in _NUMBERS or is_mutable(type(part))):
-                self._hold(Slot(kind, path, name, part), f"{path}.{name}", depth + 1)
+                self._add_slot(AttributeSlot(kind, path, name, part), f"{path}.{name}", depth + 1)
 
-    def _enter_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
+    def _visit_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
         own = attribute_dict(module) or {}
         for kind in ("_parameters", "_buffers"):
             self.registered.update(id(part) for part in own.get(kind, {}).values() if part is not None)
         for name, child in own.get("_modules", {}).items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
-                if self._enter(child, inner, depth + 1, is_part=True) == inner:
+                if self._visit(child, inner, depth + 1, is_part=True) == inner:
                     self.modules[inner] = path, name
 
-    def _hold(self, slot: Slot, path: str, depth: int) -> None:
+    def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
         """Take an attribute, and walk over what it holds."""
         value, kind = slot.value, type(slot.value)
         self.slots[path] = slot
         if kind in SCALARS:
             return
-        if is_entered(kind):
-            slot.target = self._enter(value, path, depth)
+        if is_walkable(kind):
+            slot.target = self._visit(value, path, depth)
         elif container_base(kind) is not None:
-            self._seek(value, path, depth, 0)
-        elif is_held(kind) or is_stateful(kind):
-            self._follow_state(value, path)
+            self._visit_container(value, path, depth, 0)
+        elif has_own_state_dict(kind) or is_stateful(kind):
+            self._add_stateful(value, path)
 
-    def _seek(self, value: Any, path: str, depth: int, nested: int) -> None:
+    def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
         """Walk over the objects in a container."""
         base = container_base(type(value))
-        if base is None or nested > DEEPEST_ENTRY or is_a(base, set, frozenset):
+        if base is None or nested > MAX_CONTAINER_DEPTH or is_subclass(base, set, frozenset):
             return
-        if base.__len__(value) > MOST_ENTRIES:  # type: ignore[attr-defined]
+        if base.__len__(value) > MAX_ENTRIES:  # type: ignore[attr-defined]
             return
-        for key, part in list(entries(value, base)):
+        for key, part in list(container_items(value, base)):
             kind = type(part)
-            if kind in SCALARS or is_a(kind, Tensor):
+            if kind in SCALARS or is_subclass(kind, Tensor):
                 continue
-            if is_entered(kind):
-                self._enter(part, f"{path}.{label(key)}", depth)
-            elif is_held(kind):
-                self._follow_state(part, f"{path}.{label(key)}")
+            if is_walkable(kind):
+                self._visit(part, f"{path}.{key_label(key)}", depth)
+            elif has_own_state_dict(kind):
+                self._add_stateful(part, f"{path}.{key_label(key)}")
             elif container_base(kind) is not None:
-                self._seek(part, f"{path}.{label(key)}", depth, nested + 1)
+                self._visit_container(part, f"{path}.{key_label(key)}", depth, nested + 1)
 
-    def _follow_state(self, value: Any, path: str) -> None:
+    def _add_stateful(self, value: Any, path: str) -> None:
         """Take an object whose attributes are not looked at, by its state."""
-        if "state_dict" not in self.skipped(value) and id(value) not in self.places:
-            self.places[id(value)] = path
-            self.stateful[path] = as_held(value)
+        if "state_dict" not in self.skipped(value) and id(value) not in self.paths:
+            self.paths[id(value)] = path
+            self.stateful[path] = as_stateful(value)
 
 
-def is_left_out(owner: Any, name: str, skipped: Skipped) -> bool:
+def is_skipped(owner: Any, name: str, skipped: SkippedNames) -> bool:
     """Whether a name of an object is never looked at."""
-    return name in skipped(owner) or (is_a(type(owner), nn.Module) and name in _MACHINERY)
+    return name in skipped(owner) or (is_subclass(type(owner), nn.Module) and name in _MODULE_INTERNALS)
 
 
-def is_entered(kind: type) -> bool:
+def is_walkable(kind: type) -> bool:
     """Whether the attributes of a type's objects are looked at: it is a module or of somebody's own Python code."""
-    found = _entered.get(kind)
+    found = _walkable_types.get(kind)
     if found is None:
-        found = _entered[kind] = _is_entered(kind)
+        found = _walkable_types[kind] = _is_walkable(kind)
     return found
 
 
-def _is_entered(kind: type) -> bool:
-    if is_a(kind, *_NEVER) or container_base(kind) is not None:
+def _is_walkable(kind: type) -> bool:
+    if is_subclass(kind, *_NEVER_WALKED) or container_base(kind) is not None:
         return False
-    if is_a(kind, nn.Module) or is_a(kind, *_HOLDERS):
+    if is_subclass(kind, nn.Module) or is_subclass(kind, *_NAMESPACE_TYPES):
         return True
     module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"
     top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in _FOREIGN
-    return (not known or module.startswith(_ENTERED_OF_TORCH)) and _has_attributes(kind)
+    known = top in sys.stdlib_module_names or top in _FOREIGN_PACKAGES
+    return (not known or module.startswith(_WALKED_TORCH_MODULES)) and _has_attributes(kind)
 
 
-def is_written_here(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Whether a class is the user's own and not of something that was installed."""
-    if not (is_entered(kind) or is_a(kind, nn.Module)) or not isinstance(kind.__module__, str):
+    if not (is_walkable(kind) or is_subclass(kind, nn.Module)) or not isinstance(kind.__module__, str):
         return False
-    if kind.__module__.partition(".")[0] in _FOREIGN | sys.stdlib_module_names - {"__main__"}:
+    if kind.__module__.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}:
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def can_be_built(kind: type, owner: Any) -> bool:
+def can_be_rebuilt(kind: type, owner: Any) -> bool:
     """Whether an object of a class can be made for an owner without running anything, as its attributes are all it is.
 
     The class has to be one that the modules in which the owner's classes are defined define, or know, by itself or by
     its module: a file cannot name any other.
     """
-    if not is_entered(kind) or is_a(kind, nn.Module) or hasattr(kind, "__del__"):
+    if not is_walkable(kind) or is_subclass(kind, nn.Module) or hasattr(kind, "__del__"):
         return False
     if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
         return False  # made in C, with more to it than attributes
-    modules = (sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_written_here(part))
+    modules = (sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_class(part))
     names = [named for module in modules if module is not None for named in vars(module).values()]
     return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
 
 
 def is_stateful(kind: type) -> bool:
     """Whether a type's objects give and take a state, as samplers of torchdata do."""
-    if is_a(kind, nn.Module, *_NEVER):
+    if is_subclass(kind, nn.Module, *_NEVER_WALKED):
         return False
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -320,11 +324,11 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     own = attribute_dict(owner)
     if name.startswith("__") or _is_method(owner, name):
         raise CannotRestoreError("it is what the class does")
-    if is_a(type(owner), nn.Module) and any(
+    if is_subclass(type(owner), nn.Module) and any(
         name in (own or {}).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
     ):
         raise CannotRestoreError("it is registered in the module here")
-    if is_a(type(owner), type):
+    if is_subclass(type(owner), type):
         type.__setattr__(owner, name, value)
     elif own is None or name in _slots(type(owner)):
         object.__setattr__(owner, name, value)
@@ -333,15 +337,15 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _is_method(owner: Any, name: str) -> bool:
-    kind = owner if is_a(type(owner), type) else type(owner)
+    kind = owner if is_subclass(type(owner), type) else type(owner)
     found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return is_a(type(found), types.FunctionType, classmethod, staticmethod, property)
+    return is_subclass(type(found), types.FunctionType, classmethod, staticmethod, property)
 
 
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute, past what `__delattr__` of the class does."""
     own = attribute_dict(owner)
-    if is_a(type(owner), type):
+    if is_subclass(type(owner), type):
         type.__delattr__(owner, name)
     elif own is None or name in _slots(type(owner)):
         object.__delattr__(owner, name)

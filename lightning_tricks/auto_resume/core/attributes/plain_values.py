@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-DEEPEST = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
+MAX_DEPTH = 24  # containers in each other; each takes up to four of the 200 that a checkpoint may have
 SCALARS = frozenset({type(None), bool, int, float, str})
 MISSING: Any = object()
 _BASES = (OrderedDict, Counter, defaultdict, dict, list, set, frozenset, deque, tuple)  # special ones first
@@ -42,48 +42,48 @@ class CannotRestoreError(ValueError):
 
 
 @dataclass
-class Room:
+class EncodeBudget:
     """What an encoding may take, and what it leaves out.
 
     Attributes:
-        left: Bytes.
+        bytes_left: Bytes.
         registered: Ids of parameters and buffers, which are no part of a value.
         known: Id -> path of what is kept elsewhere.
         is_clock: Tells the readings of a clock, by name and value, among attributes and entries of dicts.
-        holes: Place of each value that is no data, with the name of its type.
+        opaque_values: Place of each value that is no data, with the name of its type.
     """
 
-    left: int
+    bytes_left: int
     registered: Collection[int] = ()
     known: Mapping[int, str] = field(default_factory=dict)
     is_clock: Callable[[str, float], bool] = lambda name, value: False
-    holes: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
-    kinds: dict[str, type] = field(default_factory=dict)  # of holes
-    inside: set[int] = field(default_factory=set)  # containers that are being walked
+    opaque_values: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
+    opaque_types: dict[str, type] = field(default_factory=dict)  # of holes
+    open_containers: set[int] = field(default_factory=set)  # containers that are being walked
 
-    def take(self, size: int) -> None:
+    def consume(self, size: int) -> None:
         """Count bytes.
 
         Raises:
             TooLargeError: If none are left.
         """
-        self.left -= size
-        if self.left < 0:
+        self.bytes_left -= size
+        if self.bytes_left < 0:
             raise TooLargeError
 
 
-def is_a(kind: type, *bases: type) -> bool:
+def is_subclass(kind: type, *bases: type) -> bool:
     """Whether a type inherits from one of others, whatever its instances say of themselves."""
     return any(base in kind.__mro__ for base in bases)
 
 
-def name_of(kind: type) -> str:
+def type_name(kind: type) -> str:
     """Return the qualified name of a type."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     return f"{module}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
 
 
-def name_of_function(value: Any) -> str:
+def function_name(value: Any) -> str:
     """Return what a function of a user's code is called; nothing for what is none."""
     if type(value) not in (types.FunctionType, types.MethodType):
         return ""
@@ -92,31 +92,33 @@ def name_of_function(value: Any) -> str:
 
 def container_base(kind: type) -> type | None:
     """Return the container of the standard library that a type is or extends."""
-    if is_a(kind, torch.Size) or (is_a(kind, tuple) and kind is not tuple and not hasattr(kind, "_fields")):
+    if is_subclass(kind, torch.Size) or (
+        is_subclass(kind, tuple) and kind is not tuple and not hasattr(kind, "_fields")
+    ):
         return None
     return next((base for base in _BASES if base in kind.__mro__), None)
 
 
-def entries(value: Any, base: type) -> Iterable[tuple[Any, Any]]:
+def container_items(value: Any, base: type) -> Iterable[tuple[Any, Any]]:
     """Return the (key, value) pairs of a container as its base gives them; no method of a subclass is called."""
-    if is_a(base, OrderedDict):
+    if is_subclass(base, OrderedDict):
         return OrderedDict.items(value)
-    if is_a(base, dict):
+    if is_subclass(base, dict):
         return dict.items(value)
     return enumerate(base.__iter__(value))  # type: ignore[attr-defined]
 
 
 def is_mutable(kind: type) -> bool:
     """Whether it matters which of two equal values of a type an object holds."""
-    return is_a(kind, list, dict, set, deque, bytearray, Tensor, np.ndarray, *_GENERATORS)
+    return is_subclass(kind, list, dict, set, deque, bytearray, Tensor, np.ndarray, *_GENERATORS)
 
 
-def label(key: Any) -> str:
+def key_label(key: Any) -> str:
     """Return what a path calls an entry of a container."""
     return str(key)[:100] if type(key) in SCALARS else type(key).__name__
 
 
-def encode(value: Any, room: Room, place: tuple[str, ...] = ()) -> Any:
+def encode(value: Any, budget: EncodeBudget, location: tuple[str, ...] = ()) -> Any:
     """Return a value as tensors and JSON, with holes where it is no data.
 
     Raises:
@@ -124,51 +126,53 @@ def encode(value: Any, room: Room, place: tuple[str, ...] = ()) -> Any:
     """
     kind = type(value)
     if kind in SCALARS and not (kind is int and value.bit_length() > 1000):
-        room.take(16 + (len(value) if kind is str else 0))
+        budget.consume(16 + (len(value) if kind is str else 0))
         return value
-    if place and id(value) in room.known and id(value) not in room.inside:
-        return {"kind": "same", "path": room.known[id(value)]}
+    if location and id(value) in budget.known and id(value) not in budget.open_containers:
+        return {"kind": "same", "path": budget.known[id(value)]}
     base = container_base(kind)
-    if base is not None and len(place) < DEEPEST and id(value) not in room.inside:
-        room.inside.add(id(value))
-        encoded = _encode_container(value, base, room, place)
-        room.inside.discard(id(value))
+    if base is not None and len(location) < MAX_DEPTH and id(value) not in budget.open_containers:
+        budget.open_containers.add(id(value))
+        encoded = _encode_container(value, base, budget, location)
+        budget.open_containers.discard(id(value))
         return encoded
     try:
-        found = None if id(value) in room.registered else _encode_leaf(value, kind, room)
+        found = None if id(value) in budget.registered else _encode_leaf(value, kind, budget)
     except TooLargeError:
         raise
     except Exception:  # whatever a strange object raises
         found = None
     if found is None:
-        room.holes.add((place, name_of(kind)))
-        room.kinds[name_of(kind)] = kind
-        return {"kind": "hole", "type": name_of(kind)}
+        budget.opaque_values.add((location, type_name(kind)))
+        budget.opaque_types[type_name(kind)] = kind
+        return {"kind": "hole", "type": type_name(kind)}
     return found
 
 
-def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]) -> Any:
+def _encode_container(value: Any, base: type, budget: EncodeBudget, location: tuple[str, ...]) -> Any:
     kind = type(value)
-    room.take(16 + 8 * base.__len__(value))  # type: ignore[attr-defined]
-    if is_a(base, dict):
+    budget.consume(16 + 8 * base.__len__(value))  # type: ignore[attr-defined]
+    if is_subclass(base, dict):
         parts: list[Any] = []
-        for key, part in entries(value, base):
-            inner = (*place, label(key))
-            is_clock = type(part) is float and room.is_clock(".".join(inner), part)
-            encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, room, inner)
-            parts.append([encode(key, room, inner), encoded_part])
+        for key, part in container_items(value, base):
+            inner = (*location, key_label(key))
+            is_clock = type(part) is float and budget.is_clock(".".join(inner), part)
+            encoded_part = {"kind": "clock", "value": part} if is_clock else encode(part, budget, inner)
+            parts.append([encode(key, budget, inner), encoded_part])
     else:
         parts = list(base.__iter__(value))  # type: ignore[attr-defined]
         if not _are_plain(parts):
-            by_value = is_a(base, set, frozenset)
-            parts = [encode(part, room, (*place, label(part if by_value else at))) for at, part in enumerate(parts)]
+            by_value = is_subclass(base, set, frozenset)
+            parts = [
+                encode(part, budget, (*location, key_label(part if by_value else at))) for at, part in enumerate(parts)
+            ]
         else:
-            room.take(16 * len(parts) + sum(len(part) for part in parts if type(part) is str))
+            budget.consume(16 * len(parts) + sum(len(part) for part in parts if type(part) is str))
     if kind is list:
         return parts
     encoded: dict[str, Any] = {"kind": base.__name__, "items": parts}
     if kind is not base:
-        encoded["class"] = name_of(kind) if kind.__module__ != "__main__" else f"__main__.{kind.__qualname__}"
+        encoded["class"] = type_name(kind) if kind.__module__ != "__main__" else f"__main__.{kind.__qualname__}"
     if base is deque:
         encoded["maxlen"] = value.maxlen
     if base is defaultdict and value.default_factory in _FACTORIES.values():
@@ -177,38 +181,38 @@ def _encode_container(value: Any, base: type, room: Room, place: tuple[str, ...]
 
 
 def _are_plain(parts: list[Any]) -> bool:
-    kinds = set(map(type, parts))
-    return kinds <= SCALARS and (
-        int not in kinds or all(part.bit_length() < 1000 for part in parts if type(part) is int)
+    opaque_types = set(map(type, parts))
+    return opaque_types <= SCALARS and (
+        int not in opaque_types or all(part.bit_length() < 1000 for part in parts if type(part) is int)
     )
 
 
-def _encode_leaf(value: Any, kind: type, room: Room) -> dict[str, Any] | None:
+def _encode_leaf(value: Any, kind: type, budget: EncodeBudget) -> dict[str, Any] | None:
     if kind is Tensor or kind is nn.Parameter:
-        return _encode_tensor(value, room)
-    if is_a(kind, np.ndarray, np.generic):
-        if kind is not np.ndarray and is_a(kind, np.ndarray):
+        return _encode_tensor(value, budget)
+    if is_subclass(kind, np.ndarray, np.generic):
+        if kind is not np.ndarray and is_subclass(kind, np.ndarray):
             return None
-        return _encode_array(value, kind is not np.ndarray, room)
+        return _encode_array(value, kind is not np.ndarray, budget)
     if kind in (bytes, bytearray):
-        room.take(len(value))
+        budget.consume(len(value))
         return {"kind": kind.__name__, "data": _as_tensor(bytes(value))}
-    if is_a(kind, enum.Enum):
+    if is_subclass(kind, enum.Enum):
         return {"kind": "enum", "class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
     for names, write in _WRITERS:
         if kind in names:
-            room.take(64)
+            budget.consume(64)
             return {"kind": _KIND_NAMES.get(kind, kind.__name__), "value": write(value)}
     state = generator_state(value)
     if state is None:
         return None
-    return {"kind": "generator", "type": state[0], "state": encode(state[1], room)}
+    return {"kind": "generator", "type": state[0], "state": encode(state[1], budget)}
 
 
-def _encode_tensor(value: Tensor, room: Room) -> dict[str, Any] | None:
+def _encode_tensor(value: Tensor, budget: EncodeBudget) -> dict[str, Any] | None:
     if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta" or value.is_nested:
         return None
-    room.take(64 + value.numel() * value.element_size())
+    budget.consume(64 + value.numel() * value.element_size())
     data = value.detach().resolve_conj().resolve_neg()
     data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would take the whole storage along
     needs_grad = value.requires_grad and value.is_leaf
@@ -220,11 +224,11 @@ def _encode_tensor(value: Tensor, room: Room) -> dict[str, Any] | None:
     }
 
 
-def _encode_array(value: Any, is_scalar: bool, room: Room) -> dict[str, Any] | None:
+def _encode_array(value: Any, is_scalar: bool, budget: EncodeBudget) -> dict[str, Any] | None:
     array = np.asarray(value)
     if array.dtype.kind not in _ARRAY_KINDS:
         return None
-    room.take(64 + array.nbytes)
+    budget.consume(64 + array.nbytes)
     kind = "scalar" if is_scalar else "array"
     return {"kind": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _as_tensor(array.tobytes())}
 
@@ -275,13 +279,13 @@ _WRITERS: tuple[tuple[Collection[Any], Callable[[Any], Any]], ...] = (
     ((datetime.timedelta,), lambda value: [value.days, value.seconds, value.microseconds]),
     ((*_PATHS.values(), *_KIND_NAMES), str),
     ((range,), lambda value: [value.start, value.stop, value.step]),
-    ((slice,), lambda value: [_whole(part) for part in (value.start, value.stop, value.step)]),
+    ((slice,), lambda value: [_validated_int(part) for part in (value.start, value.stop, value.step)]),
 )
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(value, 16),
     "complex": lambda value: complex(*value),
     "Size": torch.Size,
-    "dtype": lambda value: _checked(vars(torch).get(value.removeprefix("torch.")), torch.dtype),
+    "dtype": lambda value: _validated(vars(torch).get(value.removeprefix("torch.")), torch.dtype),
     "device": torch.device,
     **{name: kind.fromisoformat for name, kind in _TIMES.items()},
     "timedelta": lambda value: datetime.timedelta(*value),
@@ -292,19 +296,19 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _whole(value: Any) -> Any:
+def _validated_int(value: Any) -> Any:
     if type(value) not in SCALARS:
         raise TypeError("a slice of something else")
     return value
 
 
-def _checked(value: Any, kind: type) -> Any:
+def _validated(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise CannotRestoreError(f"{value!r} is no {kind.__name__}")
     return value
 
 
-class There:
+class ObjectResolver:
     """What a process has to offer to values that come into it; here, nothing."""
 
     def known(self, path: str) -> Any:
@@ -315,7 +319,7 @@ class There:
         """
         raise CannotRestoreError(f"it holds {path}, which is not there")
 
-    def build(self, name: str) -> Any:
+    def rebuild(self, name: str) -> Any:
         """Return a new object of a class, without attributes.
 
         Raises:
@@ -324,31 +328,31 @@ class There:
         raise CannotRestoreError(f"it holds a {name}, which is no plain data")
 
 
-def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> Any:
+def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None) -> Any:
     """Return the value that was encoded.
 
     Args:
         encoded: By `encode`, through a file.
         present: What stands in its place in this process; it fills holes, and tells classes and devices.
-        there: Gives what neither holds.
+        resolver: Gives what neither holds.
 
     Raises:
         CannotRestoreError: If the value needs something that is not there.
     """
     if type(encoded) is list:
-        return _decode_container({"kind": "list", "items": encoded}, present, there or There())
+        return _decode_container({"kind": "list", "items": encoded}, present, resolver or ObjectResolver())
     if type(encoded) is not dict:
         return encoded
-    kind, there = encoded["kind"], there or There()
+    kind, resolver = encoded["kind"], resolver or ObjectResolver()
     if kind == "hole":
-        is_there = present is not MISSING and encoded["type"] in (name_of(type(present)), name_of_function(present))
-        return present if is_there else there.build(encoded["type"])
+        is_there = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
+        return present if is_there else resolver.rebuild(encoded["type"])
     if kind == "clock":
         return present if type(present) is float else encoded["value"]
     if kind == "same":
-        return there.known(encoded["path"])
+        return resolver.known(encoded["path"])
     if "items" in encoded:
-        return _decode_container(encoded, present, there)
+        return _decode_container(encoded, present, resolver)
     if kind in ("tensor", "parameter"):
         return _decode_tensor(encoded, present)
     if kind in ("array", "scalar"):
@@ -358,7 +362,7 @@ def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> 
     if kind in ("bytes", "bytearray"):
         return (bytes if kind == "bytes" else bytearray)(encoded["data"].numpy().tobytes())
     if kind == "enum":
-        members = class_named(encoded["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
+        members = find_class(encoded["class"], enum.Enum, present)._member_map_  # type: ignore[attr-defined]
         if encoded["name"] not in members:
             raise CannotRestoreError(f"{encoded['class']} has no {encoded['name']}")
         return members[encoded["name"]]
@@ -367,19 +371,19 @@ def decode(encoded: Any, present: Any = MISSING, there: There | None = None) -> 
     return _READERS[kind](encoded["value"])
 
 
-def _decode_container(encoded: dict[str, Any], present: Any, there: There) -> Any:
+def _decode_container(encoded: dict[str, Any], present: Any, resolver: ObjectResolver) -> Any:
     base = next(base for base in _BASES if base.__name__ == encoded["kind"])
-    kind = class_named(encoded["class"], base, present) if "class" in encoded else base
-    ordered = present is not MISSING and is_a(type(present), base) and not is_a(base, set, frozenset)
-    here = dict(entries(present, base)) if ordered else {}
-    if is_a(base, dict):
-        keys = [decode(key, there=there) for key, _ in encoded["items"]]
+    kind = find_class(encoded["class"], base, present) if "class" in encoded else base
+    ordered = present is not MISSING and is_subclass(type(present), base) and not is_subclass(base, set, frozenset)
+    here = dict(container_items(present, base)) if ordered else {}
+    if is_subclass(base, dict):
+        keys = [decode(key, resolver=resolver) for key, _ in encoded["items"]]
         pairs = [
-            (key, decode(part, here.get(key, MISSING), there))
+            (key, decode(part, here.get(key, MISSING), resolver))
             for key, (_, part) in zip(keys, encoded["items"], strict=True)
         ]
         return _new_dict(kind, base, pairs, encoded, present)
-    parts = [decode(part, here.get(number, MISSING), there) for number, part in enumerate(encoded["items"])]
+    parts = [decode(part, here.get(number, MISSING), resolver) for number, part in enumerate(encoded["items"])]
     if base in (tuple, frozenset):
         return base.__new__(kind, parts)
     value: Any = base.__new__(kind)
@@ -391,18 +395,18 @@ def _new_dict(kind: type, base: Any, pairs: list[tuple[Any, Any]], encoded: dict
     value = base.__new__(kind)
     if base is defaultdict:
         factory = _FACTORIES.get(encoded.get("factory", ""))
-        if factory is None and is_a(type(present), defaultdict):
+        if factory is None and is_subclass(type(present), defaultdict):
             factory = present.default_factory
         if factory is None:
             raise CannotRestoreError("the factory of a defaultdict is not there")
         defaultdict.__init__(value, factory)
-    fill(value, pairs, base)
+    fill_container(value, pairs, base)
     return value
 
 
 def _decode_tensor(encoded: dict[str, Any], present: Any) -> Tensor:
     device = torch.device(encoded["device"])
-    if is_a(type(present), Tensor) and present.device.type == device.type:
+    if is_subclass(type(present), Tensor) and present.device.type == device.type:
         device = present.device
     elif device.type != "cpu" and not torch.get_device_module(device).is_available():
         device = torch.device("cpu")
@@ -428,7 +432,7 @@ def _decode_generator(name: str, state: Any) -> Any:
     return made
 
 
-def class_named(name: str, base: type, present: Any = MISSING) -> type:
+def find_class(name: str, base: type, present: Any = MISSING) -> type:
     """Return a class of this process by its name; nothing is imported.
 
     Raises:
@@ -441,59 +445,59 @@ def class_named(name: str, base: type, present: Any = MISSING) -> type:
         found: Any = sys.modules.get(".".join(parts[:cut]))
         for part in parts[cut:] if found is not None else ():
             found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        if isinstance(found, type) and is_a(found, base):
+        if isinstance(found, type) and is_subclass(found, base):
             return found
     raise CannotRestoreError(f"the class {name} is not there")
 
 
-def fill(there: Any, pairs: Iterable[Any], base: type) -> None:
+def fill_container(target: Any, pairs: Iterable[Any], base: type) -> None:
     """Replace what a container holds, by the methods of its base: pairs of a dict, entries of others."""
-    if is_a(base, dict):
-        owner: Any = OrderedDict if is_a(base, OrderedDict) else dict
+    if is_subclass(base, dict):
+        owner: Any = OrderedDict if is_subclass(base, OrderedDict) else dict
         pairs = list(pairs)
-        owner.clear(there)
+        owner.clear(target)
         for key, part in pairs:
-            owner.__setitem__(there, key, part)
+            owner.__setitem__(target, key, part)
     elif base is list:
-        list.__setitem__(there, slice(None), list(pairs))
+        list.__setitem__(target, slice(None), list(pairs))
     else:
         pairs = list(pairs)
-        base.clear(there)  # type: ignore[attr-defined]
-        (deque.extend if base is deque else set.update)(there, pairs)
+        base.clear(target)  # type: ignore[attr-defined]
+        (deque.extend if base is deque else set.update)(target, pairs)
 
 
-def replace_content(there: Any, value: Any) -> bool:
+def replace_contents(target: Any, value: Any) -> bool:
     """Give an object the content of another of its kind, and say whether that could be done in place."""
-    kind = type(there)
-    if kind is not type(value) and not (is_a(kind, Tensor) and is_a(type(value), Tensor)):
+    kind = type(target)
+    if kind is not type(value) and not (is_subclass(kind, Tensor) and is_subclass(type(value), Tensor)):
         return False
     base = container_base(kind)
-    if base in (list, set, deque) or (base is not None and is_a(base, dict)):
-        if base is deque and there.maxlen != value.maxlen:
+    if base in (list, set, deque) or (base is not None and is_subclass(base, dict)):
+        if base is deque and target.maxlen != value.maxlen:
             return False
-        fill(there, value.items() if is_a(base, dict) else value, base)
+        fill_container(target, value.items() if is_subclass(base, dict) else value, base)
         return True
-    if is_a(kind, Tensor):
-        return _copy_tensor(there, value)
-    if kind is np.ndarray and (there.shape, there.dtype) == (value.shape, value.dtype) and there.flags.writeable:
-        np.copyto(there, value)
+    if is_subclass(kind, Tensor):
+        return _copy_tensor(target, value)
+    if kind is np.ndarray and (target.shape, target.dtype) == (value.shape, value.dtype) and target.flags.writeable:
+        np.copyto(target, value)
         return True
     if kind is bytearray:
-        there[:] = value
+        target[:] = value
         return True
-    state, other = generator_state(there), generator_state(value)
+    state, other = generator_state(target), generator_state(value)
     if state is None or other is None or state[0] != other[0]:
         return False
-    _set_generator_state(there, other[1])
+    _set_generator_state(target, other[1])
     return True
 
 
-def _copy_tensor(there: Tensor, value: Tensor) -> bool:
-    if (there.shape, there.dtype) != (value.shape, value.dtype) or there.requires_grad != value.requires_grad:
+def _copy_tensor(resolver: Tensor, value: Tensor) -> bool:
+    if (resolver.shape, resolver.dtype) != (value.shape, value.dtype) or resolver.requires_grad != value.requires_grad:
         return False
     try:
         with torch.no_grad():
-            there.copy_(value)
+            resolver.copy_(value)
     except RuntimeError:  # of inference mode, or expanded
         return False
     return True

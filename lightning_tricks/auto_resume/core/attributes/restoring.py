@@ -9,31 +9,31 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
-    Skipped,
-    Slot,
-    Walk,
-    can_be_built,
+    AttributeSlot,
+    ObjectWalk,
+    SkippedNames,
+    can_be_rebuilt,
     delete_attribute,
-    is_left_out,
+    is_skipped,
     nothing_skipped,
     set_attribute,
 )
 from lightning_tricks.auto_resume.core.attributes.plain_values import (
     MISSING,
     CannotRestoreError,
-    There,
-    class_named,
+    ObjectResolver,
     decode,
-    is_a,
-    name_of,
-    replace_content,
+    find_class,
+    is_subclass,
+    replace_contents,
+    type_name,
 )
 
-STATE = "state_dict()"  # what an object says of itself, among its attributes
+STATE_KEY = "state_dict()"  # what an object says of itself, among its attributes
 
 
-def put_back(
-    roots: Mapping[str, Any], changes: Mapping[str, Any], *, skipped: Skipped = nothing_skipped
+def restore_changes(
+    roots: Mapping[str, Any], changes: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped
 ) -> dict[str, str]:
     """Give objects the attributes that others had in another process.
 
@@ -50,29 +50,29 @@ def put_back(
 
     Args:
         roots: Fresh objects, by the names that they had.
-        changes: Of `Attributes.changes`, also from a file that `read_as_data` read.
-        skipped: As `Attributes` had it.
+        changes: Of `AttributeTracker.changes`, also from a file that `load_plain_data` read.
+        skipped: As `AttributeTracker` had it.
 
     Returns:
         Path -> why it could not be put back.
     """
     values, failed = changes["values"], dict[str, str]()
-    walk = Walk.over(roots, skipped)
+    walk = ObjectWalk.from_roots(roots, skipped)
     for path, change in values.items():
-        if _kind(change) == "module" and _attempt(_grow, path, change, walk, failed):
-            walk = Walk.over(roots, skipped)
+        if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
+            walk = ObjectWalk.from_roots(roots, skipped)
     later = ("same", "module")
     for path, change in values.items():
-        if change["name"] != STATE and _kind(change) not in later:
-            n_built = walk.built
-            _attempt(_restore, path, change, walk, failed)
-            walk = Walk.over(roots, skipped) if walk.built > n_built else walk
+        if change["name"] != STATE_KEY and _kind(change) not in later:
+            num_before = walk.num_built
+            _try_restore(_restore_value, path, change, walk, failed)
+            walk = ObjectWalk.from_roots(roots, skipped) if walk.num_built > num_before else walk
     for path, change in values.items():
         if _kind(change) == "same":
-            _attempt(_share, path, change, walk, failed)
+            _try_restore(_restore_shared, path, change, walk, failed)
     for path, change in values.items():
-        if change["name"] == STATE:
-            _attempt(_load, path, change, walk, failed)
+        if change["name"] == STATE_KEY:
+            _try_restore(_restore_state, path, change, walk, failed)
     return failed
 
 
@@ -81,62 +81,62 @@ def _kind(change: Mapping[str, Any]) -> str:
     return str(value.get("kind", "")) if isinstance(value, dict) else ""
 
 
-def _attempt(
-    act: Callable[[str, Any, Walk], object], path: str, change: Any, walk: Walk, failed: dict[str, str]
+def _try_restore(
+    restore: Callable[[str, Any, ObjectWalk], object], path: str, change: Any, walk: ObjectWalk, failed: dict[str, str]
 ) -> bool:
     owner = change["of"]
     if any(owner == known or owner.startswith(f"{known}.") for known in failed):
         return False
-    is_there = owner in walk.owners or (change["name"] == STATE and owner in walk.stateful)
+    is_there = owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
     if not is_there and (change["name"] or owner not in walk.slots):
         failed[owner] = "it is not there"
         return False
-    if owner in walk.owners and is_left_out(walk.owners[owner], change["name"], walk.skipped):
+    if owner in walk.owners and is_skipped(walk.owners[owner], change["name"], walk.skipped):
         failed[path] = "it is no attribute of the user's"
         return False
     try:
-        act(path, change, walk)
+        restore(path, change, walk)
     except Exception as error:  # the changes come from a file, and the objects are the user's
         failed[path] = f"{error}" if isinstance(error, CannotRestoreError) else f"{type(error).__name__}: {error}"
         return False
     return True
 
 
-def _grow(path: str, change: Any, walk: Walk) -> None:
+def _restore_module_copy(path: str, change: Any, walk: ObjectWalk) -> None:
     modules = vars(walk.owners[change["of"]])["_modules"]
     if change["name"] in modules:
         return
-    like = modules.get(change["value"]["like"])
-    if not is_a(type(like), nn.Module) or name_of(type(like)) != change["value"]["type"]:
+    template = modules.get(change["value"]["like"])
+    if not is_subclass(type(template), nn.Module) or type_name(type(template)) != change["value"]["type"]:
         raise CannotRestoreError(f"there is no {change['value']['type']} beside it")
-    modules[change["name"]] = deepcopy(like)
+    modules[change["name"]] = deepcopy(template)
 
 
-def _restore(path: str, change: Any, walk: Walk) -> None:
+def _restore_value(path: str, change: Any, walk: ObjectWalk) -> None:
     present = walk.slots[path].value if path in walk.slots else MISSING
     owner, name = walk.owners.get(change["of"]), change["name"]
     if _kind(change) == "deleted":
         if present is not MISSING:
             delete_attribute(owner, name)
         return
-    value = decode(change["value"], present, _There(walk, owner))
-    if value is present or ((change["in_place"] or not name) and replace_content(present, value)):
+    value = decode(change["value"], present, _WalkResolver(walk, owner))
+    if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
         return
     if not name:
-        raise CannotRestoreError(f"it is a {name_of(type(present))} that cannot be filled")
+        raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be filled")
     set_attribute(owner, name, value)
-    walk.slots[path] = Slot(owner, change["of"], name, value)
+    walk.slots[path] = AttributeSlot(owner, change["of"], name, value)
 
 
-def _share(path: str, change: Any, walk: Walk) -> None:
-    value = _There(walk, None).known(change["value"]["path"])
+def _restore_shared(path: str, change: Any, walk: ObjectWalk) -> None:
+    value = _WalkResolver(walk, None).known(change["value"]["path"])
     set_attribute(walk.owners[change["of"]], change["name"], value)
 
 
-class _There(There):
+class _WalkResolver(ObjectResolver):
     """What fresh objects have to offer."""
 
-    def __init__(self, walk: Walk, owner: Any) -> None:
+    def __init__(self, walk: ObjectWalk, owner: Any) -> None:
         self._walk, self._owner = walk, owner
 
     def known(self, path: str) -> Any:
@@ -146,13 +146,13 @@ class _There(There):
             return self._walk.slots[path].value
         return super().known(path)
 
-    def build(self, name: str) -> Any:
-        kind = class_named(name if "." in name else f"__main__.{name}", object)
-        if not can_be_built(kind, self._owner):
-            return super().build(name)
-        self._walk.built += 1
+    def rebuild(self, name: str) -> Any:
+        kind = find_class(name if "." in name else f"__main__.{name}", object)
+        if not can_be_rebuilt(kind, self._owner):
+            return super().rebuild(name)
+        self._walk.num_built += 1
         return object.__new__(kind)
 
 
-def _load(path: str, change: Any, walk: Walk) -> None:
+def _restore_state(path: str, change: Any, walk: ObjectWalk) -> None:
     walk.stateful[change["of"]].load_state_dict(decode(change["value"]))

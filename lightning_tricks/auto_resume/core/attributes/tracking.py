@@ -1,8 +1,8 @@
 """Attributes that no state dict holds: what of them changed in a fit, as plain data, and how another process goes on.
 
 A LightningModule counts in `self.kl_weight`, gathers in `self.outputs`, draws from `self.rng`; a callback, a data set
-and a sampler do as well. `Attributes` notes what they are when a fit starts, `Attributes.changes` says what became of
-them, and `put_back` gives it to the same objects in a fresh process.
+and a sampler do as well. `AttributeTracker` notes what they are when a fit starts, `AttributeTracker.changes` says
+what became of them, and `restore_changes` gives it to the same objects in a fresh process.
 """
 
 from __future__ import annotations
@@ -15,38 +15,43 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from lightning_tricks.auto_resume.core.attributes.digests import IGNORED, Digest
+from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES, ValueDigest
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
-    Skipped,
-    Slot,
-    Walk,
-    can_be_built,
-    is_entered,
+    AttributeSlot,
+    ObjectWalk,
+    SkippedNames,
+    can_be_rebuilt,
+    is_walkable,
     nothing_skipped,
 )
 from lightning_tricks.auto_resume.core.attributes.plain_values import (
     MISSING,
-    Room,
+    EncodeBudget,
     TooLargeError,
     encode,
-    is_a,
+    function_name,
     is_mutable,
-    name_of,
-    name_of_function,
+    is_subclass,
+    type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.restoring import STATE, put_back
-from lightning_tricks.auto_resume.core.attributes.state_dicts import HeldModule, HeldOptimizer, is_held, state_of
+from lightning_tricks.auto_resume.core.attributes.restoring import STATE_KEY, restore_changes
+from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
+    InPlaceOptimizerState,
+    UnsavedModuleState,
+    get_state,
+    has_own_state_dict,
+)
 
-MOST_BYTES = 64 * 2**20
-_NAME_OF_CLOCK = re.compile(r"time|clock|start|begin|began|since|stamp|tick|tic\b|\bt0|last|prev|_at\b", re.IGNORECASE)
+MAX_BYTES = 64 * 2**20
+_CLOCK_NAME = re.compile(r"time|clock|start|begin|began|since|stamp|tick|tic\b|\bt0|last|prev|_at\b", re.IGNORECASE)
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 
-class Changes(TypedDict):
+class AttributeChanges(TypedDict):
     """What changed.
 
     Attributes:
-        values: Path -> tensors and JSON that `put_back` understands.
+        values: Path -> tensors and JSON that `restore_changes` understands.
         lost: Path -> the type that is no plain data, or why the value is not kept.
     """
 
@@ -54,7 +59,7 @@ class Changes(TypedDict):
     lost: dict[str, str]
 
 
-class Attributes:
+class AttributeTracker:
     """Follows the attributes of objects from now on.
 
     Modules are walked with all that they register; their parameters, buffers and modes are no attributes, and what
@@ -91,115 +96,135 @@ class Attributes:
         self,
         roots: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
         *,
-        skipped: Skipped = nothing_skipped,
+        skipped: SkippedNames = nothing_skipped,
     ) -> None:
         self._roots, self._skipped = roots, skipped
         self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
-        self._marks = dict(_marks(walk, dict(walk.places)))
-        self._states = {path: _state_mark(value) for path, value in walk.stateful.items()}
-        self._owners = {path: name_of(type(owner)) for path, owner in walk.owners.items()}
-        self._modules, self._cut = set(walk.modules), frozenset(walk.cut)
+        self._snapshots = dict(_snapshots(walk, dict(walk.paths)))
+        self._state_digests = {path: _state_digest(value) for path, value in walk.stateful.items()}
+        self._owners = {path: type_name(type(owner)) for path, owner in walk.owners.items()}
+        self._modules, self._truncated = set(walk.modules), frozenset(walk.truncated)
 
-    def changes(self) -> Changes:
+    def changes(self) -> AttributeChanges:
         """Return what changed since the start."""
         walk = self._walk()
-        found = _Found(_newly_cut(walk, self._cut), set(walk.stateful))
-        self._take_modules(walk, found)
+        found = _ChangeCollector(_newly_truncated(walk, self._truncated), set(walk.stateful))
+        self._compare_modules(walk, found)
         # what a fresh process has as well, or will have when it comes to a later path
-        known = {number: path for number, path in walk.places.items() if path in self._owners}
-        for path, mark in _marks(walk, known):
-            self._take(path, walk.slots[path], mark, self._room(path, walk, known), found)
-        for path, mark in self._marks.items():
-            owner, name = mark.place
+        known = {number: path for number, path in walk.paths.items() if path in self._owners}
+        for path, snapshot in _snapshots(walk, known):
+            self._compare_attribute(path, walk.slots[path], snapshot, self._encode_budget(path, walk, known), found)
+        for path, snapshot in self._snapshots.items():
+            owner, name = snapshot.location
             if path not in walk.slots and owner in walk.owners:
-                found.add(path, Slot(None, owner, name, None), {"kind": "deleted"})
+                found.add(path, AttributeSlot(None, owner, name, None), {"kind": "deleted"})
         for path, stateful in walk.stateful.items():
-            self._take_state(path, stateful, found)
-        return found.within(MOST_BYTES)
+            self._compare_state(path, stateful, found)
+        return found.within_limit(MAX_BYTES)
 
-    def _walk(self) -> Walk:
-        return Walk.over(self._roots() if callable(self._roots) else self._roots, self._skipped)
+    def _walk(self) -> ObjectWalk:
+        return ObjectWalk.from_roots(self._roots() if callable(self._roots) else self._roots, self._skipped)
 
-    def _take(self, path: str, slot: Slot, mark: _Mark, room: Room, found: _Found) -> None:
+    def _compare_attribute(
+        self,
+        path: str,
+        slot: AttributeSlot,
+        snapshot: _AttributeSnapshot,
+        budget: EncodeBudget,
+        found: _ChangeCollector,
+    ) -> None:
         """Note an attribute that changed."""
-        before = self._marks.get(path)
+        before = self._snapshots.get(path)
         kind = type(slot.value)
-        if is_a(kind, *IGNORED) or is_held(kind) or (before is not None and not before.differs(mark, slot.value)):
+        if (
+            is_subclass(kind, *IGNORED_TYPES)
+            or has_own_state_dict(kind)
+            or (before is not None and not before.differs(snapshot, slot.value))
+        ):
             return
-        rebound = before is None or not before.is_of(slot.value)
+        rebound = before is None or not before.is_value(slot.value)
         alias = slot.target if slot.target != path else ""
         if not alias and rebound and not slot.target:
-            alias = mark.shared
+            alias = snapshot.shared
         if alias:
             found.add(path, slot, {"kind": "same", "path": alias})
-        elif type(slot.value) is float and room.is_clock("", slot.value):
+        elif type(slot.value) is float and budget.is_clock("", slot.value):
             found.add(path, slot, {"kind": "clock", "value": slot.value})
         else:
-            self._encode(path, slot, room, mark, found)
+            self._encode_change(path, slot, budget, snapshot, found)
 
-    def _encode(self, path: str, slot: Slot, room: Room, mark: _Mark, found: _Found) -> None:
-        before, is_copied = self._marks.get(path), found.is_copied(slot.owner_path)
+    def _encode_change(
+        self,
+        path: str,
+        slot: AttributeSlot,
+        budget: EncodeBudget,
+        snapshot: _AttributeSnapshot,
+        found: _ChangeCollector,
+    ) -> None:
+        before, is_copied = self._snapshots.get(path), found.is_copied(slot.owner_path)
         try:
-            encoded = encode(slot.value, room)
+            encoded = encode(slot.value, budget)
         except TooLargeError:
-            found.lost[path] = _too_large(f"over {MOST_BYTES >> 20} MiB")
+            found.lost[path] = _too_large_reason(f"over {MAX_BYTES >> 20} MiB")
             return
         # what an object or a container had at the start stands in a fresh process in the same place
-        had_them = is_copied or bool(slot.target) or (before and not before.whole)
-        new = set() if had_them else room.holes - (before.holes if before else set())
+        expected = is_copied or bool(slot.target) or (before and not before.is_complete)
+        new = set() if expected else budget.opaque_values - (before.opaque_values if before else set())
         new = {hole for hole in new if ".".join((path, *hole[0])) not in found.stateful}
-        new = {hole for hole in new if not can_be_built(room.kinds.get(hole[1], object), slot.owner)}
-        function = name_of_function(slot.value) if before is None else ""
-        if mark.is_opaque and (
+        new = {hole for hole in new if not can_be_rebuilt(budget.opaque_types.get(hole[1], object), slot.owner)}
+        function = function_name(slot.value) if before is None else ""
+        if snapshot.is_opaque and (
             path in found.stateful or function
         ):  # a hook of the fit's start makes it in a fresh process as well
-            found.add(path, slot, {"kind": "hole", "type": function or name_of(type(slot.value))})
-        elif mark.is_opaque and not is_copied:
-            found.lost[path] = name_of(type(slot.value))
+            found.add(path, slot, {"kind": "hole", "type": function or type_name(type(slot.value))})
+        elif snapshot.is_opaque and not is_copied:
+            found.lost[path] = type_name(type(slot.value))
         elif new:
-            place, kind = min(new)
-            found.lost[".".join((path, *place))] = kind if len(new) == 1 else f"{kind} and {len(new) - 1} more"
-        elif not mark.is_opaque:
-            in_place = before is not None and before.is_of(slot.value)
-            found.add(path, slot, encoded, MOST_BYTES - room.left, in_place)
+            location, kind = min(new)
+            found.lost[".".join((path, *location))] = kind if len(new) == 1 else f"{kind} and {len(new) - 1} more"
+        elif not snapshot.is_opaque:
+            in_place = before is not None and before.is_value(slot.value)
+            found.add(path, slot, encoded, MAX_BYTES - budget.bytes_left, in_place)
 
-    def _room(self, path: str, walk: Walk, known: Mapping[int, str]) -> Room:
+    def _encode_budget(self, path: str, walk: ObjectWalk, known: Mapping[int, str]) -> EncodeBudget:
         name = path.rpartition(".")[2]
-        return Room(MOST_BYTES, walk.registered, known, lambda entry, value: self._is_clock(f"{name}.{entry}", value))
+        return EncodeBudget(
+            MAX_BYTES, walk.registered, known, lambda entry, value: self._is_clock(f"{name}.{entry}", value)
+        )
 
     def _is_clock(self, name: str, value: float) -> bool:
         spans = zip(self._clocks, _CLOCKS, strict=True)
-        read = {clock for start, clock in spans if start <= value <= clock()}
+        matching = {clock for start, clock in spans if start <= value <= clock()}
         # seconds since 1970 are hardly anything else; seconds since the machine started could be a sum of losses
-        return not value.is_integer() and (time.time in read or (bool(read) and bool(_NAME_OF_CLOCK.search(name))))
+        return not value.is_integer() and (time.time in matching or (bool(matching) and bool(_CLOCK_NAME.search(name))))
 
-    def _take_state(self, path: str, stateful: Any, found: _Found) -> None:
-        state = state_of(stateful)
-        if state is MISSING or state == {} or _state_mark(stateful) == self._states.get(path):
+    def _compare_state(self, path: str, stateful: Any, found: _ChangeCollector) -> None:
+        state = get_state(stateful)
+        if state is MISSING or state == {} or _state_digest(stateful) == self._state_digests.get(path):
             return
-        is_large = isinstance(stateful, HeldModule | HeldOptimizer)  # as the model itself is
-        room = Room(sys.maxsize if is_large else MOST_BYTES)
+        is_large = isinstance(stateful, UnsavedModuleState | InPlaceOptimizerState)  # as the model itself is
+        budget = EncodeBudget(sys.maxsize if is_large else MAX_BYTES)
         try:
-            encoded = encode(state, room)
+            encoded = encode(state, budget)
         except TooLargeError:
-            found.lost[f"{path}.{STATE}"] = _too_large(f"over {MOST_BYTES >> 20} MiB")
+            found.lost[f"{path}.{STATE_KEY}"] = _too_large_reason(f"over {MAX_BYTES >> 20} MiB")
             return
-        if room.holes:
-            found.lost |= {".".join((path, STATE, *place)): kind for place, kind in room.holes}
+        if budget.opaque_values:
+            found.lost |= {".".join((path, STATE_KEY, *location)): kind for location, kind in budget.opaque_values}
         else:
-            size = 0 if is_large else MOST_BYTES - room.left
-            found.add(f"{path}.{STATE}", Slot(stateful, path, STATE, state), encoded, size)
+            size = 0 if is_large else MAX_BYTES - budget.bytes_left
+            found.add(f"{path}.{STATE_KEY}", AttributeSlot(stateful, path, STATE_KEY, state), encoded, size)
 
-    def _take_modules(self, walk: Walk, found: _Found) -> None:
+    def _compare_modules(self, walk: ObjectWalk, found: _ChangeCollector) -> None:
         """Note modules that came and went. One without weights comes again as a copy of one beside it."""
         for path, (parent, name) in walk.modules.items():
-            kind = name_of(type(walk.owners[path]))
+            kind = type_name(type(walk.owners[path]))
             if parent not in self._owners or self._owners.get(path) == kind:
                 continue
-            like = self._like(walk, parent, walk.owners[path])
+            like = self._sibling_like(walk, parent, walk.owners[path])
             if like and path not in self._owners:
-                found.add(path, Slot(None, parent, name, None), {"kind": "module", "type": kind, "like": like})
+                found.add(path, AttributeSlot(None, parent, name, None), {"kind": "module", "type": kind, "like": like})
                 found.copied.append(path)
             else:
                 found.lost[path] = f"{kind} that was {'exchanged' if path in self._owners else 'added'} in the fit"
@@ -208,15 +233,15 @@ class Attributes:
             if parent in walk.owners and path not in walk.owners:
                 found.lost[path] = f"{self._owners[path]} that was removed in the fit"
 
-    def _like(self, walk: Walk, parent: str, module: Any) -> str:
+    def _sibling_like(self, walk: ObjectWalk, parent: str, module: Any) -> str:
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
             return ""
         beside = ((name, path) for path, (owner, name) in walk.modules.items() if owner == parent)
-        same = (name for name, path in beside if self._owners.get(path) == name_of(type(module)))
+        same = (name for name, path in beside if self._owners.get(path) == type_name(type(module)))
         return next(same, "")
 
 
-def fingerprints(roots: Mapping[str, Any], *, skipped: Skipped = nothing_skipped) -> dict[str, int]:
+def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
     """Return a digest of each attribute that is the same in every process: path -> 64 bits.
 
     What is no plain data, and random generators, count by their types; of what is over 1 MiB, and of containers with
@@ -226,61 +251,70 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: Skipped = nothing_skipped
         roots: Objects by name.
         skipped: Gives the names of attributes to leave out of an object.
     """
-    walk = Walk.over(roots, skipped)
-    return {path: int(_digest(slot.value, walk, here=False)) for path, slot in walk.slots.items()}
+    walk = ObjectWalk.from_roots(roots, skipped)
+    return {path: int(_digest(slot.value, walk, same_process=False)) for path, slot in walk.slots.items()}
 
 
 @dataclass
-class _Mark:
+class _AttributeSnapshot:
     """What tells later whether an attribute changed; it keeps no value alive."""
 
-    place: tuple[str, str]
+    location: tuple[str, str]
     digest: int
-    whole: bool
-    holes: set[tuple[tuple[str, ...], str]]
+    is_complete: bool
+    opaque_values: set[tuple[tuple[str, ...], str]]
     target: str
     shared: str
-    identity: int
+    run_identity: int
     reference: Any
 
     @classmethod
-    def of(cls, slot: Slot, walk: Walk, shared: str) -> _Mark:
+    def of(cls, slot: AttributeSlot, walk: ObjectWalk, shared: str) -> _AttributeSnapshot:
         value, digest = slot.value, _digest(slot.value, walk)
-        place = slot.owner_path, slot.name
-        return cls(place, int(digest), digest.whole, digest.holes, slot.target, shared, id(value), _reference(value))
+        location = slot.owner_path, slot.name
+        return cls(
+            location,
+            int(digest),
+            digest.is_complete,
+            digest.opaque_values,
+            slot.target,
+            shared,
+            id(value),
+            _reference(value),
+        )
 
     @property
     def is_opaque(self) -> bool:
-        return any(place == () for place, _ in self.holes) and not self.target
+        return any(location == () for location, _ in self.opaque_values) and not self.target
 
-    def is_of(self, value: Any) -> bool:
-        return self.identity == id(value) and (self.reference is None or self.reference() is value)
+    def is_value(self, value: Any) -> bool:
+        return self.run_identity == id(value) and (self.reference is None or self.reference() is value)
 
-    def differs(self, now: _Mark, value: Any) -> bool:
+    def differs(self, now: _AttributeSnapshot, value: Any) -> bool:
         if self.target or now.target:
             return (self.target, self.digest) != (now.target, now.digest)
-        is_other = not self.whole or self.shared != now.shared  # it may look the same and be another
-        return self.digest != now.digest or (is_other and not self.is_of(value))
+        is_other = not self.is_complete or self.shared != now.shared  # it may look the same and be another
+        return self.digest != now.digest or (is_other and not self.is_value(value))
 
 
-def _marks(walk: Walk, known: dict[int, str]) -> Iterator[tuple[str, _Mark]]:
+def _snapshots(walk: ObjectWalk, known: dict[int, str]) -> Iterator[tuple[str, _AttributeSnapshot]]:
     """Yield path and mark of each attribute, and let `known` know where its value is for those that come later."""
     for path, slot in walk.slots.items():
         mutable = is_mutable(type(slot.value))
-        yield path, _Mark.of(slot, walk, known.get(id(slot.value), "") if mutable else "")
+        yield path, _AttributeSnapshot.of(slot, walk, known.get(id(slot.value), "") if mutable else "")
         if mutable:
             known.setdefault(id(slot.value), path)
 
 
 @dataclass
-class _Found:
+class _ChangeCollector:
     lost: dict[str, str]
     stateful: set[str]  # paths
     values: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)  # modules that come again as copies
 
-    def add(self, path: str, slot: Slot, value: Any, size: int = 0, in_place: bool = False) -> None:
+    def add(self, path: str, slot: AttributeSlot, value: Any, size: int = 0, in_place: bool = False) -> None:
         self.values[path] = {"of": slot.owner_path, "name": slot.name, "value": value, "in_place": in_place}
         self.sizes[path] = size
 
@@ -288,30 +322,30 @@ class _Found:
         """Whether an object is one of a copied module."""
         return any(path == copy or path.startswith(f"{copy}.") for copy in self.copied)
 
-    def within(self, most: int) -> Changes:
+    def within_limit(self, max_bytes: int) -> AttributeChanges:
         """Return all, without the largest where they are too much."""
-        whole = sum(self.sizes.values())
+        total = sum(self.sizes.values())
         for path in sorted(self.sizes, key=self.sizes.__getitem__, reverse=True):
-            if whole <= most:
+            if total <= max_bytes:
                 break
-            whole -= self.sizes[path]
-            self.lost[path] = _too_large(f"{self.sizes[path] / 2**20:.0f} MiB")
+            total -= self.sizes[path]
+            self.lost[path] = _too_large_reason(f"{self.sizes[path] / 2**20:.0f} MiB")
             del self.values[path]
         return {"values": self.values, "lost": self.lost}
 
 
-def _too_large(size: str) -> str:
-    return f"{size}, with all attributes more than {MOST_BYTES >> 20} MiB"
+def _too_large_reason(size: str) -> str:
+    return f"{size}, with all attributes more than {MAX_BYTES >> 20} MiB"
 
 
-def _digest(value: Any, walk: Walk, *, here: bool = True) -> Digest:
-    digest = Digest(walk.registered, here, lambda part: is_entered(type(part)))
+def _digest(value: Any, walk: ObjectWalk, *, same_process: bool = True) -> ValueDigest:
+    digest = ValueDigest(walk.registered, same_process, lambda part: is_walkable(type(part)))
     digest.feed(value)
     return digest
 
 
-def _digest_of(state: Any) -> int:
-    digest = Digest()
+def _digest_in_process(state: Any) -> int:
+    digest = ValueDigest()
     digest.feed(state)
     return int(digest)
 
@@ -323,17 +357,17 @@ def _reference(value: Any) -> Any:
         return None
 
 
-def _state_mark(stateful: Any) -> int | None:
+def _state_digest(stateful: Any) -> int | None:
     """Return what tells whether a state changed; a module's is its tensors themselves, which stay the same objects."""
-    state = stateful.tensors() if is_a(type(stateful), HeldModule) else state_of(stateful)
-    return None if state is MISSING else _digest_of(state)
+    state = stateful.tensors() if is_subclass(type(stateful), UnsavedModuleState) else get_state(stateful)
+    return None if state is MISSING else _digest_in_process(state)
 
 
-def _newly_cut(walk: Walk, before: Collection[str]) -> dict[str, str]:
+def _newly_truncated(walk: ObjectWalk, before: Collection[str]) -> dict[str, str]:
     """Say that there is more now than is looked at; what always was too much may never change."""
-    new = [path for path in walk.cut if path not in before]
+    new = [path for path in walk.truncated if path not in before]
     more = f", and {len(new) - 1} more" if new[1:] else ""
     return {new[0]: f"one object too many, or too deep{more}"} if new else {}
 
 
-__all__ = ["Attributes", "Changes", "fingerprints", "put_back"]
+__all__ = ["AttributeChanges", "AttributeTracker", "fingerprints", "restore_changes"]

@@ -13,146 +13,156 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks.auto_resume.core.data.iterator_start import Moment
-from lightning_tricks.auto_resume.core.data.loader_objects import DATA, different
-from lightning_tricks.auto_resume.core.data.random_draws import Draws
-from lightning_tricks.auto_resume.core.data.rng_state import RecordingCollate, WorkerStart, WorkerStreams
-from lightning_tricks.auto_resume.core.data.sampling_order import Order, WatchedSampler, digest_of, draws_at_first_only
-from lightning_tricks.auto_resume.core.data.worker_state import ROOM, read_note
+from lightning_tricks.auto_resume.core.data.loader_objects import DATA_PARTS, changed_paths
+from lightning_tricks.auto_resume.core.data.loader_snapshot import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.random_draws import RecordedDraws
+from lightning_tricks.auto_resume.core.data.rng_state import RecordingCollate, WorkerInit, WorkerRngStates
+from lightning_tricks.auto_resume.core.data.sampling_order import (
+    OrderDigest,
+    TrackedSamplerIterator,
+    draws_only_once,
+    value_digest,
+)
+from lightning_tricks.auto_resume.core.data.worker_state import NOTE_BYTES, read_note
 from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
 if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.data.tracked_loader import FollowedLoader
+    from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader
 
-_SECONDS_TO_BEGIN = 10.0
-_PLACE = "_lightning_tricks_place"  # attribute of an iterator that is followed
+_SECONDS_TO_START = 10.0
+_POSITION_ATTRIBUTE = "_lightning_tricks_place"  # attribute of an iterator that is followed
 
 
-def is_persistent(loader: Any) -> bool:
+def has_persistent_workers(loader: Any) -> bool:
     """Whether a loader keeps its workers, and with them their random streams, from one iteration to the next."""
     return bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
 
 
-def place_of(iterator: Any, read_ahead: int = 0, at_end: bool = False) -> dict[str, Any] | None:
+def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) -> dict[str, Any] | None:
     """Return the place of a followed loader's iterator, as tensors and plain values; None where it has none.
 
     Args:
-        iterator: Of a `FollowedLoader`.
-        read_ahead: Batches that were fetched and not yet trained on.
+        iterator: Of a `TrackedDataLoader`.
+        num_prefetched: Batches that were fetched and not yet trained on.
         at_end: Whether the epoch is over.
     """
-    place = getattr(iterator, _PLACE, None)
-    return None if place is None else place.as_dict(iterator, read_ahead, at_end)
+    position = getattr(iterator, _POSITION_ATTRIBUTE, None)
+    return None if position is None else position.as_dict(iterator, num_prefetched, at_end)
 
 
-class Place:
+class IteratorPosition:
     """What must be known to make an iterator once more.
 
     Attributes:
-        created: When the iterator was made; the seed of its workers comes from there.
-        started: When its sampler was first asked, where that is a moment of its own.
-        before_last: Before the batch that was fetched last, where the loop reads ahead.
-        initial: The workers' streams at the start of the iteration; None for fresh ones.
-        initial_data: What their copies of the data kept then; None for fresh ones.
+        at_creation: When the iterator was made; the seed of its workers comes from there.
+        at_start: When its sampler was first asked, where that is a moment of its own.
+        before_prefetched: Before the batch that was fetched last, where the loop reads ahead.
+        initial_rng_states: The workers' streams at the start of the iteration; None for fresh ones.
+        initial_worker_data: What their copies of the data kept then; None for fresh ones.
         iteration: Of the workers, from 1.
-        base: Batches that each worker had made at the start of the iteration.
+        batches_before: Batches that each worker had made at the start of the iteration.
         offset: Batches at which the sampler started in this process.
         draws: What the sampler, or an iterable in this process, draws batch by batch; None where nothing is watched.
         order: Of the indices.
-        first: Digest of the first batch, where that can be compared; empty before.
+        first_digest: Digest of the first batch, where that can be compared; empty before.
     """
 
-    def __init__(self, followed: FollowedLoader, created: Moment) -> None:
-        loader = followed.loader
-        self.followed, self.created = followed, created
-        self.started: Moment | None = None
-        self.before_last: Moment | None = None
-        self.initial: list[torch.Tensor | None] = [None] * loader.num_workers
-        self.base = [0] * loader.num_workers
+    def __init__(self, tracked: TrackedDataLoader, at_creation: LoaderSnapshot) -> None:
+        loader = tracked.loader
+        self.tracked, self.at_creation = tracked, at_creation
+        self.at_start: LoaderSnapshot | None = None
+        self.before_prefetched: LoaderSnapshot | None = None
+        self.initial_rng_states: list[torch.Tensor | None] = [None] * loader.num_workers
+        self.batches_before = [0] * loader.num_workers
         self.offset = 0
-        self.initial_data: list[Any] = [None] * loader.num_workers
+        self.initial_worker_data: list[Any] = [None] * loader.num_workers
         self.iteration = 1
-        self.streams = WorkerStreams(loader.num_workers, loader.prefetch_factor or 0, room=ROOM)
-        self.starts = WorkerStreams(loader.num_workers, 0, room=ROOM) if self._reads_anew else None
-        self.draws: Draws | None = None
-        self.order = Order()
-        self.first = ""
+        self.worker_rng_states = WorkerRngStates(loader.num_workers, loader.prefetch_factor or 0, note_bytes=NOTE_BYTES)
+        self.worker_starts = (
+            WorkerRngStates(loader.num_workers, 0, note_bytes=NOTE_BYTES) if self._replays_data else None
+        )
+        self.draws: RecordedDraws | None = None
+        self.order = OrderDigest()
+        self.first_digest = ""
 
     @classmethod
-    def of_new_iterator(cls, followed: FollowedLoader) -> Any:
+    def new_iterator(cls, tracked: TrackedDataLoader) -> Any:
         """Make an iterator and follow it."""
-        place = cls(followed, Moment(followed.loader, followed.objects))
-        iterator, held = place._make()
-        place._watch(iterator, None if held is None else held.iterator)
-        place._follow(iterator)
-        if held is not None:
-            place._prime(iterator)
+        position = cls(tracked, LoaderSnapshot(tracked.loader, tracked.objects))
+        iterator, deferred = position._create_iterator()
+        position._record_draws(iterator, None if deferred is None else deferred.iterator)
+        position._attach(iterator)
+        if deferred is not None:
+            position._fill_prefetch_queues(iterator)
         return iterator
 
     @classmethod
-    def of_resumed_iterator(cls, followed: FollowedLoader, saved: Mapping[str, Any]) -> Any:
+    def resumed_iterator(cls, tracked: TrackedDataLoader, saved: Mapping[str, Any]) -> Any:
         """Make an iterator that goes on at a place."""
-        loader = followed.loader
-        created = Moment.of(saved["created"])
-        created.restore(loader, followed.objects)
-        place = cls(followed, created)
-        place.started = saved["started"] and Moment.of(saved["started"])
-        workers = saved["workers"] if len(saved["workers"]) == loader.num_workers else place.initial
-        place.initial = list(workers)
+        loader = tracked.loader
+        at_creation = LoaderSnapshot.from_dict(saved["created"])
+        at_creation.restore(loader, tracked.objects)
+        position = cls(tracked, at_creation)
+        position.at_start = saved["started"] and LoaderSnapshot.from_dict(saved["started"])
+        workers = saved["workers"] if len(saved["workers"]) == loader.num_workers else position.initial_rng_states
+        position.initial_rng_states = list(workers)
         data = saved.get("data", [])
-        place.initial_data = list(data) if len(data) == loader.num_workers else place.initial_data
-        iterator, held = place._make()
-        if place.started is not None:
-            place.started.restore(loader, followed.objects)
-        if held is not None and loader.num_workers and place.started is not None:
-            held.iterator = iter(held.sampler)  # of a later iteration than the iterator's first
-        place._watch(iterator, None if held is None else held.iterator, saved)
-        place._follow(iterator)
-        place._skip(iterator, saved)
-        place._compare(saved)
-        place._leave_objects(saved)
-        if held is not None:
-            place._prime(iterator)
+        position.initial_worker_data = list(data) if len(data) == loader.num_workers else position.initial_worker_data
+        iterator, deferred = position._create_iterator()
+        if position.at_start is not None:
+            position.at_start.restore(loader, tracked.objects)
+        if deferred is not None and loader.num_workers and position.at_start is not None:
+            deferred.iterator = iter(deferred.sampler)  # of a later iteration than the iterator's first
+        position._record_draws(iterator, None if deferred is None else deferred.iterator, saved)
+        position._attach(iterator)
+        position._skip_batches(iterator, saved)
+        position._report_differences(saved)
+        position._restore_objects(saved)
+        if deferred is not None:
+            position._fill_prefetch_queues(iterator)
         if saved["before_last"] is not None:
-            before_last = Moment.of(saved["before_last"])
-            _before_next(iterator, lambda: before_last.restore(loader, followed.objects))
+            before_prefetched = LoaderSnapshot.from_dict(saved["before_last"])
+            _call_before_next(iterator, lambda: before_prefetched.restore(loader, tracked.objects))
         return iterator
 
-    def as_dict(self, iterator: Any, read_ahead: int, at_end: bool) -> dict[str, Any]:
+    def as_dict(self, iterator: Any, num_prefetched: int, at_end: bool) -> dict[str, Any]:
         """Return the place as tensors and plain values."""
-        batches = iterator._num_yielded - read_ahead
-        before_last = self.before_last if read_ahead else None
-        ended = not (self.base or read_ahead) and self._source(iterator).ended
-        draws = None if self.draws is None else self.draws.as_dict(None if self.base else batches + ended)
-        places = [self._worker_at(worker, batches) for worker in range(len(self.base))]
-        for _, data in places:
-            self.followed.objects.note_lost({} if data is None else data["lost"])
+        batches = iterator._num_yielded - num_prefetched
+        before_prefetched = self.before_prefetched if num_prefetched else None
+        exhausted = not (self.batches_before or num_prefetched) and self._exhaustible(iterator).exhausted
+        draws = None if self.draws is None else self.draws.as_dict(None if self.batches_before else batches + exhausted)
+        worker_states = [self._worker_state(worker, batches) for worker in range(len(self.batches_before))]
+        for _, data in worker_states:
+            self.tracked.objects.add_unsaved({} if data is None else data["lost"])
         return {
             "batches": batches,
             "at_end": at_end,
-            "created": self.created.as_dict(),
-            "started": None if self.started is None else self.started.as_dict(),
-            "before_last": None if before_last is None else before_last.as_dict(),
-            "workers": [streams for streams, _ in places],
-            "data": [data for _, data in places],
+            "created": self.at_creation.as_dict(),
+            "started": None if self.at_start is None else self.at_start.as_dict(),
+            "before_last": None if before_prefetched is None else before_prefetched.as_dict(),
+            "workers": [worker_rng_states for worker_rng_states, _ in worker_states],
+            "data": [data for _, data in worker_states],
             "draws": draws,
             "order": self.order.digest(batches),
-            "first": self.first,
-            "ended": ended,
-            "objects": self.followed.objects.changes(tell=not self._reads_anew),  # or it is made anew
+            "first": self.first_digest,
+            "ended": exhausted,
+            "objects": self.tracked.objects.changes(report_unsaved=not self._replays_data),  # or it is made anew
         }
 
-    def _worker_at(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
+    def _worker_state(self, worker: int, batches: int) -> tuple[torch.Tensor | None, Any]:
         """Return a worker's streams, and what its copy of the data keeps, at the last batch that was seen."""
-        if self._reads_anew:  # as the worker does, from the start of its iteration
-            self._note_iteration(worker)
-            return self.initial[worker], self.initial_data[worker]
-        n_workers = len(self.base)
+        if self._replays_data:  # as the worker does, from the start of its iteration
+            self._record_iteration_start(worker)
+            return self.initial_rng_states[worker], self.initial_worker_data[worker]
+        n_workers = len(self.batches_before)
         made = len(range(self.offset + (worker - self.offset) % n_workers, batches, n_workers))
         if not made:
-            return self.initial[worker], self.initial_data[worker]
-        count = self.base[worker] + made
-        state, data = self.streams.read(worker, count), read_note(self.streams.read_note(worker, count))
+            return self.initial_rng_states[worker], self.initial_worker_data[worker]
+        count = self.batches_before[worker] + made
+        state, data = (
+            self.worker_rng_states.read(worker, count),
+            read_note(self.worker_rng_states.read_note(worker, count)),
+        )
         if state is None:
             warnings.warn(
                 f"worker {worker} of a DataLoader is further ahead than its prefetch_factor allows: its random numbers "
@@ -161,222 +171,224 @@ class Place:
             )
         return state, data
 
-    def _note_iteration(self, worker: int) -> None:
+    def _record_iteration_start(self, worker: int) -> None:
         """Note where a worker was when it began its iteration, which it does as soon as it can."""
-        if self.starts is None or self.iteration == 1:
+        if self.worker_starts is None or self.iteration == 1:
             return
-        until = time.monotonic() + _SECONDS_TO_BEGIN
-        state = self.starts.read(worker, self.iteration)
+        until = time.monotonic() + _SECONDS_TO_START
+        state = self.worker_starts.read(worker, self.iteration)
         while state is None and time.monotonic() < until:
             time.sleep(0.001)
-            state = self.starts.read(worker, self.iteration)
-        self.initial[worker] = state
-        self.initial_data[worker] = read_note(self.starts.read_note(worker, self.iteration))
+            state = self.worker_starts.read(worker, self.iteration)
+        self.initial_rng_states[worker] = state
+        self.initial_worker_data[worker] = read_note(self.worker_starts.read_note(worker, self.iteration))
 
-    def _source(self, iterator: Any) -> Any:
+    def _exhaustible(self, iterator: Any) -> Any:
         """Return what knows its end, of an iterator in this process."""
-        return iterator._dataset_fetcher if self._reads_anew else iterator._sampler_iter
+        return iterator._dataset_fetcher if self._replays_data else iterator._sampler_iter
 
     @property
-    def _reads_anew(self) -> bool:
+    def _replays_data(self) -> bool:
         """Whether only the data knows its order."""
-        return isinstance(self.followed.loader.dataset, IterableDataset)
+        return isinstance(self.tracked.loader.dataset, IterableDataset)
 
-    def _make(self) -> tuple[Any, _Held | None]:
+    def _create_iterator(self) -> tuple[Any, _DeferredSampler | None]:
         """Let the loader make an iterator whose workers write their streams down, and wait for work at a sampler."""
-        loader = self.followed.loader
+        loader = self.tracked.loader
         replaced: dict[str, Any] = {}
-        held = None
-        if self.base:
-            recording = RecordingCollate(loader.collate_fn, self.streams, self.starts)
+        deferred = None
+        if self.batches_before:
+            recording = RecordingCollate(loader.collate_fn, self.worker_rng_states, self.worker_starts)
             replaced["collate_fn"] = recording
-            replaced["worker_init_fn"] = WorkerStart(
+            replaced["worker_init_fn"] = WorkerInit(
                 loader.worker_init_fn,
-                self.initial,
-                self.followed.signals,
-                self.followed.stopping,
+                self.initial_rng_states,
+                self.tracked.signals,
+                self.tracked.stopping,
                 recording,
-                self.initial_data,
+                self.initial_worker_data,
             )
-        if not self._reads_anew:
+        if not self._replays_data:
             batches = loader.batch_sampler is not None
-            held = _Held(loader.batch_sampler if batches else loader.sampler)
-            replaced["batch_sampler" if batches else "sampler"] = held
+            deferred = _DeferredSampler(loader.batch_sampler if batches else loader.sampler)
+            replaced["batch_sampler" if batches else "sampler"] = deferred
         with patched(loader, replaced):
             iterator = type(loader)._get_iterator(loader)
-        if held is not None:
-            iterator._index_sampler = held.sampler
-        return iterator, held
+        if deferred is not None:
+            iterator._index_sampler = deferred.sampler
+        return iterator, deferred
 
-    def _watch(self, iterator: Any, indices: Iterator[Any] | None, saved: Mapping[str, Any] | None = None) -> None:
+    def _record_draws(
+        self, iterator: Any, indices: Iterator[Any] | None, saved: Mapping[str, Any] | None = None
+    ) -> None:
         """Watch what is drawn where others draw from the same streams in between."""
-        loader = self.followed.loader
-        again = saved and saved.get("draws")
+        loader = self.tracked.loader
+        saved_draws = saved and saved.get("draws")
         if indices is None:
-            self.draws = None if self.base else Draws(again)
+            self.draws = None if self.batches_before else RecordedDraws(saved_draws)
         else:
-            self.draws = None if draws_at_first_only(iterator._index_sampler) else Draws(again)
-            self.order = Order(ahead=len(self.base) * (loader.prefetch_factor or 0))
-            iterator._sampler_iter = WatchedSampler(indices, self.draws, self.order)
-        if not self.base:
-            iterator._dataset_fetcher = _WatchedFetcher(iterator._dataset_fetcher, self)
+            self.draws = None if draws_only_once(iterator._index_sampler) else RecordedDraws(saved_draws)
+            self.order = OrderDigest(max_ahead=len(self.batches_before) * (loader.prefetch_factor or 0))
+            iterator._sampler_iter = TrackedSamplerIterator(indices, self.draws, self.order)
+        if not self.batches_before:
+            iterator._dataset_fetcher = _TrackedFetcher(iterator._dataset_fetcher, self)
         elif indices is None:
-            _after_next(iterator, self.saw_first)
+            _call_after_next(iterator, self.record_first_batch)
         if self.draws is not None:
-            self.draws.begin()
+            self.draws.start()
 
-    def _follow(self, iterator: Any) -> None:
-        setattr(iterator, _PLACE, self)
-        if is_persistent(self.followed.loader):
-            iterator._reset = _Reset(self, iterator)
-        if self.base:
+    def _attach(self, iterator: Any) -> None:
+        setattr(iterator, _POSITION_ATTRIBUTE, self)
+        if has_persistent_workers(self.tracked.loader):
+            iterator._reset = _TrackedReset(self, iterator)
+        if self.batches_before:
             return
-        if self.followed.reads_ahead:
+        if self.tracked.prefetches:
             fetch = iterator._next_data
 
-            def fetch_noting() -> Any:
-                objects = None if self._reads_anew else self.followed.objects
-                self.before_last = Moment(self.followed.loader, objects)
+            def fetch_with_snapshot() -> Any:
+                objects = None if self._replays_data else self.tracked.objects
+                self.before_prefetched = LoaderSnapshot(self.tracked.loader, objects)
                 return fetch()
 
-            iterator._next_data = fetch_noting
-        if self.started is None:
-            _before_next(iterator, self._note_start)
+            iterator._next_data = fetch_with_snapshot
+        if self.at_start is None:
+            _call_before_next(iterator, self._record_start)
 
-    def _skip(self, iterator: Any, saved: Mapping[str, Any]) -> None:
+    def _skip_batches(self, iterator: Any, saved: Mapping[str, Any]) -> None:
         """Skip batches that were seen, at the sampler where there is one."""
         batches, read = int(saved["batches"]), 0
-        for indices in islice(iterator if self._reads_anew else iterator._sampler_iter, batches):
-            if read == 0 and not (self._reads_anew or self.base):
-                self._look_at_first(iterator._dataset_fetcher, indices, saved.get("first", ""))
+        for indices in islice(iterator if self._replays_data else iterator._sampler_iter, batches):
+            if read == 0 and not (self._replays_data or self.batches_before):
+                self._read_first_batch(iterator._dataset_fetcher, indices, saved.get("first", ""))
             read += 1
-        if not self._reads_anew:
+        if not self._replays_data:
             iterator._num_yielded = self.offset = batches
         if saved.get("ended"):
-            next(iterator if self._reads_anew else iterator._sampler_iter, None)  # what follows the last is its, too
+            next(iterator if self._replays_data else iterator._sampler_iter, None)  # what follows the last is its, too
         if read < batches:
             raise RuntimeError(
                 f"the run was stopped after {batches} batches of an epoch, and its loader now has {read}. Give the "
                 "loader that the run had, or another dirpath to begin afresh."
             )
 
-    def _look_at_first(self, fetcher: _WatchedFetcher, indices: Any, wanted: str) -> None:
+    def _read_first_batch(self, fetcher: _TrackedFetcher, indices: Any, wanted: str) -> None:
         """Read the epoch's first batch once more, as if it was not; what that does to the dataset is undone later."""
-        moment = Moment(self.followed.loader)
+        snapshot = LoaderSnapshot(self.tracked.loader)
         with isolated_rng():
             before = _cuda_states()
             try:
                 fetcher.fetch(indices)
             except Exception:  # of the data: it comes when a batch is needed
-                self.first = wanted
+                self.first_digest = wanted
             if _cuda_states() != before:
-                self.first = wanted  # draws from where we cannot take it
+                self.first_digest = wanted  # draws from where we cannot take it
         fetcher.is_first = False
-        moment.restore(self.followed.loader)
+        snapshot.restore(self.tracked.loader)
 
-    def _leave_objects(self, saved: Mapping[str, Any]) -> None:
+    def _restore_objects(self, saved: Mapping[str, Any]) -> None:
         """Leave the data as it was at the save; the samplers are there by themselves, and ahead where they were."""
-        objects, wanted = self.followed.objects, saved.get("objects", {})
+        objects, wanted = self.tracked.objects, saved.get("objects", {})
         if saved["before_last"] is not None:
             return  # they come to that with the batch that is fetched once more
-        if self._reads_anew and not self.base:
-            others = different(objects.changes(DATA, tell=False), wanted)
+        if self._replays_data and not self.batches_before:
+            others = changed_paths(objects.changes(DATA_PARTS, report_unsaved=False), wanted)
             if others:
-                self.followed.differs(
+                self.tracked.report_difference(
                     f"has read up to its place, and {others[0]} is not what it was, as something changed it between "
                     "the batches. Let the data alone change it"
                 )
-        objects.put_back(wanted, DATA)
+        objects.restore_changes(wanted, DATA_PARTS)
 
-    def _compare(self, saved: Mapping[str, Any]) -> None:
+    def _report_differences(self, saved: Mapping[str, Any]) -> None:
         """Say where the epoch is another one than it was."""
         if saved.get("draws") and saved["draws"]["full"]:
-            self.followed.differs(
+            self.tracked.report_difference(
                 "drew from the process' random streams more often than could be kept, and goes on with other data. Let "
                 "the data draw from a generator of its own, or read it with num_workers=1"
             )
-        order, first = saved.get("order"), saved.get("first")
-        if first and self.first and self.first != first:
-            self.followed.differs(
+        order, first_digest = saved.get("order"), saved.get("first")
+        if first_digest and self.first_digest and self.first_digest != first_digest:
+            self.tracked.report_difference(
                 "gives another first batch of the epoch than before. Let its data depend on nothing but its index and "
                 "the random streams, and split it with a generator=torch.Generator().manual_seed(...)"
             )
         elif order and self.order.digest(int(saved["batches"])) != order:
-            self.followed.differs(
+            self.tracked.report_difference(
                 "gives the samples in another order than before. Seed its sampler (generator=), or call "
                 "seed_everything before the data is made"
             )
 
-    def saw_first(self, batch: Any) -> None:
+    def record_first_batch(self, batch: Any) -> None:
         """Note the first batch of the iteration."""
-        self.first = digest_of(batch)
+        self.first_digest = value_digest(batch)
 
-    def begin_again(self, iterator: Any) -> None:
+    def restart(self, iterator: Any) -> None:
         """Start a persistent iterator's next iteration, and note where its workers are when they are idle."""
-        self.started = Moment(self.followed.loader, self.followed.objects, tell=not self._reads_anew)
+        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self._replays_data)
         with patched(iterator, {"_try_put_index": lambda: None}):
-            type(iterator)._reset(iterator, self.followed.loader)
-        for worker in range(len(self.base)):
-            count = self.streams.last_count(worker)
-            if count and not self._reads_anew:
-                self.initial[worker] = self.streams.read(worker, count)
-                self.initial_data[worker] = read_note(self.streams.read_note(worker, count))
-            self.base[worker] = count
+            type(iterator)._reset(iterator, self.tracked.loader)
+        for worker in range(len(self.batches_before)):
+            count = self.worker_rng_states.last_count(worker)
+            if count and not self._replays_data:
+                self.initial_rng_states[worker] = self.worker_rng_states.read(worker, count)
+                self.initial_worker_data[worker] = read_note(self.worker_rng_states.read_note(worker, count))
+            self.batches_before[worker] = count
         self.offset = 0
         self.iteration += 1
-        self._watch(iterator, None if self._reads_anew else iterator._sampler_iter)
-        self._prime(iterator)
+        self._record_draws(iterator, None if self._replays_data else iterator._sampler_iter)
+        self._fill_prefetch_queues(iterator)
 
-    def _prime(self, iterator: Any) -> None:
+    def _fill_prefetch_queues(self, iterator: Any) -> None:
         """Give the workers their first batches, each the one that would have been its."""
-        for _ in range(self.offset % max(1, len(self.base))):
+        for _ in range(self.offset % max(1, len(self.batches_before))):
             next(iterator._worker_queue_idx_cycle)
-        for _ in range((self.followed.loader.prefetch_factor or 0) * len(self.base)):
+        for _ in range((self.tracked.loader.prefetch_factor or 0) * len(self.batches_before)):
             iterator._try_put_index()
 
-    def _note_start(self) -> None:
-        self.started = Moment(self.followed.loader, self.followed.objects, tell=not self._reads_anew)
+    def _record_start(self) -> None:
+        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self._replays_data)
         if self.draws is not None:
-            self.draws.begin()
+            self.draws.start()
 
 
-class _WatchedFetcher:
+class _TrackedFetcher:
     """Makes batches in this process as the given one does."""
 
-    def __init__(self, fetcher: Any, place: Place) -> None:
-        self._fetcher, self._place, self.is_first = fetcher, place, True
-        self.ended = False  # an iterable was asked for more than it had
+    def __init__(self, fetcher: Any, position: IteratorPosition) -> None:
+        self._fetcher, self._position, self.is_first = fetcher, position, True
+        self.exhausted = False  # an iterable was asked for more than it had
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
-        place = self._place
+        position = self._position
         try:
-            if place._reads_anew and place.draws is not None:
-                batch = place.draws.call(lambda: self._fetcher.fetch(indices))
+            if position._replays_data and position.draws is not None:
+                batch = position.draws.call(lambda: self._fetcher.fetch(indices))
             else:
                 batch = self._fetcher.fetch(indices)
         except StopIteration:
-            self.ended = True
+            self.exhausted = True
             raise
         if self.is_first:
             self.is_first = False
-            place.saw_first(batch)
+            position.record_first_batch(batch)
         return batch
 
 
-class _Reset:
+class _TrackedReset:
     """`_reset` of a persistent iterator, which starts its next iteration."""
 
-    def __init__(self, place: Place, iterator: Any) -> None:
-        self.place, self.iterator = place, ref(iterator)  # whose end must end the workers
+    def __init__(self, position: IteratorPosition, iterator: Any) -> None:
+        self.position, self.iterator = position, ref(iterator)  # whose end must end the workers
 
     def __call__(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        self.place.begin_again(self.iterator())
+        self.position.restart(self.iterator())
 
 
-class _Held:
+class _DeferredSampler:
     """A sampler that is asked as ever, and keeps what it would have given."""
 
     def __init__(self, sampler: Any) -> None:
@@ -397,7 +409,7 @@ def _cuda_states() -> list[bytes]:
     return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
 
 
-def _before_next(iterator: Any, call: Callable[[], object]) -> None:
+def _call_before_next(iterator: Any, call: Callable[[], object]) -> None:
     """Call something once, before the iterator's next batch is made."""
     own = vars(iterator)
     replaced = own.get("_next_data")
@@ -412,14 +424,14 @@ def _before_next(iterator: Any, call: Callable[[], object]) -> None:
     own["_next_data"] = fetch_first
 
 
-def _after_next(iterator: Any, call: Callable[[Any], object]) -> None:
+def _call_after_next(iterator: Any, call: Callable[[Any], object]) -> None:
     """Call something once, with the batch that the iterator gives next."""
     own = vars(iterator)
-    weakly: Any = ref(iterator)  # in a circle, it would end late
+    reference: Any = ref(iterator)  # in a circle, it would end late
 
     def fetch_and_call() -> Any:
         del own["_next_data"]
-        batch = weakly()._next_data()
+        batch = reference()._next_data()
         call(batch)
         return batch
 

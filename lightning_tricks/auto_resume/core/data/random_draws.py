@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 MAX_BYTES = 64 * 2**20  # of states that are kept in an epoch
-_SPARSE = 3  # a change is kept byte by byte where less than a third of a state is another
+_SPARSE_FACTOR = 3  # a change is kept byte by byte where less than a third of a state is another
 
 Result = TypeVar("Result")
 
 
-class Draws:
+class RecordedDraws:
     """Watches calls that may draw from the process' streams, between which others draw from them, too.
 
     To make the same calls give the same again, each must find the streams as it found them then. That is kept only for
@@ -31,63 +31,63 @@ class Draws:
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         self.calls = 0
-        self.full = bool(saved and saved["full"])
-        self._left: list[Any] = [None, None, None]  # by the calls so far, had nobody else drawn
-        self._kept: list[tuple[int, int, np.ndarray[Any, Any] | None, np.ndarray[Any, Any]]] = []
-        self._last: list[np.ndarray[Any, Any] | None] = [None, None, None]
+        self.is_full = bool(saved and saved["full"])
+        self._states_after: list[Any] = [None, None, None]  # by the calls so far, had nobody else drawn
+        self._records: list[tuple[int, int, np.ndarray[Any, Any] | None, np.ndarray[Any, Any]]] = []
+        self._last_states: list[np.ndarray[Any, Any] | None] = [None, None, None]
         self._bytes = 0
-        self._again = _states(saved) if saved else iter(())
-        self._next = next(self._again, None)
+        self._replayed = _decode_states(saved) if saved else iter(())
+        self._next_replayed = next(self._replayed, None)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The first call finds the streams as they are, also when it is made again."""
-        _numpy.forget()
-        self._left = _raw()
+        _numpy.invalidate()
+        self._states_after = _global_states()
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function and watch what it draws from."""
         number, self.calls = self.calls, self.calls + 1
-        while self._next is not None and self._next[0] <= number:
-            if self._next[0] == number:
-                _set_state(*self._next[1:])
-            self._next = next(self._again, None)
-        before = _raw()
+        while self._next_replayed is not None and self._next_replayed[0] <= number:
+            if self._next_replayed[0] == number:
+                _set_state(*self._next_replayed[1:])
+            self._next_replayed = next(self._replayed, None)
+        before = _global_states()
         try:
             return function()
         finally:
-            after = _raw()
-            for stream, same in enumerate(_SAME):
+            after = _global_states()
+            for stream, same in enumerate(_IS_SAME_STATE):
                 if not same(before[stream], after[stream]):
-                    left = self._left[stream]
-                    if left is None or not same(left, before[stream]):
-                        self._keep(number, stream, before[stream])
-                    self._left[stream] = after[stream]
+                    expected = self._states_after[stream]
+                    if expected is None or not same(expected, before[stream]):
+                        self._record(number, stream, before[stream])
+                    self._states_after[stream] = after[stream]
 
     def as_dict(self, calls: int | None = None) -> dict[str, Any]:
         """Return what was kept, of the first `calls` where that is given, as tensors and plain values."""
-        kept = [one for one in self._kept if calls is None or one[0] < calls]
-        places = [where for _, _, where, _ in kept if where is not None]
+        records = [one for one in self._records if calls is None or one[0] < calls]
+        byte_indices = [where for _, _, where, _ in records if where is not None]
         return {
-            "full": self.full,
-            "calls": torch.tensor([one[0] for one in kept], dtype=torch.int64),
-            "streams": torch.tensor([one[1] for one in kept], dtype=torch.uint8),
-            "changed": torch.tensor([-1 if one[2] is None else len(one[2]) for one in kept], dtype=torch.int64),
-            "places": torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *places])),
-            "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(one[3] for one in kept)])),
+            "full": self.is_full,
+            "calls": torch.tensor([one[0] for one in records], dtype=torch.int64),
+            "streams": torch.tensor([one[1] for one in records], dtype=torch.uint8),
+            "changed": torch.tensor([-1 if one[2] is None else len(one[2]) for one in records], dtype=torch.int64),
+            "places": torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *byte_indices])),
+            "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(one[3] for one in records)])),
         }
 
-    def _keep(self, number: int, stream: int, state: Any) -> None:
-        if self.full:
+    def _record(self, number: int, stream: int, state: Any) -> None:
+        if self.is_full:
             return
-        row, last = _row(stream, state), self._last[stream]
+        row, last = _state_bytes(stream, state), self._last_states[stream]
         where = None if last is None else np.flatnonzero(row != last).astype(np.int32)
-        if where is None or len(where) * _SPARSE >= len(row):
+        if where is None or len(where) * _SPARSE_FACTOR >= len(row):
             where, values = None, row
         else:
             values = row[where]
         size = len(values) + (0 if where is None else where.nbytes)
         if self._bytes + size > MAX_BYTES:
-            self.full = True
+            self.is_full = True
             warnings.warn(
                 "AutoResume: a training loader draws from the process' random streams in between the training steps, "
                 f"and their states take more than {MAX_BYTES >> 20} MiB in this epoch: a run that is resumed later in "
@@ -96,48 +96,48 @@ class Draws:
             )
             return
         self._bytes += size
-        self._last[stream] = row
-        self._kept.append((number, stream, where, values))
+        self._last_states[stream] = row
+        self._records.append((number, stream, where, values))
 
 
 # -- streams one by one
 
 
-class _NumPy:
+class _NumpyStateReader:
     """Reads the state of numpy's stream; in no time where it is what it was."""
 
     def __init__(self) -> None:
         self._bits: Any = None
         self._memory: Any = None
-        self._seen = b""
+        self._last_memory = b""
         self._state: Any = None
 
     def read(self) -> Any:
         """Return what `np.random.get_state` does; the same object where nothing was drawn."""
         if self._bits is None or self._bits is not _bit_generator():
-            self._look_into()
+            self._map_memory()
         if self._memory is None:
             return np.random.get_state()
-        seen = bytes(self._memory)
+        memory_bytes = bytes(self._memory)
         # a number that is kept for the next call comes and goes without a trace there
-        if seen != self._seen or self._state[3]:
-            self._seen, self._state = seen, np.random.get_state()
+        if memory_bytes != self._last_memory or self._state[3]:
+            self._last_memory, self._state = memory_bytes, np.random.get_state()
         return self._state
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Read all of it next time, as after it was set: then a number may be kept that was not there."""
         self._bits = None
 
-    def _look_into(self) -> None:
+    def _map_memory(self) -> None:
         """Find the words and the position in memory, as they are laid out in MT19937."""
         self._bits, self._memory = _bit_generator(), None
         if not isinstance(self._bits, np.random.MT19937):
             return
         memory = (ctypes.c_char * (4 * 624 + 4)).from_address(self._bits.ctypes.state_address)
         state: Any = np.random.get_state()
-        seen = bytes(memory)
-        if seen == state[1].tobytes() + np.int32(state[2]).tobytes():
-            self._memory, self._seen, self._state = memory, seen, state
+        memory_bytes = bytes(memory)
+        if memory_bytes == state[1].tobytes() + np.int32(state[2]).tobytes():
+            self._memory, self._last_memory, self._state = memory, memory_bytes, state
 
 
 def _bit_generator() -> Any:
@@ -145,10 +145,10 @@ def _bit_generator() -> Any:
     return None if get is None else get()
 
 
-_numpy = _NumPy()
+_numpy = _NumpyStateReader()
 
 
-def _raw() -> list[Any]:
+def _global_states() -> list[Any]:
     return [random.getstate(), _numpy.read(), torch.get_rng_state()]
 
 
@@ -165,10 +165,10 @@ def _same_torch(one: Tensor, other: Tensor) -> bool:
     return one.numpy().tobytes() == other.numpy().tobytes()
 
 
-_SAME: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
+_IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
 
 
-def _row(stream: int, state: Any) -> np.ndarray[Any, Any]:
+def _state_bytes(stream: int, state: Any) -> np.ndarray[Any, Any]:
     """Return the state of a stream as a row of bytes."""
     if stream == 2:
         return np.asarray(state.numpy())
@@ -187,25 +187,25 @@ def _set_state(stream: int, row: np.ndarray[Any, Any]) -> None:
     if stream == 0:
         random.setstate((3, tuple(words.tolist()), numbers[1] if numbers[0] else None))
     else:
-        _numpy.forget()
+        _numpy.invalidate()
         np.random.set_state(("MT19937", words, int(numbers[0]), int(numbers[1]), numbers[2]))
 
 
-def _states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+def _decode_states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     """Yield what was kept: the number of a call, the stream, and its state."""
     last: list[Any] = [None, None, None]
-    places, values = saved["places"].numpy(), saved["bytes"].numpy()
-    size_of = [len(_row(stream, state)) for stream, state in enumerate(_raw())]
-    at_place = at_value = 0
+    byte_indices, values = saved["places"].numpy(), saved["bytes"].numpy()
+    size_of = [len(_state_bytes(stream, state)) for stream, state in enumerate(_global_states())]
+    index_offset = value_offset = 0
     rows = zip(saved["calls"].tolist(), saved["streams"].tolist(), saved["changed"].tolist(), strict=True)
     for number, stream, changed in rows:
         size = size_of[stream] if changed < 0 else changed
-        part = values[at_value : at_value + size]
-        at_value += size
+        part = values[value_offset : value_offset + size]
+        value_offset += size
         if changed < 0:
             last[stream] = part.copy()
         else:
             last[stream] = last[stream].copy()
-            last[stream][places[at_place : at_place + changed]] = part
-            at_place += changed
+            last[stream][byte_indices[index_offset : index_offset + changed]] = part
+            index_offset += changed
         yield number, stream, last[stream]

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_tricks.auto_resume.core.data.worker_state import WorkerData, call_at_start
+from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData, call_on_iteration_start
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
-_SECONDS_TO_SEE = 0.5  # whether a SIGTERM reached the training process, too
+_SECONDS_TO_WAIT = 0.5  # whether a SIGTERM reached the training process, too
 
 
-def pack_streams() -> Tensor:
+def pack_rng_state() -> Tensor:
     """Return the state of `random`, `numpy.random` and torch's CPU stream, a uint8 tensor (about 10,000,)."""
-    record = np.zeros(1, _layout())
-    _write_streams(record[0])
+    record = np.zeros(1, _record_dtype())
+    _write_rng_state(record[0])
     return torch.from_numpy(record.view(np.uint8))
 
 
-def unpack_streams(packed: Tensor) -> None:
-    """Put the three streams back to where `pack_streams` saw them."""
-    record = packed.contiguous().numpy().view(_layout())[0]
+def unpack_rng_state(packed: Tensor) -> None:
+    """Put the three streams back to where `pack_rng_state` saw them."""
+    record = packed.contiguous().numpy().view(_record_dtype())[0]
     words = tuple(record["python"].tolist())
     random.setstate((3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None))
     numpy_state = (record["numpy"], int(record["numpy_place"]), int(record["numpy_has_gauss"]))
@@ -38,7 +38,7 @@ def unpack_streams(packed: Tensor) -> None:
     torch.set_rng_state(torch.from_numpy(record["torch"].copy()))
 
 
-class WorkerStreams:
+class WorkerRngStates:
     """Shared memory in which each worker of a DataLoader writes its streams down after each batch.
 
     A worker is ahead of what the training step has seen by at most its prefetched batches; a ring with room for more
@@ -47,13 +47,13 @@ class WorkerStreams:
     Args:
         n_workers: Of the loader.
         prefetch: Batches that a worker is ahead at most (`prefetch_factor`).
-        room: Bytes for a note beside the streams.
+        note_bytes: Bytes for a note beside the streams.
     """
 
-    def __init__(self, n_workers: int, prefetch: int, room: int = 0) -> None:
+    def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
         self.slots = prefetch + 3
-        self.notes = torch.zeros(n_workers, self.slots, 8 + room, dtype=torch.uint8)
-        self.memory = torch.zeros(n_workers, self.slots, _layout().itemsize, dtype=torch.uint8)
+        self.notes = torch.zeros(n_workers, self.slots, 8 + note_bytes, dtype=torch.uint8)
+        self.memory = torch.zeros(n_workers, self.slots, _record_dtype().itemsize, dtype=torch.uint8)
         if n_workers:
             self.memory.share_memory_()
             self.notes.share_memory_()
@@ -62,7 +62,7 @@ class WorkerStreams:
         """Write down this process' streams after its `count`-th batch (from 1), and a note where there is room."""
         record = self._records(worker)[count % self.slots]
         record["count"] = 0
-        _write_streams(record)
+        _write_rng_state(record)
         row = self.notes[worker, count % self.slots].numpy()
         row[:8].view(np.int64)[0] = len(note)
         row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
@@ -85,10 +85,10 @@ class WorkerStreams:
         return int(self._records(worker)["count"].max())
 
     def _records(self, worker: int) -> Any:
-        return self.memory[worker].numpy().reshape(-1).view(_layout())
+        return self.memory[worker].numpy().reshape(-1).view(_record_dtype())
 
 
-def _end_with_parent() -> None:
+def _exit_if_parent_died() -> None:
     """End a worker whose training process was killed while it started: it would wait for batches to make for ever.
 
     The watchdog of torch's workers takes whoever is their parent when it starts for the training process.
@@ -102,7 +102,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-class WorkerStart:
+class WorkerInit:
     """A `worker_init_fn`: the given one first, then the streams that the worker goes on with.
 
     A signal that reaches the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is for the training
@@ -110,47 +110,47 @@ class WorkerStart:
     process did not get, or that comes when it leaves, came from there and ends the worker; so does a second one.
 
     Args:
-        given: The loader's own function.
-        states: Of `pack_streams`, for each worker; None leaves its fresh streams.
+        wrapped: The loader's own function.
+        states: Of `pack_rng_state`, for each worker; None leaves its fresh streams.
         signals: To pass over.
-        stopping: A shared byte: one of `signals.GOING_ON`, `STOPPING` and `LEAVING`.
+        stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
         recording: That writes down what the worker makes.
-        data: What the copies of the data keep, for each worker, see `WorkerData`; None leaves it as it is.
+        data: What the copies of the data keep, for each worker, see `TrackedWorkerData`; None leaves it as it is.
     """
 
     def __init__(
         self,
-        given: Callable[[int], None] | None,
+        wrapped: Callable[[int], None] | None,
         states: Sequence[Tensor | None] = (),
         signals: Sequence[int] = (),
         stopping: Any = None,
         recording: RecordingCollate | None = None,
         data: Sequence[Any] = (),
     ) -> None:
-        self.given, self.states, self.signals, self.stopping = given, list(states), list(signals), stopping
+        self.wrapped, self.states, self.signals, self.stopping = wrapped, list(states), list(signals), stopping
         self.recording, self.data = recording, list(data)
 
     def __call__(self, worker: int) -> None:
         """Start a worker, in its process."""
-        _end_with_parent()
-        if self.given is not None:
-            self.given(worker)
+        _exit_if_parent_died()
+        if self.wrapped is not None:
+            self.wrapped(worker)
         for number in self.signals:
-            signal.signal(number, self._wait_and_see if number == signal.SIGTERM else signal.SIG_IGN)
+            signal.signal(number, self._on_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
         if self.recording is not None:
-            self.recording.begin(self.data[worker] if worker < len(self.data) else None)
+            self.recording.start_worker(self.data[worker] if worker < len(self.data) else None)
         state = self.states[worker] if worker < len(self.states) else None
         if state is not None:
-            unpack_streams(state)
+            unpack_rng_state(state)
 
-    def _wait_and_see(self, number: int, frame: object) -> None:
+    def _on_sigterm(self, number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.stopping is None or self.stopping.value == LEAVING:
             os.kill(os.getpid(), signal.SIGTERM)
-        signal.signal(signal.SIGALRM, self._decide)
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_SEE)
+        signal.signal(signal.SIGALRM, self._exit_unless_stopping)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
 
-    def _decide(self, number: int, frame: object) -> None:
+    def _exit_unless_stopping(self, number: int, frame: object) -> None:
         if self.stopping.value != STOPPING:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -159,48 +159,51 @@ class RecordingCollate:
     """A `collate_fn` that, in a worker, writes down the streams and what the data keep, when a batch is made.
 
     Args:
-        given: The loader's own function.
-        streams: To write to after each batch.
-        starts: To write to whenever the worker's iterable dataset is asked for an iterator.
+        wrapped: The loader's own function.
+        rng_states: To write to after each batch.
+        iteration_starts: To write to whenever the worker's iterable dataset is asked for an iterator.
     """
 
     def __init__(
-        self, given: Callable[[Any], Any], streams: WorkerStreams, starts: WorkerStreams | None = None
+        self,
+        wrapped: Callable[[Any], Any],
+        rng_states: WorkerRngStates,
+        iteration_starts: WorkerRngStates | None = None,
     ) -> None:
-        self.given, self.streams, self.starts = given, streams, starts
+        self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
         self.count = self.started = 0
-        self.data: WorkerData | None = None  # in the worker
+        self.data: TrackedWorkerData | None = None  # in the worker
 
-    def begin(self, changes: Any) -> None:
+    def start_worker(self, changes: Any) -> None:
         """Follow the data in the worker, from where another one left them."""
-        self.data = WorkerData(self.given)
+        self.data = TrackedWorkerData(self.wrapped)
         if changes is not None:
-            self.data.put_back(changes)
+            self.data.restore_changes(changes)
         info = get_worker_info()
-        if self.starts is not None and info is not None:
-            call_at_start(info.dataset, self._start)
+        if self.iteration_starts is not None and info is not None:
+            call_on_iteration_start(info.dataset, self._record_iteration_start)
 
-    def _start(self) -> None:
+    def _record_iteration_start(self) -> None:
         info = get_worker_info()
-        if self.starts is not None and info is not None:
+        if self.iteration_starts is not None and info is not None:
             self.started += 1
-            self.starts.write(info.id, self.started, self._note())
+            self.iteration_starts.write(info.id, self.started, self._note())
 
     def _note(self) -> bytes:
         return b"" if self.data is None else self.data.note()
 
     def __call__(self, samples: Any) -> Any:
         """Make a batch."""
-        batch = self.given(samples)
+        batch = self.wrapped(samples)
         worker = get_worker_info()
         if worker is not None:
             self.count += 1
-            self.streams.write(worker.id, self.count, self._note() if self.starts is None else b"")
+            self.rng_states.write(worker.id, self.count, self._note() if self.iteration_starts is None else b"")
         return batch
 
 
 @cache
-def _layout() -> np.dtype[Any]:
+def _record_dtype() -> np.dtype[Any]:
     size = torch.get_rng_state().numel()
     return np.dtype(
         [
@@ -217,7 +220,7 @@ def _layout() -> np.dtype[Any]:
     )
 
 
-def _write_streams(record: Any) -> None:
+def _write_rng_state(record: Any) -> None:
     _, words, gauss = random.getstate()
     record["python"] = words
     record["python_has_gauss"], record["python_gauss"] = gauss is not None, gauss or 0.0

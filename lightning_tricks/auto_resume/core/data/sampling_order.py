@@ -10,25 +10,25 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tricks.auto_resume.core.attributes.digests import Digest
-from lightning_tricks.auto_resume.core.data.random_draws import Draws
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.data.random_draws import RecordedDraws
 
 
-class Order:
+class OrderDigest:
     """A running digest of what a sampler gave: two orders are the same where their digests are.
 
     Args:
-        ahead: How many of the last digests can be asked for.
+        max_ahead: How many of the last digests can be asked for.
     """
 
-    def __init__(self, ahead: int = 0) -> None:
+    def __init__(self, max_ahead: int = 0) -> None:
         self.count = 0
-        self._digests = deque([b""], maxlen=ahead + 4)
+        self._digests = deque([b""], maxlen=max_ahead + 4)
 
     def add(self, indices: Any) -> None:
         """Add the indices of a batch."""
         self.count += 1
-        self._digests.append(blake2b(self._digests[-1] + _bytes_of(indices), digest_size=8).digest())
+        self._digests.append(blake2b(self._digests[-1] + _encode_indices(indices), digest_size=8).digest())
 
     def digest(self, count: int) -> str:
         """Return the digest of the first `count` batches, or nothing where it is no longer there."""
@@ -36,7 +36,7 @@ class Order:
         return self._digests[-1 - back].hex() if 0 <= back < len(self._digests) else ""
 
 
-class WatchedSampler:
+class TrackedSamplerIterator:
     """An iterator of a sampler, whose draws and order are watched.
 
     Args:
@@ -45,12 +45,12 @@ class WatchedSampler:
         order: Of what is given.
 
     Attributes:
-        ended: Whether it was asked for more than it had.
+        exhausted: Whether it was asked for more than it had.
     """
 
-    def __init__(self, iterator: Iterator[Any], draws: Draws | None, order: Order) -> None:
+    def __init__(self, iterator: Iterator[Any], draws: RecordedDraws | None, order: OrderDigest) -> None:
         self.iterator, self.draws, self.order = iterator, draws, order
-        self.ended = False
+        self.exhausted = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -59,27 +59,27 @@ class WatchedSampler:
         try:
             indices = next(self.iterator) if self.draws is None else self.draws.call(self.iterator.__next__)
         except StopIteration:
-            self.ended = True
+            self.exhausted = True
             raise
         self.order.add(indices)
         return indices
 
 
-def draws_at_first_only(sampler: Any) -> bool:
+def draws_only_once(sampler: Any) -> bool:
     """Whether a sampler is one of torch's, which draw from the process' streams for their first index only."""
     inner = getattr(sampler, "sampler", None)
     known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
-    return known and (inner is None or draws_at_first_only(inner))
+    return known and (inner is None or draws_only_once(inner))
 
 
-def digest_of(batch: Any) -> str:
+def value_digest(batch: Any) -> str:
     """Return a digest of what a batch, or another value, holds; of a large one, some of it is looked at."""
-    digest = Digest(here=False)
+    digest = ValueDigest(same_process=False)
     digest.feed(batch)
     return f"{int(digest):016x}"
 
 
-def _bytes_of(indices: Any) -> bytes:
+def _encode_indices(indices: Any) -> bytes:
     if isinstance(indices, Tensor):
         indices = indices.tolist()
     try:

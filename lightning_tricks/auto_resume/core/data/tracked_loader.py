@@ -13,12 +13,12 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.data.iterator_start import generators_of
-from lightning_tricks.auto_resume.core.data.loader_objects import Baselines, LoaderObjects
-from lightning_tricks.auto_resume.core.data.loader_position import Place, is_persistent
+from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects, ObjectBaselines
+from lightning_tricks.auto_resume.core.data.loader_position import IteratorPosition, has_persistent_workers
+from lightning_tricks.auto_resume.core.data.loader_snapshot import loader_generators
 
 
-def objection_to_following(loader: Any) -> str:
+def why_not_trackable(loader: Any) -> str:
     """Return why the place in a loader's iteration cannot be followed, or nothing."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no torch.utils.data.DataLoader"
@@ -29,14 +29,14 @@ def objection_to_following(loader: Any) -> str:
     return ""
 
 
-class FollowedLoader:
+class TrackedDataLoader:
     """A DataLoader whose iterations are followed: it makes its iterators as before, and each knows its place.
 
     Args:
-        loader: To which `objection_to_following` has none.
-        reads_ahead: Whether the training loop fetches a batch before it trains on it, as Lightning does where the
+        loader: To which `why_not_trackable` has none.
+        prefetches: Whether the training loop fetches a batch before it trains on it, as Lightning does where the
             number of batches is unknown.
-        signals: That the workers pass over, see `WorkerStart`.
+        signals: That the workers pass over, see `WorkerInit`.
         stopping: See there.
         name: Of the loader, for sentences.
         differences: Takes sentences on what a resumed iteration finds to be another than it was.
@@ -50,20 +50,20 @@ class FollowedLoader:
         self,
         loader: DataLoader[Any],
         *,
-        reads_ahead: bool = False,
+        prefetches: bool = False,
         signals: Sequence[int] = (),
         stopping: Any = None,
         name: str = "the loader",
         differences: list[str] | None = None,
-        baselines: Baselines | None = None,
+        baselines: ObjectBaselines | None = None,
     ) -> None:
         # weakly: in a circle, iterators would end late, or in a worker that was forked meanwhile
         self._loader = ref(loader)
-        self.reads_ahead, self.signals, self.stopping = reads_ahead, signals, stopping
+        self.prefetches, self.signals, self.stopping = prefetches, signals, stopping
         self.name, self.differences = name, [] if differences is None else differences
-        self.objects = LoaderObjects(loader, baselines or Baselines())
-        self._resumed: Mapping[str, Any] | None = None
-        self._spares = False
+        self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
+        self._resume_position: Mapping[str, Any] | None = None
+        self._iterator_deferred = False
         vars(loader)["_get_iterator"] = self._get_iterator
 
     @property
@@ -74,7 +74,7 @@ class FollowedLoader:
             raise ReferenceError("the loader that was followed is gone: keep a reference to it.")
         return loader
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let the loader go; iterators that exist keep working."""
         loader = self._loader()
         if loader is not None:
@@ -82,34 +82,34 @@ class FollowedLoader:
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators that the loader and its samplers draw from."""
-        return [generator.get_state() for generator in generators_of(self.loader)]
+        return [generator.get_state() for generator in loader_generators(self.loader)]
 
-    def restore_generators(self, states: Sequence[torch.Tensor]) -> None:
+    def restore_generator_states(self, states: Sequence[torch.Tensor]) -> None:
         """Put the generators back."""
-        for generator, state in zip(generators_of(self.loader), states, strict=False):
+        for generator, state in zip(loader_generators(self.loader), states, strict=False):
             generator.set_state(state)
 
-    def spare(self) -> None:
-        """Make the next iterator an empty one, which `resume` replaces."""
-        self._spares = True
+    def defer_iterator(self) -> None:
+        """Make the next iterator an empty one, which `resume_from` replaces."""
+        self._iterator_deferred = True
 
-    def resume(self, place: Mapping[str, Any] | None) -> None:
+    def resume_from(self, position: Mapping[str, Any] | None) -> None:
         """Make the next iterator one that goes on at a place; the process' streams are wherever that left them."""
-        self._resumed, self._spares = place, False
-        if is_persistent(self.loader):
+        self._resume_position, self._iterator_deferred = position, False
+        if has_persistent_workers(self.loader):
             self.loader._iterator = None
 
-    def differs(self, what: str) -> None:
+    def report_difference(self, what: str) -> None:
         """Note in what the loader differs from the stopped run's."""
         self.differences.append(f"{self.name} {what}.")
 
     def _get_iterator(self) -> Any:
-        place, self._resumed = self._resumed, None
-        if self._spares:
+        position, self._resume_position = self._resume_position, None
+        if self._iterator_deferred:
             return iter(())
-        if place is None:
-            return Place.of_new_iterator(self)
-        if place["at_end"] and not is_persistent(self.loader):
-            self.objects.put_back(place.get("objects", {}))
+        if position is None:
+            return IteratorPosition.new_iterator(self)
+        if position["at_end"] and not has_persistent_workers(self.loader):
+            self.objects.restore_changes(position.get("objects", {}))
             return iter(())  # spares the workers: the next epoch asks for an iterator of its own
-        return Place.of_resumed_iterator(self, place)
+        return IteratorPosition.resumed_iterator(self, position)

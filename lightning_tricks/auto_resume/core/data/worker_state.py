@@ -12,16 +12,16 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 
-from lightning_tricks.auto_resume.core.attributes.tracking import Attributes, Changes, put_back
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, restore_changes
 
-ROOM = 64 * 1024  # bytes of a note
-_MOST_ENTRIES = 1000
-_MOST_SECONDS = 0.02  # that a note takes of the worker's time
-_TRIALS = 8
-_TOO_LARGE = f"more than {ROOM >> 10} KiB"
+NOTE_BYTES = 64 * 1024  # bytes of a note
+_MAX_ENTRIES = 1000
+_MAX_SECONDS_PER_NOTE = 0.02  # that a note takes of the worker's time
+_MIN_TIMED_NOTES = 8
+_TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
 
 
-class WorkerData:
+class TrackedWorkerData:
     """Follows what a worker's copy of the data, and its collate function, keep; made in the worker.
 
     What would not fit into a note is left out of it from the start, so that a note is made in some hundred
@@ -34,52 +34,52 @@ class WorkerData:
     def __init__(self, collate: Any) -> None:
         info = get_worker_info()
         self._roots = {"dataset": info and info.dataset, "collate_fn": collate}
-        self._left_out: dict[int, set[str]] = {}
-        self._lost: dict[str, str] = {}
-        self._begun = False
+        self._large_names: dict[int, set[str]] = {}
+        self._unsaved: dict[str, str] = {}
+        self._is_initialized = False
         self._notes, self._seconds = 0, 0.0
-        self._attributes: Attributes | None = Attributes(self._roots, skipped=self._skipped)
-        self._begun = True
+        self._attributes: AttributeTracker | None = AttributeTracker(self._roots, skipped=self._skipped_names)
+        self._is_initialized = True
 
-    def put_back(self, changes: Mapping[str, Any]) -> None:
+    def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Take up what another worker kept."""
-        put_back(self._roots, changes, skipped=self._skipped)
+        restore_changes(self._roots, changes, skipped=self._skipped_names)
 
     def note(self) -> bytes:
         """Return what changed since the start of the worker, for `read_note`; nothing where nothing did."""
         if self._attributes is None:
-            return _pickled({"values": {}, "lost": self._lost})
-        begun = time.thread_time()
+            return _pickle_note({"values": {}, "lost": self._unsaved})
+        start = time.thread_time()
         found = self._attributes.changes()
-        names = set[str]().union(*self._left_out.values())
-        values = {path: one for path, one in found["values"].items() if not (_is_gone(one) and one["name"] in names)}
-        note = _pickled({"values": values, "lost": {**found["lost"], **self._lost}})
-        if len(note) > ROOM:
-            largest = max(values, key=lambda path: len(_pickled(values[path])))
-            note = _pickled({"values": {}, "lost": {largest: _TOO_LARGE}})
-        self._notes, self._seconds = self._notes + 1, self._seconds + time.thread_time() - begun
-        if self._notes >= _TRIALS and self._seconds > _MOST_SECONDS * self._notes:
-            self._attributes, self._lost = None, {"dataset": "too much to look at after each batch"}
+        names = set[str]().union(*self._large_names.values())
+        values = {path: one for path, one in found["values"].items() if not (_is_deleted(one) and one["name"] in names)}
+        note = _pickle_note({"values": values, "lost": {**found["lost"], **self._unsaved}})
+        if len(note) > NOTE_BYTES:
+            largest = max(values, key=lambda path: len(_pickle_note(values[path])))
+            note = _pickle_note({"values": {}, "lost": {largest: _TOO_LARGE}})
+        self._notes, self._seconds = self._notes + 1, self._seconds + time.thread_time() - start
+        if self._notes >= _MIN_TIMED_NOTES and self._seconds > _MAX_SECONDS_PER_NOTE * self._notes:
+            self._attributes, self._unsaved = None, {"dataset": "too much to look at after each batch"}
         return note
 
-    def _skipped(self, owner: Any) -> set[str]:
+    def _skipped_names(self, owner: Any) -> set[str]:
         """Return the names of attributes that are too large; once there, they stay left out."""
-        names = self._left_out.setdefault(id(owner), {"state_dict"})
+        names = self._large_names.setdefault(id(owner), {"state_dict"})
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if name not in names and _is_large(value):
                 names.add(name)
-                if self._begun:
-                    self._lost[f"dataset.{name}"] = _TOO_LARGE
+                if self._is_initialized:
+                    self._unsaved[f"dataset.{name}"] = _TOO_LARGE
         return names
 
 
-def read_note(note: bytes) -> Changes | None:
+def read_note(note: bytes) -> AttributeChanges | None:
     """Return what a worker of this process noted."""
-    found: Changes | None = pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
+    found: AttributeChanges | None = pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
     return found
 
 
-def call_at_start(dataset: Any, call: Callable[[], object]) -> None:
+def call_on_iteration_start(dataset: Any, call: Callable[[], object]) -> None:
     """Call something in a worker whenever it is about to ask its iterable dataset for an iterator."""
 
     class Fetcher(fetch._IterableDatasetFetcher):
@@ -91,25 +91,25 @@ def call_at_start(dataset: Any, call: Callable[[], object]) -> None:
     fetch._IterableDatasetFetcher = Fetcher  # type: ignore[misc, assignment]  # in the worker's process alone
 
 
-def _pickled(found: Mapping[str, Any]) -> bytes:
+def _pickle_note(found: Mapping[str, Any]) -> bytes:
     return pickle.dumps(found, pickle.HIGHEST_PROTOCOL) if "values" not in found or any(found.values()) else b""
 
 
-def _is_gone(change: Mapping[str, Any]) -> bool:
+def _is_deleted(change: Mapping[str, Any]) -> bool:
     value = change["value"]
     return isinstance(value, dict) and value.get("kind") == "deleted"
 
 
 def _is_large(value: Any) -> bool:
     if isinstance(value, list | tuple | dict | set | frozenset):
-        if len(value) > _MOST_ENTRIES:
+        if len(value) > _MAX_ENTRIES:
             return True
         parts = value.values() if isinstance(value, dict) else value
-        return sum(_size(part) for part in parts) > ROOM
-    return _size(value) > ROOM
+        return sum(_num_bytes(part) for part in parts) > NOTE_BYTES
+    return _num_bytes(value) > NOTE_BYTES
 
 
-def _size(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, np.ndarray):

@@ -10,33 +10,36 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
 
 
-def tickets_of(callback: ModelPruning) -> dict[str, Any]:
+def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
     """Return the tickets by their places; None for one that shares the memory of its parameter.
 
     A reset binds the parameter to the memory of its ticket, which from then on is trained as well.
     """
-    pairs = _pairs(callback)
-    return {place: None if one.data_ptr() == own.data_ptr() else one.detach() for place, (one, own) in pairs}
+    pairs = _tickets_with_parameters(callback)
+    return {
+        name: None if ticket.data_ptr() == parameter.data_ptr() else ticket.detach()
+        for name, (ticket, parameter) in pairs
+    }
 
 
-def restore_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
+def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
     """Put tickets back, after the parameters."""
-    for place, (ticket, parameter) in _pairs(callback):
-        if place not in saved:
+    for name, (ticket, parameter) in _tickets_with_parameters(callback):
+        if name not in saved:
             continue
-        if saved[place] is None:
+        if saved[name] is None:
             ticket.data = parameter.data
         else:
             with torch.no_grad():
-                ticket.copy_(saved[place])
+                ticket.copy_(saved[name])
 
 
-def _pairs(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     layers: Mapping[int, Any] = getattr(callback, "_original_layers", None) or {}
     for layer in layers.values():
         for number, name in layer["names"]:
             module = callback._parameters_to_prune[number][0]
-            own = getattr(module, f"{name}_orig", getattr(module, name))
+            parameter = getattr(module, f"{name}_orig", getattr(module, name))
             ticket = getattr(layer["data"], name)
-            if isinstance(own, Tensor) and isinstance(ticket, Tensor):
-                yield f"{number}.{name}", (ticket, own)
+            if isinstance(parameter, Tensor) and isinstance(ticket, Tensor):
+                yield f"{number}.{name}", (ticket, parameter)

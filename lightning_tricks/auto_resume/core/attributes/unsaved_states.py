@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_tricks.auto_resume.core.attributes.plain_values import MISSING, CannotRestoreError, is_a
+from lightning_tricks.auto_resume.core.attributes.plain_values import MISSING, CannotRestoreError, is_subclass
 
 
-class HeldModule:
+class UnsavedModuleState:
     """The parameters and buffers of a module that nobody else saves.
 
     Args:
@@ -51,13 +51,13 @@ class HeldModule:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors themselves."""
         tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        return {name: one for name, one in tensors.items() if self._is_ours(one)}
+        return {name: one for name, one in tensors.items() if self._is_unsaved(one)}
 
-    def _is_ours(self, tensor: Tensor) -> bool:
+    def _is_unsaved(self, tensor: Tensor) -> bool:
         return id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
 
 
-class HeldOptimizer:
+class InPlaceOptimizerState:
     """An optimizer whose state others may share: it is filled, not bound anew.
 
     Args:
@@ -84,39 +84,39 @@ class HeldOptimizer:
         optimizer.param_groups, optimizer.state = groups, kept
 
 
-def extras_of(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
+def optimizer_extras(optimizers: Sequence[Any]) -> dict[str, SimpleNamespace]:
     """Return what optimizers of other makers keep beside their states, such as slow weights or an inner optimizer."""
-    return {f"optimizers.{number}": SimpleNamespace(**_extras(one)) for number, one in enumerate(optimizers)}
+    return {f"optimizers.{number}": SimpleNamespace(**_own_extras(one)) for number, one in enumerate(optimizers)}
 
 
-def give_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
-    """Give optimizers the attributes of `extras_of` again, of which some were set since."""
+def restore_optimizer_extras(optimizers: Sequence[Any], extras: Mapping[str, SimpleNamespace]) -> None:
+    """Give optimizers the attributes of `optimizer_extras` again, of which some were set since."""
     for number, optimizer in enumerate(optimizers):
         vars(optimizer).update(vars(extras[f"optimizers.{number}"]))
 
 
-def _extras(optimizer: Any) -> dict[str, Any]:
-    known = _attributes_of_torch()
+def _own_extras(optimizer: Any) -> dict[str, Any]:
+    known = _torch_attributes()
     return {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
 
 
 @cache
-def _attributes_of_torch() -> frozenset[str]:
+def _torch_attributes() -> frozenset[str]:
     """Return the names of what every optimizer of torch has."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"_opt_called", "_step_count"}
 
 
-def is_held(kind: type) -> bool:
+def has_own_state_dict(kind: type) -> bool:
     """Whether a type's objects are followed by their states alone."""
-    return is_a(kind, Optimizer, LRScheduler)
+    return is_subclass(kind, Optimizer, LRScheduler)
 
 
-def as_held(value: Any) -> Any:
+def as_stateful(value: Any) -> Any:
     """Return what gives and takes the state of an optimizer or a scheduler."""
-    return HeldOptimizer(value) if is_a(type(value), Optimizer) else value
+    return InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
 
 
-def state_of(stateful: Any) -> Any:
+def get_state(stateful: Any) -> Any:
     """Return the state of an object, or that it has none."""
     try:
         return stateful.state_dict()
