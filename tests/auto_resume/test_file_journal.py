@@ -119,7 +119,7 @@ def test_the_first_copy_of_an_instance_is_whole(tmp_path):
 
 def test_the_newest_event_file_of_none(tmp_path):
     assert newest_event_second(tmp_path) == 0
-    (tmp_path / "events.out.tfevents.1700000000.host.1.0").before_change()
+    (tmp_path / "events.out.tfevents.1700000000.host.1.0").touch()
     assert newest_event_second(tmp_path) == 1_700_000_000
 
 

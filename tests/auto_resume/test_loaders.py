@@ -288,7 +288,7 @@ def test_workers_go_on_with_their_streams(persistent, at):
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
 
-@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
 def test_a_stream_that_draws_while_it_is_read(prefetches, eager, at):
