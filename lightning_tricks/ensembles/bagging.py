@@ -8,11 +8,11 @@ from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 
 
-class BootstrappedMembers(Ensemble):
+class _Bootstrapped(Ensemble):
     bootstrap = True
 
     @property
-    def per_member_batches(self) -> bool:  # type: ignore[override]
+    def own_orders(self) -> bool:  # type: ignore[override]
         """Whether members see the samples in orders of their own: always."""
         if self.hparams.get("shared_order"):
             raise MisconfigurationException(
@@ -28,7 +28,7 @@ class BootstrappedMembers(Ensemble):
         )
 
 
-class BaggingClassifier(BootstrappedMembers, VotingClassifier):
+class BaggingClassifier(_Bootstrapped, VotingClassifier):
     """Train classifiers on bootstrap samples, drawn once for each member, and average their probabilities.
 
     Members differ more than those of `VotingClassifier` and each one is worse, as it sees 63 % of the samples: with
@@ -55,7 +55,7 @@ class BaggingClassifier(BootstrappedMembers, VotingClassifier):
     """
 
 
-class BaggingRegressor(BootstrappedMembers, VotingRegressor):
+class BaggingRegressor(_Bootstrapped, VotingRegressor):
     """Train regressors on bootstrap samples, drawn once for each member, and average their predictions.
 
     Args:

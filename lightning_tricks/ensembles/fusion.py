@@ -9,15 +9,15 @@ from lightning_tricks.ensembles.core.combination import weighted_mean
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 
-class FusedMembers(Ensemble):
-    uses_member_steps = False
+class _Fused(Ensemble):
+    takes_steps = False
 
-    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
-        return self.prediction_loss(outputs, targets[0])
+        return self.loss_of_prediction(outputs, targets[0])
 
 
-class FusionClassifier(FusedMembers, ClassifierEnsemble):
+class FusionClassifier(_Fused, ClassifierEnsemble):
     """Train classifiers together: the loss is that of their mean logits, and so is the prediction.
 
     Args:
@@ -48,7 +48,7 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
         return weighted_mean(outputs, self._weights(outputs))
 
 
-class FusionRegressor(FusedMembers, RegressorEnsemble):
+class FusionRegressor(_Fused, RegressorEnsemble):
     """Train regressors together: the loss is that of their mean, and so is the prediction.
 
     Args:

@@ -33,13 +33,13 @@ class FactorLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self.factor = factor
         super().__init__(optimizer)
-        self._register_step_hook()
+        self._watch()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._register_step_hook()  # hooks are not copied with an optimizer
+        self._watch()  # hooks are not copied with an optimizer
 
-    def _register_step_hook(self) -> None:
+    def _watch(self) -> None:
         this = ref(self)  # no circle of scheduler and hook
 
         def adopt(*_: Any) -> None:
