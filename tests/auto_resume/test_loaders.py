@@ -318,7 +318,7 @@ def test_objects_that_keep_generators_and_counters(kind, at):
         if kind == "stream":
             return {"data": OwnStream(21), "batch_size": 3}
         if kind == "ahead":
-            return {"data": OwnStream(21), "batch_size": 3, "reads_ahead": True}
+            return {"data": OwnStream(21), "batch_size": 3, "prefetches": True}
         if kind == "batches":
             return {"data": Own(21), "batch_sampler": BatchSampler(OwnSampler(21), 3, drop_last=False)}
         if kind == "collate":
@@ -340,7 +340,7 @@ def test_copies_of_the_data_in_workers(kind, at, persistent):
     def made():
         workers = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
         if kind in ("stream", "ahead"):
-            return {"data": OwnStream(21), "reads_ahead": kind == "ahead", **workers}
+            return {"data": OwnStream(21), "prefetches": kind == "ahead", **workers}
         if kind == "collate":
             return {"data": Noisy(21), "collate_fn": OwnCollate(), **workers}
         return {"data": Own(21), "shuffle": True, **workers}
