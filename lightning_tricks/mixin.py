@@ -20,14 +20,14 @@ from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ReadWeights
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import SafeStateDict
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
-    make_module,
-    read_for_module,
+    build_module,
+    read_module_checkpoint,
 )
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.tricks import Tricks, arguments_of
-from lightning_tricks.untrusted_tricks import TEXTS_OF_CALLER, texts_of_tricks, without_paths_of_checkpoint
+from lightning_tricks.untrusted_tricks import STRINGS_OF_CALLER, strings_of_tricks, without_paths_of_checkpoint
 
 if TYPE_CHECKING:
     _Base = LightningModule
@@ -117,19 +117,19 @@ class TricksMixin(_Base):
             CheckpointError: If the file is unsafe, is not a checkpoint, or does not fit the module.
         """
         with isolated_seeding():
-            checkpoint, beside = read_for_module(checkpoint_path, map_location, hparams_file)
-            token = TEXTS_OF_CALLER.set(texts_of_tricks(kwargs))
+            checkpoint, hparams = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
+            token = STRINGS_OF_CALLER.set(strings_of_tricks(kwargs))
             try:
-                return make_module(cls, checkpoint, beside, strict, kwargs)
+                return build_module(cls, checkpoint, hparams, strict, kwargs)
             finally:
-                TEXTS_OF_CALLER.reset(token)
+                STRINGS_OF_CALLER.reset(token)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as torch does; in `load_from_checkpoint`, map the names of its weights first."""
-        if not isinstance(state_dict, ReadWeights):
+        if not isinstance(state_dict, SafeStateDict):
             return super().load_state_dict(state_dict, *args, **kwargs)
         remapping = CheckpointRemapping(**arguments_of(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
-        options = remapping.options()
+        options = remapping.load_options()
         if not (args[0] if args else kwargs.get("strict", True)):
             options |= {"allow_missing": "*", "allow_unexpected": "*"}
         self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)

@@ -12,23 +12,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.patterns import check_repeats
-from lightning_tricks.checkpoint_remapping.hyperparameters import values_in
+from lightning_tricks.checkpoint_remapping.hyperparameters import nested_values
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
-    TEXTS_OF_FILE,
-    texts_in,
+    STRINGS_OF_FILE,
+    strings_in,
 )
 from lightning_tricks.tricks import Tricks, arguments_of
 
 # The strings in the tricks that the caller of `load_from_checkpoint` gives
-TEXTS_OF_CALLER: ContextVar[frozenset[str]] = ContextVar("strings of the caller's tricks", default=frozenset())
+STRINGS_OF_CALLER: ContextVar[frozenset[str]] = ContextVar("strings of the caller's tricks", default=frozenset())
 
 
-def texts_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
+def strings_of_tricks(given: Mapping[str, Any]) -> frozenset[str]:
     """Return the strings in the tricks among the caller's arguments, at any depth."""
     names = {trick.name for trick in fields(Tricks)}
-    found = [part for part in values_in(given) if isinstance(part, Tricks)]
-    tables = [part for part in values_in(given) if isinstance(part, Mapping)]
-    return texts_in([*found, *(table[name] for table in tables for name in table.keys() & names)])
+    found = [part for part in nested_values(given) if isinstance(part, Tricks)]
+    tables = [part for part in nested_values(given) if isinstance(part, Mapping)]
+    return strings_in([*found, *(table[name] for table in tables for name in table.keys() & names)])
 
 
 def without_paths_of_checkpoint(tricks: Tricks) -> Tricks:
@@ -37,8 +37,8 @@ def without_paths_of_checkpoint(tricks: Tricks) -> Tricks:
     Raises:
         ValueError: If the checkpoint holds a regular expression that could take very long to match.
     """
-    texts = TEXTS_OF_FILE.get() - TEXTS_OF_CALLER.get()
-    for text in texts_in(tricks) & texts:
+    texts = STRINGS_OF_FILE.get() - STRINGS_OF_CALLER.get()
+    for text in strings_in(tricks) & texts:
         if text.startswith("re:"):
             check_repeats(text[3:])
     changed: dict[str, Any] = {}

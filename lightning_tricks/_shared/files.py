@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-PARTIAL = ".partial"  # ends the names of files that are being written: .{name}.{16 hexadecimal digits}.partial
+PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written: .{name}.{16 hexadecimal digits}.partial
 _LONGEST_NAME = 200  # bytes of the name that a partial file takes over; file systems allow 255 in all
 
 
@@ -47,7 +47,7 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Give a file beside `path` to write, which takes its place when it is whole and on the disk.
 
     It is made anew under a name that nobody can foresee. The file has the mode of the one that it replaces, or what the
@@ -65,7 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
         mode = path.stat().st_mode  # a circle of links raises here
         _check_kind(path, mode)
     name = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
-    staged = path.with_name(f".{name}.{secrets.token_hex(8)}{PARTIAL}")
+    staged = path.with_name(f".{name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     handle = os.open(staged, flags, 0o666)
     try:

@@ -13,14 +13,16 @@ _LARGEST = 1 << 20  # bytes
 _TUPLE = "tag:yaml.org,2002:python/tuple"
 
 
-def read_yaml(path: str | os.PathLike[str], *, deepest: int, longest_word: int, tuples: bool = False) -> Any:
+def read_yaml(
+    path: str | os.PathLike[str], *, max_depth: int, max_scalar_length: int, allow_tuples: bool = False
+) -> Any:
     """Read a YAML file of at most 1 MiB, without aliases: a few lines of these can fill any memory.
 
     Args:
         path: Of the file.
-        deepest: How many lists and dicts may lie in each other.
-        longest_word: How many characters a scalar may have.
-        tuples: Whether tuples as Lightning writes them (`!!python/tuple`) are read; no other tag of Python is.
+        max_depth: How many lists and dicts may lie in each other.
+        max_scalar_length: How many characters a scalar may have.
+        allow_tuples: Whether `!!python/tuple`, which Lightning writes, is read; no other tag of Python is.
 
     Raises:
         OSError: If it is not there or is no file.
@@ -35,9 +37,9 @@ def read_yaml(path: str | os.PathLike[str], *, deepest: int, longest_word: int, 
         raise ValueError(f"it has more than {_LARGEST:,} bytes.")
     text = data.decode("utf-8-sig")
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    _check(yaml.parse(text, safe), Budget(len(data)), deepest, longest_word)
+    _check(yaml.parse(text, safe), Budget(len(data)), max_depth, max_scalar_length)
     loader: Any = type("PlainLoader", (safe,), {})
-    if tuples:
+    if allow_tuples:
         yaml.add_constructor(_TUPLE, _make_tuple, loader)
     return yaml.load(text, loader)  # noqa: S506  # a safe one
 
@@ -46,15 +48,15 @@ def _make_tuple(loader: Any, node: Any) -> tuple[Any, ...]:
     return tuple(loader.construct_sequence(node, deep=True))
 
 
-def _check(events: Iterable[Any], budget: Budget, deepest: int, longest_word: int) -> None:
+def _check(events: Iterable[Any], budget: Budget, max_depth: int, max_scalar_length: int) -> None:
     depth = -2  # the stream and the document
     for event in events:
         budget.spend(512)
         kind = type(event).__name__
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if depth > deepest:
+        if depth > max_depth:
             raise ValueError("its lists lie too deep in each other.")
         if kind == "AliasEvent":
             raise ValueError("it has aliases (`*name`): write what they stand for, and a '*' in quotes.")
-        if kind == "ScalarEvent" and len(event.value) > longest_word:
+        if kind == "ScalarEvent" and len(event.value) > max_scalar_length:
             raise ValueError(f"it has a word of {len(event.value):,} characters.")

@@ -6,8 +6,8 @@ import json
 import time
 from typing import Any
 
-_COPIED = 1 << 28  # bytes per second, at least
-_LOOK = 1 << 16  # charged bytes between two looks at the clock
+_COPY_RATE = 1 << 28  # bytes per second, at least
+_CHECK_INTERVAL = 1 << 16  # charged bytes between two looks at the clock
 
 
 class OverBudgetError(ValueError):
@@ -34,20 +34,20 @@ class Budget:
         self._limit = self.left = 0
         self._end = time.thread_time() + seconds
         self._seconds = seconds
-        self._next_look = 0
+        self._next_check = 0
         self.add(size, 40 << 20)
 
     def add(self, size: int, base: int = 0) -> None:
         """Allow for one more file of so many bytes."""
         self._limit += base + 12 * size
-        self._end += size / _COPIED
+        self._end += size / _COPY_RATE
         self.left += base + 12 * size
-        self._next_look = self.left
+        self._next_check = self.left
 
-    def give_back(self, left: int) -> None:
+    def refund(self, left: int) -> None:
         """Take the charges back since so much was left, of what was dropped; its time stays charged."""
         self.left = left
-        self._next_look = left
+        self._next_check = left
 
     def spend(self, size: int) -> None:
         """Charge bytes.
@@ -56,15 +56,15 @@ class Budget:
             OverBudgetError: If there is no more of them, or of time.
         """
         self.left -= size
-        if self.left <= self._next_look:
-            self._look()
+        if self.left <= self._next_check:
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self.left < 0:
             raise OverBudgetError(f"it asks for more than {self._limit:,} bytes of memory")
         if time.thread_time() > self._end:
             raise OverBudgetError(f"it asks for more than {self._seconds:g} s of computation")
-        self._next_look = max(self.left - _LOOK, 0)
+        self._next_check = max(self.left - _CHECK_INTERVAL, 0)
 
 
 def parse_json(data: str | bytes, budget: Budget) -> Any:

@@ -9,9 +9,9 @@ torchvision, timm and Hugging Face by itself, or refuses where two would do; and
 everything, was loaded. Tensors are mapped from the file: a model and its weights take the memory of the model alone.
 
 Caveats: layers that are matched by structure are those of one architecture; what the forward pass does between them,
-such as another epsilon, is not in the weights (`verify` compares outputs). Tensors of `assign=True`, and those of a
-model on the meta device, stay mapped from the file: write a new file beside it, never into it. A resumed fit restores
-plain values alone.
+such as another epsilon, is not in the weights (`max_output_difference` compares outputs). Tensors of `assign=True`, and
+those of a model on the meta device, stay mapped from the file: write a new file beside it, never into it. A resumed
+fit restores plain values alone.
 
 Sources: the formats of torch.save and safetensors; PEP 307 and Python's `pickletools`.
 """
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.core.head_replacement import replace_head as replace_head
     from lightning_tricks.checkpoint_remapping.core.loading import LoadReport as LoadReport
     from lightning_tricks.checkpoint_remapping.core.loading import load_weights as load_weights
-    from lightning_tricks.checkpoint_remapping.core.loading import verify as verify
+    from lightning_tricks.checkpoint_remapping.core.loading import max_output_difference as max_output_difference
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment as Alignment
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import align as align
-    from lightning_tricks.checkpoint_remapping.core.rules import Rule as Rule
+    from lightning_tricks.checkpoint_remapping.core.rules import RemapRule as RemapRule
     from lightning_tricks.checkpoint_remapping.core.rules import read_rules as read_rules
     from lightning_tricks.checkpoint_remapping.core.rules import remap_keys as remap_keys
 
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
         "NotACheckpointError",
         "NothingLoadedError",
         "Placeholder",
-        "Rule",
+        "RemapRule",
         "UnsafeCheckpointError",
         "align",
         "load_weights",
+        "max_output_difference",
         "read_checkpoint",
         "read_rules",
         "remap_keys",
         "replace_head",
         "save_weights",
-        "verify",
     ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
@@ -78,10 +78,10 @@ else:  # or a type checker would take any name for one of the package
                 "NothingLoadedError",
                 "UnsafeCheckpointError",
             ),
-            "core.loading": ("LoadReport", "load_weights", "verify"),
+            "core.loading": ("LoadReport", "load_weights", "max_output_difference"),
             "core.head_replacement": ("replace_head",),
             "core.files.reading": ("Checkpoint", "read_checkpoint"),
-            "core.rules": ("Rule", "read_rules", "remap_keys"),
+            "core.rules": ("RemapRule", "read_rules", "remap_keys"),
             "core.files.saving": ("save_weights",),
             "core.files.pickle_values": ("Placeholder",),
         },

@@ -21,7 +21,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
 from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import checkpoint_for
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
 
 
 class CheckpointRemapping(TrickCallback):
@@ -96,14 +96,14 @@ class CheckpointRemapping(TrickCallback):
         super().setup(trainer, pl_module, stage)
         self._restore()
         strategy = trainer.strategy
-        if isinstance(strategy, _OWN_FILES):
+        if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
             if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
                 raise MisconfigurationException(
                     f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
                     "load_weights(model, path) before the fit, or use ModelParallelStrategy."
                 )
             load = strategy.load_checkpoint
-            strategy.load_checkpoint = _refusing_foreign_files(load, type(strategy).__name__)  # type: ignore[method-assign]
+            strategy.load_checkpoint = _refuse_foreign_files(load, type(strategy).__name__)  # type: ignore[method-assign]
             self._undo = lambda: vars(strategy).pop("load_checkpoint", None)
         else:
             remapping = strategy.checkpoint_io = _RemappingIO(strategy.checkpoint_io, self, trainer)
@@ -127,14 +127,14 @@ class CheckpointRemapping(TrickCallback):
         except AttributeError as error:
             raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
         self.report = _load_on_all_ranks(
-            trainer, module, lambda: plan_loading(module, self.path or "", **self.options())
+            trainer, module, lambda: plan_loading(module, self.path or "", **self.load_options())
         )
         if self.report is not None:
             rank_zero_info(f"CheckpointRemapping: loaded {self.path}. {self.report}")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Clean the names of a checkpoint that is about to be written, also after a fit."""
-        if self.clean_on_save and not isinstance(trainer.strategy, _OWN_FILES):
+        if self.clean_on_save and not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
             checkpoint["state_dict"] = _clean(checkpoint["state_dict"])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -145,7 +145,7 @@ class CheckpointRemapping(TrickCallback):
         """Leave the Trainer as it was."""
         self._restore()
 
-    def options(self) -> dict[str, Any]:
+    def load_options(self) -> dict[str, Any]:
         """Return the arguments for `load_weights` that this callback was given."""
         names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate")
         return {name: getattr(self, name) for name in names}
@@ -159,7 +159,7 @@ class CheckpointRemapping(TrickCallback):
         return {**super().__getstate__(), "_undo": None}
 
 
-_OWN_FILES = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these do not ask a CheckpointIO
+_WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these do not ask a CheckpointIO
 
 
 class _RemappingIO(CheckpointIO):
@@ -176,8 +176,8 @@ class _RemappingIO(CheckpointIO):
         where = (lambda storage, _: storage) if map_location is None else map_location
         checkpoint = read_checkpoint(path, map_location=where)
         fit = self.trainer.state.fn == TrainerFn.FITTING
-        loaded, self.callback.report = checkpoint_for(
-            self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.options()
+        loaded, self.callback.report = as_lightning_checkpoint(
+            self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.load_options()
         )
         return loaded
 
@@ -200,7 +200,7 @@ def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {new: state_dict[old] for old, new in strip_wrappers(state_dict).items() if new is not None}
 
 
-def _refusing_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[..., Any]:
+def _refuse_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[..., Any]:
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         if os.path.isfile(checkpoint_path) and read_checkpoint(checkpoint_path).kind != "lightning":  # noqa: PTH113
             raise CheckpointError(
@@ -231,11 +231,11 @@ def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable
     names: Iterable[str] = strategy.broadcast([name for name in tensors if isinstance(own.get(name), torch.Tensor)])
     with torch.no_grad():
         for name in names:
-            _place(own[name], tensors.get(name))
+            _copy_from_rank_zero(own[name], tensors.get(name))
     return planned.report if planned else None
 
 
-def _place(own: torch.Tensor, value: torch.Tensor | None) -> None:
+def _copy_from_rank_zero(own: torch.Tensor, value: torch.Tensor | None) -> None:
     """Copy a value into a tensor, or into its shards, on all ranks; `value` is rank zero's."""
     if value is not None and not torch.distributed.is_initialized():
         own.copy_(value)

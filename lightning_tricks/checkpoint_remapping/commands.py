@@ -54,7 +54,7 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 def _show(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import brief, outlined
+    from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
     console = Console()
@@ -63,8 +63,8 @@ def _show(arguments: argparse.Namespace) -> int:
     if checkpoint.metadata:
         console.print("beside the weights:", markup=False)
         for name, value in checkpoint.metadata.items():
-            shown = name if isinstance(name, str) and name.isprintable() else brief(name)
-            console.print(f"  {shown}: {outlined(value)}", markup=False, highlight=False)
+            shown = name if isinstance(name, str) and name.isprintable() else describe_value(name)
+            console.print(f"  {shown}: {truncated_repr(value)}", markup=False, highlight=False)
     if checkpoint.placeholders:
         console.print("not constructed:", markup=False)
         for part in checkpoint.placeholders:

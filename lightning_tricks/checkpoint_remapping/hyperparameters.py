@@ -28,21 +28,21 @@ from lightning_tricks._shared.plain_yaml import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENTS, in_memory
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, clone_tensors
 
-_OF_MODULE = ("hyper_parameters", "hparams", "module_arguments")
-_DEEPEST = 50  # annotations inside of annotations, and values inside of values
-_LONGEST_WORD = 100_000  # characters of a value
+_MODULE_KEYS = ("hyper_parameters", "hparams", "module_arguments")
+_MAX_DEPTH = 50  # annotations inside of annotations, and values inside of values
+_MAX_SCALAR_LENGTH = 100_000  # characters of a value
 
 
-def class_asked_for(module: type[LightningModule], checkpoint: Checkpoint) -> type[LightningModule]:
+def class_named_in(module: type[LightningModule], checkpoint: Checkpoint) -> type[LightningModule]:
     """Return the subclass of `module` that a checkpoint of LightningCLI is of, if it is imported; else `module`.
 
     Raises:
         UnsafeCheckpointError: If the checkpoint asks for another class.
     """
     known = {f"{found.__module__}.{found.__qualname__}": found for found in _subclasses(module)}
-    for key in _OF_MODULE:
+    for key in _MODULE_KEYS:
         values = checkpoint.metadata.get(key)
         wanted = values.get("_class_path") if isinstance(values, Mapping) else None
         if wanted is None:
@@ -56,53 +56,53 @@ def class_asked_for(module: type[LightningModule], checkpoint: Checkpoint) -> ty
     return module
 
 
-def arguments_of(
-    module: type[LightningModule], checkpoint: Checkpoint, given: Mapping[str, Any], beside: Mapping[str, Any]
+def plain_arguments(
+    module: type[LightningModule], checkpoint: Checkpoint, overrides: Mapping[str, Any], hparams: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the rest of a checkpoint, with hyper-parameters that make a module without an import or a call.
 
     Args:
-        module: The class that is made, of `class_asked_for`.
+        module: The class that is made, of `class_named_in`.
         checkpoint: As read.
-        given: Arguments of the caller, who may give anything.
-        beside: Arguments of a file beside the checkpoint, which count before the checkpoint's.
+        overrides: Arguments of the caller, who may give anything.
+        hparams: Arguments of a file beside the checkpoint, which override the checkpoint's.
 
     Raises:
-        CheckpointError: If a hyper-parameter was not restored and is not given.
+        CheckpointError: If a hyper-parameter was not restored and is not overridden.
     """
-    rest = {name: in_memory(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
-    lost = dict(_placeholders(checkpoint, {*given, *beside}))
-    for key in ARGUMENTS:
+    rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
+    unrestored = dict(_placeholders(checkpoint, {*overrides, *hparams}))
+    for key in ARGUMENT_KEYS:
         values = rest.get(key)
         if isinstance(values, Placeholder):
-            if not (values.items or given):
+            if not (values.items or overrides):
                 raise CheckpointError(
                     f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
                     "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
                 )
             values = values.items
-        if key in _OF_MODULE and not isinstance(values, Mapping | None):
+        if key in _MODULE_KEYS and not isinstance(values, Mapping | None):
             raise CheckpointError(
                 f"{checkpoint.source} has a {type(values).__name__} as {key}, and no names and values."
             )
         if isinstance(values, Mapping):
-            rest[key] = {name: value for name, value in values.items() if name not in given}
-    for key in _OF_MODULE:
+            rest[key] = {name: value for name, value in values.items() if name not in overrides}
+    for key in _MODULE_KEYS:
         if rest.get(key, ()) is None:
             del rest[key]
-    if beside:
+    if hparams:
         own = rest.setdefault("hyper_parameters", {})
-        own.update({name: value for name, value in beside.items() if name not in given})
-    for key in _OF_MODULE:
+        own.update({name: value for name, value in hparams.items() if name not in overrides})
+    for key in _MODULE_KEYS:
         if not isinstance(rest.get(key), Mapping):
             continue
         of_cli = {name: rest[key].pop(name, None) for name in ("_instantiator", "_class_path")}
         if any(of_cli.values()):
-            rest[key], unbuilt = _fitted(module, rest[key])
-            lost |= unbuilt
-    if lost:
-        what = ", ".join(f"{name} (a {kind})" for name, kind in lost.items())
-        arguments = ", ".join(f"{name}=..." for name in lost)
+            rest[key], not_plain = _convert_arguments(module, rest[key])
+            unrestored |= not_plain
+    if unrestored:
+        what = ", ".join(f"{name} (a {kind})" for name, kind in unrestored.items())
+        arguments = ", ".join(f"{name}=..." for name in unrestored)
         raise CheckpointError(
             f"{checkpoint.source} has hyper-parameters that are not restored, as that would run code of the file: "
             f"{what}. Give them: load_from_checkpoint(path, {arguments})."
@@ -110,7 +110,7 @@ def arguments_of(
     return rest
 
 
-def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the file of hyper-parameters that a logger of Lightning wrote: `hparams.yaml` or `meta_tags.csv`.
 
     Raises:
@@ -122,8 +122,8 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         if Path(path).suffix == ".csv":
             with open_file(path) as stream:
                 rows = list(csv.reader(stream.read(1 << 20).decode().splitlines()))[1:]
-            return {name: _literal(value) for name, value in rows}
-        values = read_yaml(path, deepest=_DEEPEST, longest_word=_LONGEST_WORD, tuples=True)
+            return {name: _parse_literal(value) for name, value in rows}
+        values = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=_MAX_SCALAR_LENGTH, allow_tuples=True)
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"hparams_file={os.fspath(path)!r} is no file of plain hyper-parameters: {error}. Give the arguments "
@@ -134,7 +134,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     return values or {}
 
 
-def values_in(value: Any) -> Iterator[Any]:
+def nested_values(value: Any) -> Iterator[Any]:
     """Yield a value and all that its containers hold; what stands in several places comes once."""
     seen: set[int] = set()
     waiting = [value]
@@ -150,17 +150,17 @@ def values_in(value: Any) -> Iterator[Any]:
             waiting += value
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     with suppress(MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        return literal_eval(text[:_LONGEST_WORD])
+        return literal_eval(text[:_MAX_SCALAR_LENGTH])
     return text
 
 
-def _placeholders(checkpoint: Checkpoint, given: Collection[str]) -> Iterator[tuple[str, str]]:
+def _placeholders(checkpoint: Checkpoint, overrides: Collection[str]) -> Iterator[tuple[str, str]]:
     for part in checkpoint.placeholders:
         key, _, path = part.location.partition(".")
         name = path.partition(".")[0]
-        if key in ARGUMENTS and name and name not in given:
+        if key in ARGUMENT_KEYS and name and name not in overrides:
             yield name, part.name
 
 
@@ -176,20 +176,20 @@ class _NotPlainError(Exception):
     """A value that somebody would have to build."""
 
 
-def _fitted(module: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _convert_arguments(module: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arguments that are made of plain values, and name -> type of those that would have to be built."""
     parameters = inspect.signature(module).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    fitted, unbuilt = {}, {}
+    converted, not_plain = {}, {}
     for name, value in values.items():
         if not (takes_all or name in parameters):
             continue
         annotation = _annotation(module, name)
         try:
-            fitted[name] = _fit(value, annotation, _DEEPEST)
+            converted[name] = _convert(value, annotation, _MAX_DEPTH)
         except _NotPlainError:
-            unbuilt[name] = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return fitted, unbuilt
+            not_plain[name] = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return converted, not_plain
 
 
 def _annotation(owner: type, name: str) -> Any:
@@ -207,7 +207,7 @@ def _annotation(owner: type, name: str) -> Any:
     return Any
 
 
-def _fit(value: Any, annotation: Any, depth: int) -> Any:
+def _convert(value: Any, annotation: Any, depth: int) -> Any:
     """Return a plain value as an annotation wants it; of values in containers those, too.
 
     Raises:
@@ -219,57 +219,61 @@ def _fit(value: Any, annotation: Any, depth: int) -> Any:
     origin, inner = get_origin(annotation), get_args(annotation)
     _require(depth > 0)
     if origin is Annotated:
-        return _fit(value, inner[0], depth - 1)
+        return _convert(value, inner[0], depth - 1)
     if origin in (Union, UnionType):
         for one in sorted(inner, key=lambda kind: kind is str):  # which takes anything, as jsonargparse has it
             with suppress(_NotPlainError):
-                return _fit(value, one, depth - 1)
+                return _convert(value, one, depth - 1)
         raise _NotPlainError
     if origin is Literal:
         _require(value in inner)
         return value
     if origin is None:
-        return _fit_class(value, annotation, depth) if isinstance(annotation, type) else _without_objects(value)
+        return (
+            _convert_to_class(value, annotation, depth) if isinstance(annotation, type) else _require_no_objects(value)
+        )
     _require(isinstance(origin, type))
     if isinstance(value, Mapping):
         _require(issubclass(origin, Mapping))
-        fitted = {_key(name, inner[0]): _fit(part, inner[-1], depth - 1) for name, part in value.items()}
-        return OrderedDict(fitted) if origin is OrderedDict else fitted
+        converted = {_convert_key(name, inner[0]): _convert(part, inner[-1], depth - 1) for name, part in value.items()}
+        return OrderedDict(converted) if origin is OrderedDict else converted
     _require(isinstance(value, list | tuple) and issubclass(origin, Iterable) and not issubclass(origin, Mapping))
     kinds = inner if len(inner) == len(value) and Ellipsis not in inner else inner[:1] * len(value)
     made = origin if origin in (tuple, set, frozenset) else list
-    return made(_fit(part, kind, depth - 1) for part, kind in zip(value, kinds, strict=True))
+    return made(_convert(part, kind, depth - 1) for part, kind in zip(value, kinds, strict=True))
 
 
-def _key(name: Any, annotation: Any) -> Any:
+def _convert_key(name: Any, annotation: Any) -> Any:
     """Return a key of a dict, which JSON and YAML may have made a text."""
     with suppress(ValueError):
         return annotation(name) if annotation in (int, float) and isinstance(name, str) else name
     raise _NotPlainError
 
 
-def _fit_class(value: Any, kind: type, depth: int) -> Any:
+def _convert_to_class(value: Any, kind: type, depth: int) -> Any:
     if issubclass(kind, enum.Enum):
         _require(isinstance(value, str) and value in kind.__members__)
         return kind[value]
     if is_dataclass(kind):
         _require(isinstance(value, Mapping) and value.keys() <= inspect.signature(kind).parameters.keys())
-        return kind(**{name: _fit(part, _annotation(kind, name), depth - 1) for name, part in value.items()})
+        return kind(**{name: _convert(part, _annotation(kind, name), depth - 1) for name, part in value.items()})
     if is_typeddict(kind):
         _require(isinstance(value, Mapping))
-        return _without_objects(value)
+        return _require_no_objects(value)
     if issubclass(kind, PurePath) and isinstance(value, str):
         return kind(value)
     if kind in (tuple, set, frozenset) and isinstance(value, list):
-        return kind(_without_objects(value))
+        return kind(_require_no_objects(value))
     number = kind in (float, complex) and isinstance(value, int | float)
     _require(kind is Any or number or isinstance(value, kind))  # Any is a class from Python 3.11 on
-    return _without_objects(value)
+    return _require_no_objects(value)
 
 
-def _without_objects(value: Any) -> Any:
+def _require_no_objects(value: Any) -> Any:
     """Return a value that describes no object but those which `Tricks` knows."""
-    described = (part["class_path"] for part in values_in(value) if isinstance(part, Mapping) and "class_path" in part)
+    described = (
+        part["class_path"] for part in nested_values(value) if isinstance(part, Mapping) and "class_path" in part
+    )
     _require(all(str(name).startswith("lightning_tricks.") for name in described))
     return value
 

@@ -17,10 +17,10 @@ from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
 
 # What holds values that the Trainer does not restore; placeholders may stand there
-ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
+ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
 
 
-def checkpoint_for(
+def as_lightning_checkpoint(
     module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
 ) -> tuple[dict[str, Any], LoadReport]:
     """Return the dict that Lightning restores a module from, with the module's own names, and what was done.
@@ -44,7 +44,7 @@ def checkpoint_for(
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
-        rest = {name: in_memory(value) for name, value in checkpoint.metadata.items()}
+        rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items()}
         if fit:
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": weights}, plan.report
@@ -57,7 +57,7 @@ def checkpoint_for(
     return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
 
 
-class ReadWeights(dict[str, Any]):
+class SafeStateDict(dict[str, Any]):
     """The weights of a checkpoint that was read safely, told from all other state dicts by their type."""
 
     def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
@@ -69,8 +69,8 @@ class ReadWeights(dict[str, Any]):
         return replace(self.origin, state_dict=dict(self))
 
 
-class ReadCheckpoint(dict[str, Any]):
-    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `ReadWeights`."""
+class SafeCheckpoint(dict[str, Any]):
+    """A checkpoint that was read safely, for Lightning: its `state_dict` is always a `SafeStateDict`."""
 
     def __init__(self, origin: Checkpoint, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -78,12 +78,12 @@ class ReadCheckpoint(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if name == "state_dict" and not isinstance(value, ReadWeights):
-            value = self[name] = ReadWeights(self.origin, value)
+        if name == "state_dict" and not isinstance(value, SafeStateDict):
+            value = self[name] = SafeStateDict(self.origin, value)
         return value
 
 
-def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+def original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     """Put a storage on the device that it was saved from, or leave it on the CPU where there is no such device."""
     try:
         there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
@@ -93,7 +93,7 @@ def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
 
 
 def _refuse_placeholders(checkpoint: Checkpoint) -> None:
-    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in ARGUMENTS]
+    inert = [part for part in checkpoint.placeholders if part.location.partition(".")[0] not in ARGUMENT_KEYS]
     if inert:
         raise CheckpointError(
             f"{checkpoint.source} cannot be resumed: {inert[0].location} is a {inert[0].name}, which is not restored, "
@@ -101,12 +101,12 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
         )
 
 
-def in_memory(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Copy mapped tensors, so that the file may be written anew while they are in use."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)({name: in_memory(part) for name, part in value.items()})
+        return type(value)({name: clone_tensors(part) for name, part in value.items()})
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(in_memory(part) for part in value)
+        return type(value)(clone_tensors(part) for part in value)
     return value

@@ -18,25 +18,25 @@ from packaging.version import InvalidVersion, Version
 from lightning_tricks._lightning_compat.hyperparameters import module_from_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
-    arguments_of,
-    class_asked_for,
-    read_arguments,
-    values_in,
+    class_named_in,
+    nested_values,
+    plain_arguments,
+    read_hparams_file,
 )
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENTS, ReadCheckpoint, where_it_was
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, SafeCheckpoint, original_device
 
 # The texts among the hyper-parameters of the file that a module is being made of
-TEXTS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
+STRINGS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
     "texts of the file that a module is made of", default=frozenset()
 )
 
 
-def texts_in(value: Any) -> frozenset[str]:
+def strings_in(value: Any) -> frozenset[str]:
     """Return the texts in a value, also those of paths and in the fields of dataclasses."""
-    parts = list(values_in(value))
+    parts = list(nested_values(value))
     inner = [vars(part) for part in parts if is_dataclass(part) and not isinstance(part, type)]
     texts = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
-    return frozenset(texts).union(*map(texts_in, inner))
+    return frozenset(texts).union(*map(strings_in, inner))
 
 
 def _version_of(checkpoint: Checkpoint) -> str:
@@ -47,7 +47,7 @@ def _version_of(checkpoint: Checkpoint) -> str:
         return str(lightning_version)
 
 
-def read_for_module(
+def read_module_checkpoint(
     path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Return a checkpoint, and the hyper-parameters in the file beside it.
@@ -60,43 +60,43 @@ def read_for_module(
     Raises:
         CheckpointError: If a file is unsafe or is none.
     """
-    beside = {} if hparams_file is None else read_arguments(hparams_file)
-    location = where_it_was if map_location is None else map_location
+    hparams = {} if hparams_file is None else read_hparams_file(hparams_file)
+    location = original_device if map_location is None else map_location
     if isinstance(path, str | os.PathLike):
-        return read_checkpoint(path, map_location=location), beside
+        return read_checkpoint(path, map_location=location), hparams
     with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
         shutil.copyfileobj(path, file)
         file.flush()
-        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream"), beside
+        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream"), hparams
 
 
-def make_module(
+def build_module(
     module: type[LightningModule],
     checkpoint: Checkpoint,
-    beside: Mapping[str, Any],
+    hparams: Mapping[str, Any],
     strict: bool | None,
-    given: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> LightningModule:
     """Make a module of what was read, or of the imported subclass of its class that the checkpoint asks for.
 
     Args:
         module: The class.
-        checkpoint: Of `read_for_module`.
-        beside: Of `read_for_module`.
+        checkpoint: Of `read_module_checkpoint`.
+        hparams: Of `read_module_checkpoint`.
         strict: As in Lightning's `load_from_checkpoint`.
-        given: Arguments of the caller, which replace hyper-parameters.
+        overrides: Arguments of the caller, which replace hyper-parameters.
 
     Raises:
-        CheckpointError: If it asks for another class, or a hyper-parameter was not restored and is not given.
+        CheckpointError: If it asks for another class, or a hyper-parameter was not restored and is not overridden.
     """
-    kind = class_asked_for(module, checkpoint)
-    values = {**arguments_of(kind, checkpoint, given, beside), "state_dict": checkpoint.state_dict}
+    kind = class_named_in(module, checkpoint)
+    values = {**plain_arguments(kind, checkpoint, overrides, hparams), "state_dict": checkpoint.state_dict}
     values["pytorch-lightning_version"] = _version_of(checkpoint)
-    foreign = [checkpoint.metadata.get(key) for key in ARGUMENTS]
-    token = TEXTS_OF_FILE.set(texts_in((foreign, beside)))
+    foreign = [checkpoint.metadata.get(key) for key in ARGUMENT_KEYS]
+    token = STRINGS_OF_FILE.set(strings_in((foreign, hparams)))
     try:
-        made = module_from_checkpoint(kind, ReadCheckpoint(checkpoint, values), strict, given)
+        made = module_from_checkpoint(kind, SafeCheckpoint(checkpoint, values), strict, overrides)
     finally:
-        TEXTS_OF_FILE.reset(token)
+        STRINGS_OF_FILE.reset(token)
     first = next((t for t in checkpoint.state_dict.values() if isinstance(t, torch.Tensor)), torch.empty(0))
     return made.to(first.device)

@@ -26,7 +26,7 @@ from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modes import evaluating
 from lightning_tricks._shared.step_signatures import step_arguments
-from lightning_tricks.checkpoint_remapping.load_from_checkpoint import make_module, read_for_module
+from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
@@ -129,9 +129,9 @@ class Ensemble(Interchange, LightningModule):
             CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or is none.
             ValueError: If the class of the members is not given (`estimator=Net`), and none of the program.
         """
-        read = read_for_module(checkpoint_path, map_location, hparams_file)
+        read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
         with named_by_file():
-            return make_module(cls, *read, strict, kwargs)
+            return build_module(cls, *read, strict, kwargs)
 
     # --- what a family says
 

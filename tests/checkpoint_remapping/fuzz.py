@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning_tricks.checkpoint_remapping import CheckpointError, read_checkpoint, read_rules
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import outlined
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
 from lightning_tricks.run_fingerprint import RecordError, read_ranks
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, RECORDS, RULES, Files, archive, honest, number, text
 
@@ -42,7 +42,7 @@ def read(kind: str, path: Path) -> str:
         if kind == "rules":
             return f"{len(read_rules(path))} rules"
         checkpoint = read_checkpoint(path, mmap=path.stat().st_size % 2 == 0)
-        outlined(checkpoint.metadata)
+        truncated_repr(checkpoint.metadata)
         return f"{len(checkpoint.state_dict)} tensors"
     except (CheckpointError, RecordError) as error:
         if len(str(error)) > 5000:

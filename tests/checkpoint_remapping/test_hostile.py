@@ -170,7 +170,7 @@ def test_rules_cannot_make_names_without_end():
 
 
 def test_rules_may_not_take_long(monkeypatch):
-    monkeypatch.setattr(rules, "_PATIENCE", -1.0)
+    monkeypatch.setattr(rules, "_MAX_SECONDS", -1.0)
     with pytest.raises(CheckpointError, match=r"write re:a -> b and others with fewer repeats"):
         remap_keys({"a": torch.ones(1)}, [("re:a", "b")])
 
@@ -292,15 +292,15 @@ def root():
     ],
 )
 def test_bad_answers(root, path, error, words, monkeypatch):
-    monkeypatch.setattr(downloading, "LARGEST_DOWNLOAD", 1_000_000)
+    monkeypatch.setattr(downloading, "MAX_DOWNLOAD_BYTES", 1_000_000)
     if path == "silent":
-        monkeypatch.setattr(downloading, "SILENCE", 0.2)
+        monkeypatch.setattr(downloading, "TIMEOUT", 0.2)
     with pytest.raises(error, match=f"{root}/{path} .*({words})"):
         read_checkpoint(f"{root}/{path}")
 
 
 def test_a_slow_server(root, monkeypatch):
-    monkeypatch.setattr(downloading, "SILENCE", 5.0)
+    monkeypatch.setattr(downloading, "TIMEOUT", 5.0)
     monkeypatch.setattr(downloading.time, "monotonic", itertools.count(0, 10.0).__next__)
     with pytest.raises(NotACheckpointError, match=r"comes slower than 1,024 bytes per second"):
         read_checkpoint(f"{root}/short")

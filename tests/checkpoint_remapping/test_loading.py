@@ -1,4 +1,4 @@
-"""`load_weights`, `save_weights`, `replace_head`, `verify`."""
+"""`load_weights`, `save_weights`, `replace_head`, `max_output_difference`."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,12 @@ from torch import nn
 from torchvision import models
 
 from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
-from lightning_tricks.checkpoint_remapping import CheckpointError, NotACheckpointError, NothingLoadedError, verify
+from lightning_tricks.checkpoint_remapping import (
+    CheckpointError,
+    NotACheckpointError,
+    NothingLoadedError,
+    max_output_difference,
+)
 from tests.checkpoint_remapping.models import randomized
 
 
@@ -46,7 +51,7 @@ def test_loads_into_models_with_and_without_values(name, device):
     parameter = target[0].weight
     report = load_weights(target, name)
     assert (report.loaded, report.total, report.missing, report.unexpected, report.mismatched) == (9, 9, [], [], [])
-    assert verify(source, target, X) == 0
+    assert max_output_difference(source, target, X) == 0
     assert (parameter is target[0].weight) == (device == "cpu")
     assert [p.requires_grad for p in target.parameters()] == [True] * 4 + [False, True]
 
@@ -119,7 +124,7 @@ def test_submodules():
     outer, source = Outer(), small()
     before = snapshot(outer.other)
     assert load_weights(outer, source.state_dict(), submodule="backbone").loaded == 9
-    assert verify(source, outer.backbone, X) == 0
+    assert max_output_difference(source, outer.backbone, X) == 0
     assert unchanged(outer.other, before)
     with pytest.raises(AttributeError, match="nothing"):
         load_weights(outer, source.state_dict(), submodule="nothing")
@@ -138,7 +143,7 @@ def test_tied_tensors():
     assert len(read_checkpoint("w.safetensors").state_dict) == len(model.state_dict()) - 1
     nn.init.zeros_(other.lm_head.weight)
     load_weights(other, "w.safetensors")
-    assert verify(model, other, {"input_ids": torch.arange(6)[None]}) == 0
+    assert max_output_difference(model, other, {"input_ids": torch.arange(6)[None]}) == 0
     assert other.lm_head.weight is other.transformer.wte.weight
     load_weights(other, model.state_dict())
     untied = dict(model.state_dict())
@@ -350,13 +355,13 @@ def test_a_new_head_on_old_weights():
 # Comparing
 
 
-def test_verify_leaves_modes_and_random_numbers_alone():
+def test_max_output_difference_leaves_modes_and_random_numbers_alone():
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
     net[2].eval()
     before, state = snapshot(net), torch.get_rng_state()
-    assert verify(net, net, torch.randn(3, 4, generator=torch.Generator().manual_seed(0))) == 0
+    assert max_output_difference(net, net, torch.randn(3, 4, generator=torch.Generator().manual_seed(0))) == 0
     assert [part.training for part in net] == [True, True, False]
     assert unchanged(net, before)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match="the outputs have other shapes"):
-        verify(nn.Linear(4, 2), nn.Linear(4, 3), torch.ones(1, 4))
+        max_output_difference(nn.Linear(4, 2), nn.Linear(4, 3), torch.ones(1, 4))

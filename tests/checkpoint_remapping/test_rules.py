@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import load_weights, remap_keys
-from lightning_tricks.checkpoint_remapping import CheckpointError, Rule, read_rules
+from lightning_tricks.checkpoint_remapping import CheckpointError, RemapRule, read_rules
 
 
 def ones(*names):
@@ -35,7 +35,7 @@ def counted(*shape):
         (("re:layer(\\d+)\\.(\\d+)", "stages.\\1.\\2"), "net.layer1.0.weight", "net.stages.1.0.weight"),
         ({"from": "a", "to": "b"}, "a.weight", "b.weight"),
         ({"a": "b", "b": "a"}, "b.weight", "a.weight"),
-        (Rule("a", "b"), "a", "b"),
+        (RemapRule("a", "b"), "a", "b"),
         ("wrappers", "net._orig_mod.module.fc.weight", "net.fc.weight"),
     ],
 )
@@ -71,46 +71,46 @@ def test_collisions_name_both():
 
 def test_shapes():
     weights = {"w": counted(2, 3), "v": counted(6)}
-    found = remap_keys(weights, [Rule("w", None, transpose=True), {"from": "v", "to": "u", "shape": [3, 2, 1, 1]}])
+    found = remap_keys(weights, [RemapRule("w", None, transpose=True), {"from": "v", "to": "u", "shape": [3, 2, 1, 1]}])
     assert torch.equal(found["w"], weights["w"].T)
     assert torch.equal(found["u"], weights["v"].reshape(3, 2, 1, 1))
     assert found["u"].data_ptr() == weights["v"].data_ptr()
     with pytest.raises(CheckpointError, match=r"w \(2x3\) is no 4x2"):
-        remap_keys(weights, [Rule("w", "w", shape=(4, 2))])
+        remap_keys(weights, [RemapRule("w", "w", shape=(4, 2))])
     with pytest.raises(CheckpointError, match="has no two dimensions to transpose"):
-        remap_keys(weights, [Rule("v", "v", transpose=True)])
+        remap_keys(weights, [RemapRule("v", "v", transpose=True)])
 
 
 def test_split_and_fuse_are_inverse():
     weights = {"l.0.qkv.weight": counted(6, 2), "l.0.qkv.bias": counted(6), "l.1.qkv.weight": counted(6, 2)}
-    split = remap_keys(weights, [Rule("l.*.qkv.*", ("l.*.q.*", "l.*.k.*", "l.*.v.*"))])
+    split = remap_keys(weights, [RemapRule("l.*.qkv.*", ("l.*.q.*", "l.*.k.*", "l.*.v.*"))])
     assert torch.equal(split["l.0.k.weight"], weights["l.0.qkv.weight"][2:4])
-    fused = remap_keys(split, [Rule(("l.*.q.*", "l.*.k.*", "l.*.v.*"), "l.*.qkv.*")])
+    fused = remap_keys(split, [RemapRule(("l.*.q.*", "l.*.k.*", "l.*.v.*"), "l.*.qkv.*")])
     assert list(fused) == list(weights)
     assert all(torch.equal(fused[name], value) for name, value in weights.items())
     assert fused.renamed["l.0.q.bias + l.0.k.bias + l.0.v.bias"] == "l.0.qkv.bias"
     assert split.renamed["l.0.qkv.bias"] == "l.0.q.bias + l.0.k.bias + l.0.v.bias"
-    unequal = remap_keys({"kv": counted(5, 2)}, [Rule("kv", ("k", "v"), sizes=(2, 3))])
+    unequal = remap_keys({"kv": counted(5, 2)}, [RemapRule("kv", ("k", "v"), sizes=(2, 3))])
     assert [tuple(part.shape) for part in unequal.values()] == [(2, 2), (3, 2)]
     with pytest.raises(CheckpointError, match=r"kv \(5x2\) does not split into 2 parts"):
-        remap_keys({"kv": counted(5, 2)}, [Rule("kv", ("k", "v"))])
+        remap_keys({"kv": counted(5, 2)}, [RemapRule("kv", ("k", "v"))])
     with pytest.raises(CheckpointError, match=r"q lack the others"):
-        remap_keys({"q": counted(2)}, [Rule(("q", "k", "v"), "qkv")])
+        remap_keys({"q": counted(2)}, [RemapRule(("q", "k", "v"), "qkv")])
     with pytest.raises(CheckpointError, match=r"do not fuse"):
-        remap_keys({"q": counted(2, 2), "k": counted(2)}, [Rule(("q", "k"), "qk")])
+        remap_keys({"q": counted(2, 2), "k": counted(2)}, [RemapRule(("q", "k"), "qk")])
 
 
 @pytest.mark.parametrize(
     ("rules", "error", "words"),
     [
         ("fc", TypeError, "rules must be a list of rules, got 'fc'"),
-        ([5], TypeError, "a rule must be a Rule, a dict, a pair"),
+        ([5], TypeError, "a rule must be a RemapRule, a dict, a pair"),
         ([("", "a")], ValueError, "a source must not be empty"),
         ([(1, "a")], TypeError, "must be strings, got 1"),
         ([("re:(", "a")], ValueError, "is no regular expression"),
         ([("a", "*.b")], ValueError, r"the target has more '\*' than the source"),
         ([(("a", "b"), None)], ValueError, "several sources are fused into one target"),
-        ([Rule], TypeError, "a rule must be a Rule"),
+        ([RemapRule], TypeError, "a rule must be a RemapRule"),
     ],
 )
 def test_what_is_no_rule(rules, error, words):

@@ -22,9 +22,9 @@ CORES = {
     "_shared": "dry_run/calls dry_run/model_copy dry_run/runner dry_run/trainer_stub mean_loss rng",
     "auto_resume": "core/checkpoint_files core/directory_lock core/file_journal core/logged_rows",
     "checkpoint_remapping": "core/files/formats core/files/pickle_interpreter core/files/pickle_values"
-    " core/files/reading core/files/saving core/files/storages core/files/tensor_constructors core/files/weights"
+    " core/files/reading core/files/saving core/files/storages core/files/tensor_constructors core/files/weight_search"
     " core/files/zip_archives core/head_replacement core/loading core/matching/alignment"
-    " core/matching/layer_matching core/matching/layer_tree core/matching/synonyms core/rules",
+    " core/matching/layer_matching core/matching/layer_grouping core/matching/synonyms core/rules",
     "ensembles": "core/combination core/factory core/members core/sampling core/stacked_layers"
     " core/torchensemble_models snapshot",
     "flops": "core/counting core/operator_costs core/operator_counter core/result core/thop_rules",

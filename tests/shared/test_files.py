@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks._shared.files import NotAFileError, open_file, replacing
+from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 
 posix = pytest.mark.skipif(os.name != "posix", reason="modes and links of POSIX")
 
 
 def write(path, text="new"):
-    with replacing(Path(path)) as staged:
+    with atomic_write(Path(path)) as staged:
         staged.write_text(text)
         return staged
 
@@ -40,7 +40,7 @@ def test_modes(umask):
 
 def test_partial_files_cannot_be_foreseen_and_are_made_anew(monkeypatch):
     assert write("f").name != write("f").name
-    with replacing(Path("f")) as staged:
+    with atomic_write(Path("f")) as staged:
         name = staged.name
         assert name.startswith(".f.")
         assert name.endswith(".partial")

@@ -18,14 +18,14 @@ from typing import IO, Any
 
 import torch
 
-from lightning_tricks._shared.files import PARTIAL, replacing
+from lightning_tricks._shared.files import PARTIAL_SUFFIX, atomic_write
 
 FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
 PRIVATE_DIR = ".auto_resume"  # the folder, in a directory of checkpoints, of what nobody else reads or writes
 _CORRUPT_SUFFIX = ".corrupt"
 _MANIFEST_SUFFIX = ".json"
 _CHECKPOINT_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
-_STAGED_NAME = re.compile(rf"\.{_CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL)}")
+_STAGED_NAME = re.compile(rf"\.{_CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
 _LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # begins a log
 _MAX_MANIFEST_BYTES = 1 << 24  # bytes
 # In the private folder: the manifest of the checkpoint that is about to be there, and of one about to be removed
@@ -105,7 +105,7 @@ def write_durably(
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    with replacing(Path(path)) as staged:
+    with atomic_write(Path(path)) as staged:
         with staged.open("wb") as file:
             hashing_stream = _HashingStream(file)
             hashing_stream.write_with(write)
@@ -288,8 +288,8 @@ class CheckpointFolder:
 
         Nobody else may write checkpoints here meanwhile.
         """
-        staged = [path for path in self.path.glob(f".*{PARTIAL}") if _STAGED_NAME.fullmatch(path.name)]
-        for path in (*staged, *self.private.glob(f".*{PARTIAL}")):
+        staged = [path for path in self.path.glob(f".*{PARTIAL_SUFFIX}") if _STAGED_NAME.fullmatch(path.name)]
+        for path in (*staged, *self.private.glob(f".*{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)
         self._remove_recorded()
         writing = self.private / _WRITING_RECORD

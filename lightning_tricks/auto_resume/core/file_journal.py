@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._shared.files import PARTIAL
+from lightning_tricks._shared.files import PARTIAL_SUFFIX
 from lightning_tricks.auto_resume.core.checkpoint_files import file_digest, write_durably
 
 _BACKUP_SUFFIX = ".before"  # ends the names of files that were replaced or removed since the last save
@@ -84,7 +84,7 @@ class FileJournal:
         problems, entries = [], self._entries()
         for folder, name, backup in reversed(list(_backups_in(entries, folders, all_names=True))):
             path = folder / name
-            for staged in folder.glob(f".{glob.escape(name)}.*{PARTIAL}"):
+            for staged in folder.glob(f".{glob.escape(name)}.*{PARTIAL_SUFFIX}"):
                 staged.unlink(missing_ok=True)
             if backup and not os.path.lexists(folder / backup):
                 continue

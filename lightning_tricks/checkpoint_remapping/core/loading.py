@@ -219,7 +219,7 @@ def plan_loading(
 
 
 @torch.no_grad()
-def verify(model_a: nn.Module, model_b: nn.Module, inputs: Any) -> float:
+def max_output_difference(model_a: nn.Module, model_b: nn.Module, inputs: Any) -> float:
     """Return the largest difference between two models' outputs, relative to the largest output of the first.
 
     Both run in evaluation mode, and are left in the modes that they were in.
@@ -233,7 +233,7 @@ def verify(model_a: nn.Module, model_b: nn.Module, inputs: Any) -> float:
         ValueError: If the outputs are not tensors of equal shapes.
 
     Example:
-        >>> verify(torch.nn.Identity(), torch.nn.ReLU(), torch.tensor([-1.0, 2.0]))
+        >>> max_output_difference(torch.nn.Identity(), torch.nn.ReLU(), torch.tensor([-1.0, 2.0]))
         0.5
     """
     outputs = [_output(model, inputs) for model in (model_a, model_b)]
@@ -336,7 +336,7 @@ def _refuse(
         return any(pattern.matches(name) for pattern in allowed[what])
 
     missing = [name for name in found.missing if not is_computed(name) and not is_allowed("missing", name)]
-    if found.undecided and missing:
+    if found.ambiguous and missing:
         raise AmbiguousAlignmentError(f"{source} does not load into {model}: {ambiguity(found)}")
     unexpected = [name for name in found.unexpected if not is_allowed("unexpected", name)]
     wrong = [mismatch for mismatch in mismatched if not is_allowed("mismatched", mismatch.target)]

@@ -17,7 +17,7 @@ from lightning_tricks._shared.patterns import MOST_REPEATS, check_repeats
 from lightning_tricks._shared.plain_yaml import read_yaml
 from lightning_tricks._shared.text import shape_text
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, MissingCheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import LONGEST_NAME
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import MAX_NAME_LENGTH
 
 # What wrappers put into names, and who does; `module` alone may also be a module's own name
 WRAPPERS = {
@@ -29,13 +29,13 @@ WRAPPERS = {
     "_fpw_module": "saved from FullyShardedDataParallel",
 }
 _COUNTERS = ("total_ops", "total_params", "n_averaged")
-_DEEPEST = 8  # lists and dicts in each other, in a file of rules
-_LONGEST_MADE = 10_000  # characters of a name that rules make
-_PATIENCE = 60.0  # seconds of the processor that finding the rule of each name may take
+_MAX_DEPTH = 8  # lists and dicts in each other, in a file of rules
+_MAX_NEW_NAME_LENGTH = 10_000  # characters of a name that rules make
+_MAX_SECONDS = 60.0  # seconds of the processor that finding the rule of each name may take
 
 
 @dataclass(frozen=True)
-class Rule:
+class RemapRule:
     r"""One step from the names of a file to those of a model.
 
     Args:
@@ -55,7 +55,8 @@ class Rule:
 
     Example:
         >>> weights = {"module.fc.weight": torch.zeros(2, 3), "module.fc.total_ops": torch.zeros(1)}
-        >>> list(remap_keys(weights, [Rule("module.", ""), Rule("*.total_ops", None), Rule("fc", "head")]))
+        >>> rules = [RemapRule("module.", ""), RemapRule("*.total_ops", None), RemapRule("fc", "head")]
+        >>> list(remap_keys(weights, rules))
         ['head.weight']
     """
 
@@ -101,8 +102,8 @@ class Rule:
         return f"{' + '.join(map(str, _texts(self.source)))} -> {', '.join(map(str, _texts(self.target))) or 'nothing'}"
 
 
-RuleLike = Rule | Mapping[str, Any] | tuple[Any, ...] | str
-Rules = Sequence["RuleLike | Sequence[RuleLike]"] | Mapping[str, Any]
+RemapRuleLike = RemapRule | Mapping[str, Any] | tuple[Any, ...] | str
+Rules = Sequence["RemapRuleLike | Sequence[RemapRuleLike]"] | Mapping[str, Any]
 
 
 class Remapped(dict[str, Any]):
@@ -126,10 +127,10 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
 
     Args:
         state_dict: Tensors by name.
-        rules: One after the other, each on what the one before left: a `Rule` or a dict of its arguments (`from` and
-            `to` stand for `source` and `target`), a pair `(source, target)`, or `"wrappers"`, which strips what
-            DataParallel, DDP, torch.compile, FSDP and thop put into names. A dict `{source: target}`, or a list inside
-            the list, is one step: no rule of it sees another's result.
+        rules: One after the other, each on what the one before left: a `RemapRule` or a dict of its arguments
+            (`from` and `to` stand for `source` and `target`), a pair `(source, target)`, or `"wrappers"`, which strips
+            what DataParallel, DDP, torch.compile, FSDP and thop put into names. A dict `{source: target}`, or a list
+            inside the list, is one step: no rule of it sees another's result.
 
     Returns:
         A new dict in the order of the old, with what was renamed and dropped, and which rules matched nothing.
@@ -144,10 +145,10 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
     """
     result = Remapped(state_dict)
     origins = {name: name for name in state_dict}
-    end = time.thread_time() + _PATIENCE
+    end = time.thread_time() + _MAX_SECONDS
     for step in _steps(rules):
         if step == "wrappers":
-            step = [Rule(old, new) for old, new in strip_wrappers(result).items() if new != old]
+            step = [RemapRule(old, new) for old, new in strip_wrappers(result).items() if new != old]
             if not step:
                 result.unmatched.append("wrappers")
         result, origins = _apply(result, origins, step, end)
@@ -190,7 +191,7 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
     import yaml
 
     try:
-        rules: Any = read_yaml(path, deepest=_DEEPEST, longest_word=LONGEST_NAME)
+        rules: Any = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=MAX_NAME_LENGTH)
         for step in _steps(rules):
             for rule in step if isinstance(step, list) else ():
                 _check_patterns(rule)
@@ -202,7 +203,7 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
     return checked
 
 
-def _check_patterns(rule: Rule) -> None:
+def _check_patterns(rule: RemapRule) -> None:
     for source in _texts(rule.source):
         if source.startswith("re:"):
             check_repeats(source[3:])
@@ -226,18 +227,18 @@ def _step(rule: Any) -> Any:
     """Return the rules of one step, which are applied at once."""
     if rule == "wrappers":
         return rule
-    if isinstance(rule, Rule):
+    if isinstance(rule, RemapRule):
         return [rule]
     if isinstance(rule, Mapping) and "from" not in rule and "source" not in rule:
-        return [Rule(source, target) for source, target in rule.items()]
+        return [RemapRule(source, target) for source, target in rule.items()]
     if isinstance(rule, Mapping):
         arguments = {{"from": "source", "to": "target"}.get(name, name): value for name, value in rule.items()}
-        return [Rule(**{"target": None, **arguments})]  # type: ignore[arg-type]
+        return [RemapRule(**{"target": None, **arguments})]  # type: ignore[arg-type]
     if isinstance(rule, tuple) and len(rule) == 2:
-        return [Rule(*rule)]
+        return [RemapRule(*rule)]
     if isinstance(rule, list):
         return [part for inner in rule for part in _step(inner)]
-    raise TypeError(f"a rule must be a Rule, a dict, a pair (source, target) or 'wrappers', got {rule!r}.")
+    raise TypeError(f"a rule must be a RemapRule, a dict, a pair (source, target) or 'wrappers', got {rule!r}.")
 
 
 def _is_pattern(source: str) -> bool:
@@ -261,10 +262,10 @@ def _expression(source: str) -> re.Pattern[str]:
 class _Step:
     """The rules of one step; the first that matches a name takes it."""
 
-    def __init__(self, rules: Sequence[Rule], end: float) -> None:
+    def __init__(self, rules: Sequence[RemapRule], end: float) -> None:
         self.end = end
-        self.patterns: list[tuple[int, Rule, re.Pattern[str]]] = []
-        self.names: dict[str, tuple[int, Rule]] = {}  # names and their beginnings need no search
+        self.patterns: list[tuple[int, RemapRule, re.Pattern[str]]] = []
+        self.names: dict[str, tuple[int, RemapRule]] = {}  # names and their beginnings need no search
         for position, rule in enumerate(rules):
             for source in _texts(rule.source):
                 if _is_pattern(source):
@@ -272,12 +273,12 @@ class _Step:
                 else:
                     self.names.setdefault(source, (position, rule))
 
-    def taker(self, name: str) -> Rule | None:
+    def taker(self, name: str) -> RemapRule | None:
         """Return the rule that takes a name."""
         if self.patterns and time.thread_time() > self.end:
             slow = self.patterns[0][1]
             raise CheckpointError(
-                f"the rules take longer than {_PATIENCE:g} s: write {slow} and others with fewer repeats."
+                f"the rules take longer than {_MAX_SECONDS:g} s: write {slow} and others with fewer repeats."
             )
         ends = [found.start() for found in re.finditer(r"\.", name)]
         beginnings = [name, *(name[:end] for end in ends), *(name[: end + 1] for end in ends)]
@@ -304,7 +305,7 @@ def _without(name: str, wrappers: Iterable[str]) -> str:
 
 
 def _apply(
-    tensors: Remapped, origins: dict[str, str], step: Sequence[Rule], end: float
+    tensors: Remapped, origins: dict[str, str], step: Sequence[RemapRule], end: float
 ) -> tuple[Remapped, dict[str, str]]:
     """Apply the rules of one step: the first that matches a name takes it."""
     result, sources = Remapped({}), dict[str, str]()
@@ -329,7 +330,7 @@ def _apply(
         for new, value, origin in made:
             if not new:
                 raise CheckpointError(f"a rule leaves nothing of the name {name!r}.")
-            if len(new) > _LONGEST_MADE:
+            if len(new) > _MAX_NEW_NAME_LENGTH:
                 raise CheckpointError(f"a rule makes a name of {len(new):,} characters of {name[:80]!r}.")
             if new in result:
                 raise CheckpointError(
@@ -339,7 +340,7 @@ def _apply(
     return result, sources
 
 
-def _renamed(rule: Rule | None, name: str, tensor: Any, origin: str) -> list[tuple[str, Any, str]]:
+def _renamed(rule: RemapRule | None, name: str, tensor: Any, origin: str) -> list[tuple[str, Any, str]]:
     if rule is None:
         return [(name, tensor, origin)]
     if rule.target is None and not (rule.transpose or rule.shape):
@@ -358,7 +359,9 @@ def _renamed(rule: Rule | None, name: str, tensor: Any, origin: str) -> list[tup
     return [(_new_name(source, new, name), part, origin) for new, part in zip(rule.target, parts, strict=True)]
 
 
-def _groups(rule: Rule, takers: Mapping[str, Rule | None]) -> list[tuple[str, tuple[Rule, str, list[str]]]]:
+def _groups(
+    rule: RemapRule, takers: Mapping[str, RemapRule | None]
+) -> list[tuple[str, tuple[RemapRule, str, list[str]]]]:
     """Return, for each name that a rule fuses, the rule, the new name, and all names that become it."""
     groups: dict[str, dict[int, str]] = {}
     (target,) = _texts(rule.target)
@@ -377,7 +380,7 @@ def _groups(rule: Rule, takers: Mapping[str, Rule | None]) -> list[tuple[str, tu
     ]
 
 
-def _fuse(rule: Rule, parts: list[tuple[str, Any]]) -> Any:
+def _fuse(rule: RemapRule, parts: list[tuple[str, Any]]) -> Any:
     try:
         return torch.cat([_reshaped(rule, name, tensor) for name, tensor in parts], rule.dim)
     except (IndexError, RuntimeError) as error:
@@ -385,7 +388,7 @@ def _fuse(rule: Rule, parts: list[tuple[str, Any]]) -> Any:
         raise CheckpointError(f"{shapes} do not fuse: {rule}.") from error
 
 
-def _reshaped(rule: Rule, name: str, tensor: Any) -> Any:
+def _reshaped(rule: RemapRule, name: str, tensor: Any) -> Any:
     if rule.transpose:
         if tensor.dim() < 2:
             raise CheckpointError(f"{name} ({shape_text(tensor.shape)}) has no two dimensions to transpose: {rule}.")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.files import NotAFileError, open_file, replacing
+from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 
 _FORMAT = "lightning_tricks.run_fingerprint"
@@ -145,7 +145,7 @@ def write_record(path: Path, record: Record) -> None:
         OSError: If it cannot be written; what was there stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as staged, staged.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as staged, staged.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"format": _FORMAT, **asdict(record.origin)}) + "\n")
         file.writelines(_line_of_resume(resume) for resume in record.resumes)
         before: tuple[Column, ...] = ()

@@ -16,9 +16,9 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     NotACheckpointError,
 )
 
-LARGEST_DOWNLOAD = 64 << 30  # bytes; what is larger is better kept, and read as a file
-SILENCE = 60.0  # seconds in which a server must answer, or send the next bytes
-SLOWEST = 1 << 10  # bytes per second on average, after the first SILENCE seconds
+MAX_DOWNLOAD_BYTES = 64 << 30  # bytes; what is larger is better kept, and read as a file
+TIMEOUT = 60.0  # seconds in which a server must answer, or send the next bytes
+MIN_BYTES_PER_SECOND = 1 << 10  # bytes per second on average, after the first TIMEOUT seconds
 
 
 def download(address: str, target: Path) -> None:
@@ -26,12 +26,12 @@ def download(address: str, target: Path) -> None:
 
     Raises:
         MissingCheckpointError: If it cannot be downloaded, whatever the reason.
-        NotACheckpointError: If it breaks off, comes too slowly, or has more than `LARGEST_DOWNLOAD` bytes.
+        NotACheckpointError: If it breaks off, comes too slowly, or has more than `MAX_DOWNLOAD_BYTES` bytes.
     """
     try:
         if urlsplit(address).scheme in ("http", "https"):
-            with _opener().open(address, timeout=SILENCE) as answer, target.open("wb") as file:
-                _copy(address, answer.read1, file, _announced(answer.headers.get("Content-Length")))
+            with _opener().open(address, timeout=TIMEOUT) as answer, target.open("wb") as file:
+                _copy(address, answer.read1, file, _content_length(answer.headers.get("Content-Length")))
         else:
             import fsspec
 
@@ -60,7 +60,7 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _announced(length: str | None) -> int | None:
+def _content_length(length: str | None) -> int | None:
     if length is None:
         return None
     if not length.strip().isdecimal():
@@ -70,15 +70,17 @@ def _announced(length: str | None) -> int | None:
 
 def _copy(address: str, read: Callable[[int], bytes], file: IO[bytes], announced: int | None) -> None:
     size, began = 0, time.monotonic()
-    too_large = f"{address} has more than {LARGEST_DOWNLOAD:,} bytes. Download it yourself, and give the file."
-    if announced is not None and announced > LARGEST_DOWNLOAD:
+    too_large = f"{address} has more than {MAX_DOWNLOAD_BYTES:,} bytes. Download it yourself, and give the file."
+    if announced is not None and announced > MAX_DOWNLOAD_BYTES:
         raise NotACheckpointError(too_large)
     while block := read(1 << 20):
         size += len(block)
-        if size > LARGEST_DOWNLOAD:
+        if size > MAX_DOWNLOAD_BYTES:
             raise NotACheckpointError(too_large)
-        if time.monotonic() - began > SILENCE + size / SLOWEST:
-            raise NotACheckpointError(f"{address} comes slower than {SLOWEST:,} bytes per second. Try again.")
+        if time.monotonic() - began > TIMEOUT + size / MIN_BYTES_PER_SECOND:
+            raise NotACheckpointError(
+                f"{address} comes slower than {MIN_BYTES_PER_SECOND:,} bytes per second. Try again."
+            )
         file.write(block)
     if announced is not None and size != announced:
         raise NotACheckpointError(f"{address} broke off after {size:,} of {announced:,} bytes. Try again.")

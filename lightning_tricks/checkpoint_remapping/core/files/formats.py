@@ -16,19 +16,19 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import brief
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
-    AGAIN,
+    DOWNLOAD_AGAIN,
+    FileStorages,
+    InMemoryStorages,
     MapLocation,
-    Storages,
-    StoragesInside,
-    Typed,
+    TypedStorage,
     restore,
     storage_dtype,
     storage_key,
 )
-from lightning_tricks.checkpoint_remapping.core.files.tensor_constructors import dense, tensor_makers
-from lightning_tricks.checkpoint_remapping.core.files.zip_archives import UNPACK, read_zip
+from lightning_tricks.checkpoint_remapping.core.files.tensor_constructors import strided_tensor, tensor_constructors
+from lightning_tricks.checkpoint_remapping.core.files.zip_archives import UNPACK_IT, read_zip
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 # How the files begin that people take for checkpoints: where, what, its name, what to do
@@ -38,13 +38,13 @@ _SIGNATURES = (
     (0, b"\xff\xd8\xff", "a JPEG picture", ""),
     (0, b"GIF8", "a GIF picture", ""),
     (0, b"%PDF", "a PDF document", ""),
-    (0, b"\x1f\x8b", "a gzip archive", UNPACK),
-    (0, b"BZh", "a bzip2 archive", UNPACK),
-    (0, b"\xfd7zXZ", "an xz archive", UNPACK),
-    (0, b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK),
-    (0, b"7z\xbc\xaf", "a 7z archive", UNPACK),
-    (0, b"Rar!", "a RAR archive", UNPACK),
-    (257, b"ustar", "a tar archive", UNPACK),
+    (0, b"\x1f\x8b", "a gzip archive", UNPACK_IT),
+    (0, b"BZh", "a bzip2 archive", UNPACK_IT),
+    (0, b"\xfd7zXZ", "an xz archive", UNPACK_IT),
+    (0, b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK_IT),
+    (0, b"7z\xbc\xaf", "a 7z archive", UNPACK_IT),
+    (0, b"Rar!", "a RAR archive", UNPACK_IT),
+    (257, b"ustar", "a tar archive", UNPACK_IT),
     (0, b"\x89HDF", "an HDF5 file, as Keras writes them", "Convert it to .safetensors where Keras is installed."),
     (0, b"GGUF", "a GGUF file, whose weights are quantised", "Take the .safetensors of the same model."),
     (
@@ -79,10 +79,10 @@ def read_container(
     """
     with open_file(path) as stream:
         head = stream.read(1024)
-    storages = Storages(path, map_location, mmap, budget)
+    storages = FileStorages(path, map_location, mmap, budget)
     budget.add(storages.length)
     if not head:
-        raise NotACheckpointError("an empty file. " + AGAIN)
+        raise NotACheckpointError("an empty file. " + DOWNLOAD_AGAIN)
     for offset, signature, name, remedy in _SIGNATURES:
         if head[offset:].startswith(signature):
             raise NotACheckpointError(f"{name}. {remedy}".strip())
@@ -90,7 +90,7 @@ def read_container(
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body", b"<script")):
         raise NotACheckpointError("an HTML page. Take the address of the file itself, not of the page that shows it.")
     if text.startswith((b"<?xml", b"<!--")):
-        raise NotACheckpointError("an XML document, as servers send instead of a file. " + AGAIN)
+        raise NotACheckpointError("an XML document, as servers send instead of a file. " + DOWNLOAD_AGAIN)
     if head.startswith(b"PK"):
         return read_zip(storages)
     if head[8:9] == b"{" and head[7] == 0:
@@ -100,28 +100,28 @@ def read_container(
     return _read_pickles(storages, head)
 
 
-def _read_pickles(storages: Storages, head: bytes) -> tuple[Any, str, dict[str, str]]:
+def _read_pickles(storages: FileStorages, head: bytes) -> tuple[Any, str, dict[str, str]]:
     budget = storages.budget
 
-    def storage_inside(data: bytes) -> Any:
+    def nested_storage(data: bytes) -> Any:
         """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
         inside = io.BytesIO(data)
         if not _is_legacy(read_pickle(inside, budget)):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
-        return _read_legacy(inside, StoragesInside(data, storages.map_location, budget))[0]
+        return _read_legacy(inside, InMemoryStorages(data, storages.map_location, budget))[0]
 
-    makers = {**tensor_makers(budget), "torch.storage._load_from_bytes": storage_inside}
+    constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
     with storages.open() as stream:
         try:
-            first = read_pickle(stream, budget, makers)
+            first = read_pickle(stream, budget, constructors)
             return _read_legacy(stream, storages) if _is_legacy(first) else (first, "pickle", {})
         except NotACheckpointError as error:
             if head[:1] == b"\x80" and head[1:2] <= b"\x05":
-                raise NotACheckpointError(f"{str(error).rstrip('.')}. {AGAIN}") from error
+                raise NotACheckpointError(f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}") from error
             if _is_text(head):
                 beginning = head[:40].decode("utf-8", "replace").strip().splitlines()[:1]
                 raise NotACheckpointError(f"a text file, which begins with {''.join(beginning)!r}.") from error
-            raise NotACheckpointError(f"no format of weights that this reader knows. {AGAIN}") from error
+            raise NotACheckpointError(f"no format of weights that this reader knows. {DOWNLOAD_AGAIN}") from error
 
 
 def _is_legacy(first: Any) -> bool:
@@ -132,7 +132,7 @@ def _is_text(head: bytes) -> bool:
     return all(32 <= byte < 127 or byte in b"\t\r\n\f" for byte in head)
 
 
-def _read_legacy(stream: IO[bytes], storages: Storages) -> tuple[Any, str, dict[str, str]]:
+def _read_legacy(stream: IO[bytes], storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
     """Read the format of torch before 1.6: three pickles, the names of the storages, and their bytes."""
     budget = storages.budget
     read_pickle(stream, budget)  # the version of the protocol
@@ -141,7 +141,7 @@ def _read_legacy(stream: IO[bytes], storages: Storages) -> tuple[Any, str, dict[
         raise NotACheckpointError("a checkpoint of a machine with the other byte order.")
     start = stream.tell()
     widths: dict[str, int] = {}
-    makers = tensor_makers(budget)
+    constructors = tensor_constructors(budget)
 
     def note(identifier: Any) -> Any:
         if identifier[0] == "module":
@@ -150,8 +150,8 @@ def _read_legacy(stream: IO[bytes], storages: Storages) -> tuple[Any, str, dict[
         return None
 
     left = budget.left
-    read_pickle(stream, budget, dict.fromkeys(makers, lambda *_: None), note)  # only the storages that there are
-    budget.give_back(left)
+    read_pickle(stream, budget, dict.fromkeys(constructors, lambda *_: None), note)  # only the storages that there are
+    budget.refund(left)
     places: dict[str, tuple[int, int]] = {}
     for key in map(storage_key, read_pickle(stream, budget)):
         count = stream.read(8)
@@ -176,26 +176,28 @@ def _read_legacy(stream: IO[bytes], storages: Storages) -> tuple[Any, str, dict[
         if not all(type(number) is int and number >= 0 for number in (offset, count)):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
         first = offset * dtype.itemsize
-        return Typed(whole.storage[first : first + count * dtype.itemsize], dtype)
+        return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
 
     stream.seek(start)
-    return read_pickle(stream, budget, makers, persistent), "legacy", {}
+    return read_pickle(stream, budget, constructors, persistent), "legacy", {}
 
 
-def _read_safetensors(storages: Storages, head: bytes) -> tuple[Any, str, dict[str, str]]:
+def _read_safetensors(storages: FileStorages, head: bytes) -> tuple[Any, str, dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     storages.budget.spend(12 * min(int.from_bytes(head[:8], "little"), storages.length))  # what its JSON takes
     try:
         with safe_open(storages.path, framework="pt", device="cpu") as file:
-            tensors = {name: _placed(file, name, storages) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            tensors = {name: _tensor_at_location(file, name, storages) for name in file.keys()}  # noqa: SIM118  # it is no dict
             return tensors, "safetensors", dict(file.metadata() or {})
     except SafetensorError as error:
         problem = str(error)[:200]
-        raise NotACheckpointError(f"a safetensors file that is broken or cut off ({problem}). {AGAIN}") from error
+        raise NotACheckpointError(
+            f"a safetensors file that is broken or cut off ({problem}). {DOWNLOAD_AGAIN}"
+        ) from error
 
 
-def _placed(file: Any, name: str, storages: Storages) -> torch.Tensor:
+def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
     storages.budget.spend(1024)
     if storages.on_meta:
         part = file.get_slice(name)
@@ -208,8 +210,8 @@ def _placed(file: Any, name: str, storages: Storages) -> torch.Tensor:
     placed = restore(storage, "cpu", storages.map_location)
     if placed is storage:
         return tensor
-    typed = Typed(placed, tensor.dtype)
-    return dense(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    typed = TypedStorage(placed, tensor.dtype)
+    return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 _SAFETENSORS_DTYPES = {
@@ -232,7 +234,7 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def _read_index(storages: Storages) -> tuple[Any, str, dict[str, str]]:
+def _read_index(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
     """Read the shards that a `*.index.json` names; they must lie beside it, and are no index themselves."""
     folder, budget = storages.path.parent, storages.budget
     names: dict[str, list[str]] = defaultdict(list)
@@ -250,13 +252,13 @@ def _read_index(storages: Storages) -> tuple[Any, str, dict[str, str]]:
     tensors: dict[str, Any] = {}
     for name, wanted in names.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise NotACheckpointError(f"an index that names {brief(name)}, which is not a file beside it.")
+            raise NotACheckpointError(f"an index that names {describe_value(name)}, which is not a file beside it.")
         if not (folder / name).is_file():
             raise NotACheckpointError(f"an index whose shard {name[:80]} is missing beside it.")
         shard, _, _ = read_container(folder / name, storages.map_location, storages.mmap, budget, shard=True)
         lost = [key for key in wanted if not isinstance(shard, Mapping) or key not in shard]
         if lost:
-            raise NotACheckpointError(f"an index whose shard {name[:80]} lacks {lost[0][:80]}. {AGAIN}")
+            raise NotACheckpointError(f"an index whose shard {name[:80]} lacks {lost[0][:80]}. {DOWNLOAD_AGAIN}")
         tensors |= {key: shard[key] for key in wanted}
     order = index["weight_map"]
     return {key: tensors[key] for key in order}, "sharded", {key: str(value) for key, value in metadata}

@@ -1,4 +1,4 @@
-"""What a pickle may ask to be called: constructors of plain values, done by us, and what no honest checkpoint needs."""
+"""The calls that a pickle may ask for: constructors of plain values, reimplemented, and what no checkpoint needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, brief, check_key
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, check_key, describe_value
 
-Rebuild = Callable[..., Any]
+Constructor = Callable[..., Any]
 
 
-def fill(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
+def update_in_chunks(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
     """Put keys, or pairs of keys and values in a list, into a set or dict.
 
     They go in by the thousand with a look at the budget between: a file can choose numbers that all collide.
@@ -27,7 +27,7 @@ def fill(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) ->
         add(part)
 
 
-def adder(items: dict[Any, Any]) -> Callable[[Any], object]:
+def update_method(items: dict[Any, Any]) -> Callable[[Any], object]:
     """Return what puts pairs into a dict; the `update` of a Counter would count them."""
     return items.update if isinstance(items, OrderedDict) else lambda pairs: dict.update(items, pairs)
 
@@ -39,20 +39,20 @@ def check_keys(keys: Iterable[Any]) -> None:
             check_key(key)
 
 
-def constructors(budget: Budget) -> dict[str, Rebuild]:
-    """Return the constructors of plain values by their qualified names; none of them runs code of its arguments."""
+def plain_constructors(budget: Budget) -> dict[str, Constructor]:
+    """Return the constructors of plain values by qualified name; none of them runs code of its arguments."""
 
     def set_of(values: Any = ()) -> set[Any]:
         check_keys(values)
         made: set[Any] = set()
-        fill(made.update, values, budget)
+        update_in_chunks(made.update, values, budget)
         return made
 
     def dict_of(kind: type[dict[Any, Any]], items: Any = ()) -> dict[Any, Any]:
         pairs = list(items.items() if isinstance(items, dict) else items)
         check_keys(key for key, _ in pairs)
         made = kind()
-        fill(adder(made), pairs, budget)
+        update_in_chunks(update_method(made), pairs, budget)
         return made
 
     return {
@@ -81,7 +81,7 @@ def constructors(budget: Budget) -> dict[str, Rebuild]:
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8"):
-        raise ValueError(f"text in {brief(encoding)}")
+        raise ValueError(f"text in {describe_value(encoding)}")
     return text.encode(encoding)
 
 
@@ -91,7 +91,7 @@ def _bytearray(value: bytes | str = b"", encoding: str = "latin-1") -> bytearray
 
 def _device(kind: str, *index: int) -> torch.device:
     if not isinstance(kind, str) or len(kind) > 40:
-        raise TypeError(f"a device named {brief(kind)}")
+        raise TypeError(f"a device named {describe_value(kind)}")
     return torch.device(kind, *index)
 
 
@@ -142,7 +142,7 @@ _SYSTEM = frozenset(
     """.split()  # noqa: SIM905  # a list of words
 )
 _LIBRARIES = {"jsonargparse", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "torchvision"}
-RUNNERS = frozenset(
+CODE_RUNNERS = frozenset(
     """
     call check_call check_output delattr eval exec execfile getattr import_module load loads open popen Popen
     run run_module run_path runstring setattr spawn system urlopen urlretrieve __import__
@@ -150,7 +150,7 @@ RUNNERS = frozenset(
 )
 
 
-def is_dangerous(function: Global) -> bool:
+def is_never_needed(function: Global) -> bool:
     """Whether no honest checkpoint asks for this call. Nothing depends on it: no call is made, whatever the answer."""
     package = function.module.partition(".")[0]
     if str(function) in _HONEST_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
@@ -162,4 +162,4 @@ def is_dangerous(function: Global) -> bool:
         return in_system or looks_like_a_function or "." in function.name
     if package in _LIBRARIES and looks_like_a_function:
         return True
-    return function.name.rpartition(".")[2] in RUNNERS
+    return function.name.rpartition(".")[2] in CODE_RUNNERS

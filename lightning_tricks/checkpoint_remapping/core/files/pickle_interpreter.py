@@ -24,27 +24,27 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     UnsafeCheckpointError,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import (
-    RUNNERS,
-    Rebuild,
-    adder,
+    CODE_RUNNERS,
+    Constructor,
     check_keys,
-    constructors,
-    fill,
-    is_dangerous,
+    is_never_needed,
+    plain_constructors,
+    update_in_chunks,
+    update_method,
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
-    LONGEST_NAME,
+    MAX_NAME_LENGTH,
     Global,
     Placeholder,
-    brief,
     check_nesting,
+    describe_value,
 )
 
 
 def read_pickle(
     stream: IO[bytes],
     budget: Budget,
-    rebuild: dict[str, Rebuild] | None = None,
+    constructors: dict[str, Constructor] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Read one pickle of any protocol from a stream, without importing or calling anything that it names.
@@ -52,7 +52,7 @@ def read_pickle(
     Args:
         stream: Read from where it stands to the end of the pickle.
         budget: What it may cost.
-        rebuild: Functions of ours for the qualified names of functions that make tensors.
+        constructors: Functions of ours for the qualified names of functions that make tensors.
         persistent: Turns a persistent id into a value; None refuses them.
 
     Returns:
@@ -67,7 +67,7 @@ def read_pickle(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
-            value = _Machine(rebuild or {}, persistent, budget).run(pickletools.genops(stream))
+            value = _Machine(constructors or {}, persistent, budget).run(pickletools.genops(stream))
     except (CheckpointError, OverBudgetError):
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -98,11 +98,13 @@ _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isin
 class _Machine:
     """The stack, the memo, and one method for each family of instructions."""
 
-    def __init__(self, rebuild: dict[str, Rebuild], persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
+    def __init__(
+        self, constructors: dict[str, Constructor], persistent: Callable[[Any], Any] | None, budget: Budget
+    ) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # where MARK was
         self.memo: dict[int, Any] = {}
-        self.rebuild = constructors(budget) | rebuild
+        self.constructors = plain_constructors(budget) | constructors
         self.persistent = persistent
         self.budget = budget
 
@@ -199,7 +201,7 @@ class _Machine:
         self.stack.append(tuple(self._to_mark()))
 
     def _frozenset(self) -> None:
-        self.stack.append(self.rebuild["builtins.frozenset"](self._to_mark()))
+        self.stack.append(self.constructors["builtins.frozenset"](self._to_mark()))
 
     def _tuple_of(self, count: int) -> None:
         values = tuple(self.stack[-count:])
@@ -221,7 +223,7 @@ class _Machine:
         if not isinstance(items, dict):
             raise TypeError(f"items for {type(items).__name__}")
         check_keys(keys)
-        fill(adder(items), zip(keys, values, strict=True), self.budget)
+        update_in_chunks(update_method(items), zip(keys, values, strict=True), self.budget)
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -250,7 +252,7 @@ class _Machine:
         if not isinstance(target, set):
             raise TypeError(f"elements for {type(target).__name__}")
         check_keys(values)
-        fill(target.update, values, self.budget)
+        update_in_chunks(target.update, values, self.budget)
 
     # names and calls
 
@@ -262,10 +264,10 @@ class _Machine:
         self._name(module, name)
 
     def _name(self, module: str, name: str) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > LONGEST_NAME:
+        if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > MAX_NAME_LENGTH:
             raise NotACheckpointError("a pickle with a class whose name is none")
         found = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
-        if found.name in RUNNERS and is_dangerous(found):
+        if found.name in CODE_RUNNERS and is_never_needed(found):
             raise UnsafeCheckpointError(f"a pickle that names {found}")
         self.stack.append(_DTYPES.get(str(found), found))
 
@@ -292,22 +294,22 @@ class _Machine:
     def _call(self, function: Any, arguments: Any) -> Any:
         if isinstance(function, Placeholder) and function.name == "builtins.getattr":
             self.budget.spend(512)
-            name = ".".join(brief(part).strip("'") for part in function.args)
+            name = ".".join(describe_value(part).strip("'") for part in function.args)
             return Placeholder(name, arguments)  # of a class inside of a class
         if not isinstance(function, Global):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {brief(function)}")
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
         if not isinstance(arguments, tuple):
             raise TypeError(f"a call of {function} without a tuple of arguments")
         self._charge(arguments)
         name = str(function)
         if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
             return self._call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
-        make = self.rebuild.get(name)
+        make = self.constructors.get(name)
         if make is not None:
             for part in arguments:
                 self._charge(part)
             return make(*arguments)
-        if is_dangerous(function):
+        if is_never_needed(function):
             raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
         self.budget.spend(512)
         return Placeholder(name, arguments)
@@ -333,7 +335,7 @@ class _Machine:
             if isinstance(state, dict) and "_metadata" in state:
                 target._metadata = state["_metadata"]  # type: ignore[attr-defined]
         elif not isinstance(target, torch.Tensor):
-            raise UnsafeCheckpointError(f"a pickle that asks for changes to {brief(target)}")
+            raise UnsafeCheckpointError(f"a pickle that asks for changes to {describe_value(target)}")
 
     # values outside the pickle
 

@@ -12,10 +12,10 @@ from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._shared.text import shape_text
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 
-LONGEST_NAME = 1000  # characters of a qualified name, of a tensor or of a class
-MOST_NESTED = 200  # containers in each other; pickle.dump itself gives up at some hundred
-_MOST_SHARED = 1_000_000  # parts that only repeat others
-_LARGEST_KEY = 64  # parts of a tuple that is a key
+MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a class
+MAX_NESTING = 200  # containers in each other; pickle.dump itself gives up at some hundred
+_MAX_SHARED_PARTS = 1_000_000  # parts that only repeat others
+_MAX_KEY_PARTS = 64  # parts of a tuple that is a key
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Placeholder:
         return f"<placeholder of {self.name}{' at ' * bool(self.location)}{self.location}>"
 
 
-def brief(value: Any, longest: int = 80) -> str:
-    """Describe a value in a few words, whatever it is: `repr` of lists that share their parts can fill any memory."""
+def describe_value(value: Any, longest: int = 80) -> str:
+    """Describe any value in a few words; `repr` of lists that share their parts can fill all memory."""
     if isinstance(value, Placeholder | Global):
         return str(value) if isinstance(value, Global) else value.name
     if isinstance(value, str | bytes | bytearray):
@@ -67,7 +67,7 @@ def brief(value: Any, longest: int = 80) -> str:
     return f"a {type(value).__name__}"
 
 
-def outlined(value: Any, longest: int = 100) -> str:
+def truncated_repr(value: Any, longest: int = 100) -> str:
     """Return the beginning of what a value looks like, and no more work than that takes."""
     text = ""
     for piece in _pieces(value):
@@ -79,7 +79,7 @@ def outlined(value: Any, longest: int = 100) -> str:
 
 def _pieces(value: Any) -> Iterator[str]:
     if not is_container(value):
-        yield repr(value) if isinstance(value, Placeholder) else brief(value, 100)
+        yield repr(value) if isinstance(value, Placeholder) else describe_value(value, 100)
         return
     opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     yield opening
@@ -143,9 +143,9 @@ def check_nesting(value: Any, budget: Budget) -> None:
                 found = known.get(id(part), _Measure())
                 if found is None:
                     raise NotACheckpointError("a checkpoint with a list or dict that lies in itself.")
-                if len(frames) + found.height > MOST_NESTED:
+                if len(frames) + found.height > MAX_NESTING:
                     raise NotACheckpointError(
-                        f"a checkpoint with lists or dicts over {MOST_NESTED} deep in each other."
+                        f"a checkpoint with lists or dicts over {MAX_NESTING} deep in each other."
                     )
                 if id(part) in known:
                     measure.take(found)
@@ -160,7 +160,7 @@ def check_nesting(value: Any, budget: Budget) -> None:
                 known[id(owner)] = measure
                 if frames:
                     frames[-1][2].take(measure)
-    if whole.parts > _MOST_SHARED + 4 * distinct:
+    if whole.parts > _MAX_SHARED_PARTS + 4 * distinct:
         raise NotACheckpointError("a checkpoint with lists or dicts that share their parts without end.")
 
 
@@ -173,7 +173,7 @@ def check_key(key: Any) -> None:
     parts = [key]
     for count, part in enumerate(parts):  # which grows
         if isinstance(part, tuple | frozenset):
-            if len(part) > _LARGEST_KEY or count > _LARGEST_KEY:
+            if len(part) > _MAX_KEY_PARTS or count > _MAX_KEY_PARTS:
                 raise NotACheckpointError("a checkpoint with a key of very many parts.")
             parts.extend(part)
         elif isinstance(part, int) and part.bit_length() > 1024:

@@ -24,14 +24,14 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.download import download
 from lightning_tricks.checkpoint_remapping.core.files.formats import read_container
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder, brief
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder, describe_value
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
-from lightning_tricks.checkpoint_remapping.core.files.weights import (
+from lightning_tricks.checkpoint_remapping.core.files.weight_search import (
     check_names,
+    checkpoint_kind,
+    find_placeholders,
     find_weights,
-    kind_of,
-    placeholders_in,
-    without,
+    without_weights,
 )
 
 
@@ -102,19 +102,19 @@ def read_values(path: Path, *, mmap: bool = True) -> Any:
     Raises:
         CheckpointError: As `read_checkpoint` does.
     """
-    with _explained(path, str(path)):
+    with _explaining_errors(path, str(path)):
         return read_container(path, "cpu", mmap, Budget(0))[0]
 
 
 def _read(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
-    with _explained(path, name):
+    with _explaining_errors(path, name):
         if path.is_dir():
-            raise NotACheckpointError(_described_directory(path))
-        return _found(path, name, map_location, mmap, key)
+            raise NotACheckpointError(_describe_directory(path))
+        return _read_file(path, name, map_location, mmap, key)
 
 
 @contextmanager
-def _explained(path: Path, name: str) -> Iterator[None]:
+def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     """Turn what goes wrong while a file is read into a sentence that names it."""
     try:
         yield
@@ -126,7 +126,7 @@ def _explained(path: Path, name: str) -> Iterator[None]:
     except CheckpointError as error:
         raise type(error)(f"{name} is {error}") from error
     except FileNotFoundError as error:
-        raise MissingCheckpointError(f"{name} does not exist.{_near(path) or ' Is the path right?'}") from error
+        raise MissingCheckpointError(f"{name} does not exist.{_similar_file(path) or ' Is the path right?'}") from error
     except NotAFileError as error:
         raise NotACheckpointError(f"{name}: {error}. Save it to a file first.") from error
     except OverBudgetError as error:
@@ -144,32 +144,32 @@ def _explained(path: Path, name: str) -> Iterator[None]:
         raise NotACheckpointError(f"{name} is broken or cut off ({str(error)[:200]}). Download it again.") from error
 
 
-def _found(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
+def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
     budget = Budget(0)
     value, container, header = read_container(path, map_location, mmap, budget)
-    place, tensors = find_weights(value, key, budget)
+    key_path, tensors = find_weights(value, key, budget)
     if not tensors:
         raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
     check_names(tensors)
-    metadata = header | (without(value, place) if isinstance(value, dict) and place else {})
+    metadata = header | (without_weights(value, key_path) if isinstance(value, dict) and key_path else {})
     _check_instantiators(metadata)
     return Checkpoint(
         state_dict=tensors,
-        kind=kind_of(value, place, container),
+        kind=checkpoint_kind(value, key_path, container),
         metadata=metadata,
-        placeholders=tuple(placeholders_in(value, budget)),
-        key=".".join(place),
+        placeholders=tuple(find_placeholders(value, budget)),
+        key=".".join(key_path),
         source=name,
     )
 
 
-def _near(path: Path) -> str:
+def _similar_file(path: Path) -> str:
     """Return a sentence that names a file with nearly the name of one that is not there."""
     folder = path.parent
     return nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else ""
 
 
-def _described_directory(path: Path) -> str:
+def _describe_directory(path: Path) -> str:
     files = {file.name for file in path.iterdir()}
     if ".metadata" in files:
         tool = (
@@ -195,8 +195,8 @@ def _check_instantiators(metadata: Mapping[str, Any]) -> None:
     for key, values in metadata.items():
         asked = values.get("_instantiator") if isinstance(values, dict) else None
         if asked is not None and not (isinstance(asked, str) and asked in _INSTANTIATORS):
-            named = key[:80] if isinstance(key, str) else brief(key)
+            named = key[:80] if isinstance(key, str) else describe_value(key)
             raise UnsafeCheckpointError(
-                f"a checkpoint whose {named} name {brief(asked)} as the function that makes the model "
+                f"a checkpoint whose {named} name {describe_value(asked)} as the function that makes the model "
                 "(Lightning's own is lightning.pytorch.cli.instantiate_module)"
             )

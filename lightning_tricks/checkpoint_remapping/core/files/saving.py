@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._shared.files import replacing
+from lightning_tricks._shared.files import atomic_write
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import listed
 from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
 
@@ -48,10 +48,10 @@ def save_weights(
         from safetensors.torch import save_file
 
         stored, header = _for_safetensors(tensors)
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             save_file(stored, temporary, metadata={"format": "pt"} | header | (metadata or {}))
     elif path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
-        with replacing(path) as temporary:
+        with atomic_write(path) as temporary:
             torch.save(tensors, temporary)
     else:
         raise ValueError(f"path must end in .safetensors, .pt, .pth, .ckpt or .bin, got {os.fspath(path)!r}.")

@@ -14,22 +14,22 @@ import torch
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, brief
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, describe_value
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 
-AGAIN = "Download it again."
+DOWNLOAD_AGAIN = "Download it again."
 
 
 @dataclass
-class Typed:
+class TypedStorage:
     """A storage and the type of its elements."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
 
 
-class Storages:
+class FileStorages:
     """The storages of one file: each is read once, from the file's mapping where that goes, and moved by location.
 
     Args:
@@ -46,7 +46,9 @@ class Storages:
         self.budget = budget
         self.known: dict[str, torch.UntypedStorage] = {}
 
-    def get(self, key: str, dtype: torch.dtype, location: Any, read: Callable[[], torch.UntypedStorage]) -> Typed:
+    def get(
+        self, key: str, dtype: torch.dtype, location: Any, read: Callable[[], torch.UntypedStorage]
+    ) -> TypedStorage:
         """Return the storage of a key, which is read the first time; the file says where it was."""
         if not isinstance(location, str):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
@@ -54,7 +56,7 @@ class Storages:
         if key not in self.known:
             self.budget.spend(512)
             self.known[key] = restore(read(), location, self.map_location)
-        return Typed(self.known[key], dtype)
+        return TypedStorage(self.known[key], dtype)
 
     @cached_property
     def mapped(self) -> torch.UntypedStorage:
@@ -72,7 +74,9 @@ class Storages:
         if start < 0 or size < 0:
             raise NotACheckpointError("a checkpoint with a broken tensor.")
         if start + size > length:
-            raise NotACheckpointError(f"cut off: it has {length:,} bytes of at least {start + size:,}. {AGAIN}")
+            raise NotACheckpointError(
+                f"cut off: it has {length:,} bytes of at least {start + size:,}. {DOWNLOAD_AGAIN}"
+            )
         if self.on_meta:
             return torch.UntypedStorage(size, device="meta")
         if self.mmap and size and start % 16 == 0:
@@ -82,7 +86,7 @@ class Storages:
         with self.open() as stream:
             stream.seek(start)
             if size and stream.readinto(bytes_of(storage)) != size:  # type: ignore[attr-defined]
-                raise NotACheckpointError(f"cut off. {AGAIN}")
+                raise NotACheckpointError(f"cut off. {DOWNLOAD_AGAIN}")
         return storage
 
     def open(self) -> IO[bytes]:
@@ -95,7 +99,7 @@ class Storages:
         return str(self.map_location) == "meta"
 
 
-class StoragesInside(Storages):
+class InMemoryStorages(FileStorages):
     """The storages of a file inside of a file."""
 
     def __init__(self, data: bytes, map_location: MapLocation, budget: Budget) -> None:
@@ -130,7 +134,7 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
         return there
     except (AssertionError, RuntimeError) as error:
         raise CheckpointError(
-            f"a checkpoint with tensors for {brief(location)}, which is not there: pass map_location='cpu'."
+            f"a checkpoint with tensors for {describe_value(location)}, which is not there: pass map_location='cpu'."
         ) from error
 
 
@@ -161,7 +165,7 @@ def storage_dtype(kind: Any) -> torch.dtype:
     if isinstance(kind, Global) and kind.module.startswith("torch"):
         kind = kind.name.rpartition(".")[2]
     if not isinstance(kind, str) or kind not in _DTYPES:
-        raise NotACheckpointError(f"a file with tensors of {brief(kind)}, which this reader does not know.")
+        raise NotACheckpointError(f"a file with tensors of {describe_value(kind)}, which this reader does not know.")
     return _DTYPES[kind]
 
 

@@ -9,21 +9,21 @@ import torch
 
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Rebuild
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, brief
-from lightning_tricks.checkpoint_remapping.core.files.storages import Typed
+from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Constructor
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, describe_value
+from lightning_tricks.checkpoint_remapping.core.files.storages import TypedStorage
 
-_MOST_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 
 
-def dense(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
     """Return the tensor over a storage; a tensor beyond its storage is refused, not given more memory.
 
     One that repeats its elements, as `expand` makes them, is charged what it would take as a copy.
     """
     budget.spend(512)
     size, stride = _numbers(size), _numbers(stride)
-    if not isinstance(storage, Typed) or len(size) != len(stride) or not _numbers((offset,)):
+    if not isinstance(storage, TypedStorage) or len(size) != len(stride) or not _numbers((offset,)):
         raise NotACheckpointError("a checkpoint with a broken tensor.")
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     width = storage.dtype.itemsize
@@ -36,17 +36,17 @@ def dense(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_:
 
 def _numbers(values: Any) -> tuple[int, ...]:
     """Return a shape or the like, checked."""
-    known = isinstance(values, list | tuple) and len(values) <= _MOST_DIMENSIONS
+    known = isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS
     if not known or any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
         raise NotACheckpointError("a checkpoint with a broken tensor.")
     return tuple(values)
 
 
-def tensor_makers(budget: Budget) -> dict[str, Rebuild]:
+def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
     """Return functions of ours by the qualified names of those that make tensors."""
 
     def of_storage(*parts: Any) -> torch.Tensor:
-        made = dense(budget, *parts)
+        made = strided_tensor(budget, *parts)
         bits = parts[6] if len(parts) > 6 and isinstance(parts[6], dict) else {}
         made = torch._neg_view(made) if bits.get("neg") else made
         return made.conj() if bits.get("conj") else made
@@ -54,9 +54,9 @@ def tensor_makers(budget: Budget) -> dict[str, Rebuild]:
     def of_dtype(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *_: Any
     ) -> torch.Tensor:
-        if not isinstance(storage, Typed) or not isinstance(dtype, torch.dtype):
+        if not isinstance(storage, TypedStorage) or not isinstance(dtype, torch.dtype):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
-        return dense(budget, Typed(storage.storage, dtype), offset, size, stride)
+        return strided_tensor(budget, TypedStorage(storage.storage, dtype), offset, size, stride)
 
     def sparse(layout: Any, data: Any) -> Any:
         if layout is not torch.sparse_coo or not all(isinstance(part, torch.Tensor) for part in data[:2]):
@@ -69,14 +69,14 @@ def tensor_makers(budget: Budget) -> dict[str, Rebuild]:
         if not isinstance(arguments, tuple):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
         budget.spend(512 + 8 * len(arguments))
-        make = makers.get(str(function)) if isinstance(function, Global) else None
-        return make(*arguments) if make else Placeholder(brief(kind), arguments, state)
+        make = constructors.get(str(function)) if isinstance(function, Global) else None
+        return make(*arguments) if make else Placeholder(describe_value(kind), arguments, state)
 
     def on_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
         budget.spend(1024)
         return torch.empty_strided(_numbers(size), _numbers(stride), dtype=dtype, device="meta")
 
-    makers: dict[str, Rebuild] = {
+    constructors: dict[str, Constructor] = {
         "torch._tensor._rebuild_from_type_v2": of_type,
         "torch._utils._rebuild_meta_tensor_no_storage": on_meta,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -86,4 +86,4 @@ def tensor_makers(budget: Budget) -> dict[str, Rebuild]:
         "torch._utils._rebuild_tensor_v2": of_storage,
         "torch._utils._rebuild_tensor_v3": of_dtype,
     }
-    return makers
+    return constructors

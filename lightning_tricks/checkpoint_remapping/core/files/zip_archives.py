@@ -12,28 +12,36 @@ import torch
 
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
-from lightning_tricks.checkpoint_remapping.core.files.storages import AGAIN, Storages, Typed, storage_dtype, storage_key
-from lightning_tricks.checkpoint_remapping.core.files.tensor_constructors import tensor_makers
+from lightning_tricks.checkpoint_remapping.core.files.storages import (
+    DOWNLOAD_AGAIN,
+    FileStorages,
+    TypedStorage,
+    storage_dtype,
+    storage_key,
+)
+from lightning_tricks.checkpoint_remapping.core.files.tensor_constructors import tensor_constructors
 
-UNPACK = "Unpack it, and give the file inside."
+UNPACK_IT = "Unpack it, and give the file inside."
 _HEADER = 30  # bytes of the header of a record, before its name
-_LARGEST_DIRECTORY = 24 << 20  # bytes, of some 300,000 records
+_MAX_DIRECTORY_BYTES = 24 << 20  # bytes, of some 300,000 records
 
 
-def read_zip(storages: Storages) -> tuple[Any, str, dict[str, str]]:
+def read_zip(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
     """Read what torch.save or TorchScript wrote, as `read_container` does."""
     try:
         with _Bounded(storages.open()) as stream, zipfile.ZipFile(stream) as archive:
             stream.largest_read = sys.maxsize
             return _read_archive(archive, storages)
     except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
-        raise NotACheckpointError(f"a zip archive that is broken or cut off ({str(error)[:200]}). {AGAIN}") from error
+        raise NotACheckpointError(
+            f"a zip archive that is broken or cut off ({str(error)[:200]}). {DOWNLOAD_AGAIN}"
+        ) from error
 
 
 class _Bounded(io.BufferedReader):
     """A stream that refuses large reads: `ZipFile` reads a whole directory at once, and makes objects of it."""
 
-    largest_read = _LARGEST_DIRECTORY
+    largest_read = _MAX_DIRECTORY_BYTES
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream.detach())
@@ -41,11 +49,11 @@ class _Bounded(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         """Read, where it is not too much."""
         if size is None or size > self.largest_read:
-            raise NotACheckpointError(f"a zip archive whose directory has more than {_LARGEST_DIRECTORY:,} bytes.")
+            raise NotACheckpointError(f"a zip archive whose directory has more than {_MAX_DIRECTORY_BYTES:,} bytes.")
         return super().read(size)
 
 
-def _read_archive(archive: zipfile.ZipFile, storages: Storages) -> tuple[Any, str, dict[str, str]]:
+def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
     names = archive.namelist()
     pickles = [name for name in names if name.count("/") <= 1 and name.rpartition("/")[2] == "data.pkl"]
     if not pickles:
@@ -57,7 +65,7 @@ def _read_archive(archive: zipfile.ZipFile, storages: Storages) -> tuple[Any, st
             "a checkpoint of a machine with the other byte order. Save it there as .safetensors, which has one order."
         )
 
-    def persistent(identifier: Any) -> Typed:
+    def persistent(identifier: Any) -> TypedStorage:
         tag, kind, key, location, count = identifier
         if tag != "storage" or type(count) is not int or count < 0:
             raise NotACheckpointError("a checkpoint with a broken tensor.")
@@ -67,7 +75,9 @@ def _read_archive(archive: zipfile.ZipFile, storages: Storages) -> tuple[Any, st
 
     info = _stored(archive, pickles[0])
     storages.budget.spend(info.file_size)
-    value = read_pickle(io.BytesIO(_bytes(archive, info)), storages.budget, tensor_makers(storages.budget), persistent)
+    value = read_pickle(
+        io.BytesIO(_bytes(archive, info)), storages.budget, tensor_constructors(storages.budget), persistent
+    )
     return value, "torchscript" if f"{prefix}constants.pkl" in archive.NameToInfo else "zip", {}
 
 
@@ -77,7 +87,7 @@ def _without_checkpoint(names: list[str]) -> str:
     if any(name.endswith("model.json") for name in names):
         return "a torch.export program. Load it with torch.export.load, and save its state_dict."
     shown = ", ".join(name[:80] for name in names[:3])
-    return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK}"
+    return f"a zip archive without a checkpoint in it (it holds {shown or 'nothing'}). {UNPACK_IT}"
 
 
 def _check_overlaps(archive: zipfile.ZipFile) -> None:
@@ -86,7 +96,7 @@ def _check_overlaps(archive: zipfile.ZipFile) -> None:
     ends = [info.header_offset + _HEADER + info.compress_size for info in records]
     starts = [*(info.header_offset for info in records[1:]), archive.start_dir]
     if any(end > start for end, start in zip(ends, starts, strict=True)):
-        raise NotACheckpointError(f"a zip archive whose records overlap. {AGAIN}")
+        raise NotACheckpointError(f"a zip archive whose records overlap. {DOWNLOAD_AGAIN}")
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
@@ -94,9 +104,9 @@ def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     try:
         info = archive.getinfo(name)
     except KeyError as error:
-        raise NotACheckpointError(f"a checkpoint without the data of a tensor ({name}). {AGAIN}") from error
+        raise NotACheckpointError(f"a checkpoint without the data of a tensor ({name}). {DOWNLOAD_AGAIN}") from error
     if info.flag_bits & 1:
-        raise NotACheckpointError(f"an encrypted zip archive. {UNPACK}")
+        raise NotACheckpointError(f"an encrypted zip archive. {UNPACK_IT}")
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise NotACheckpointError(
             "a zip archive with compressed records, which torch does not write. Unpack it, and pack it again without "
@@ -115,10 +125,10 @@ def _text(archive: zipfile.ZipFile, name: str) -> str:
     return _bytes(archive, info).decode("ascii", "replace") if info.file_size < 100 else ""
 
 
-def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: Storages) -> torch.UntypedStorage:
+def _storage(archive: zipfile.ZipFile, name: str, size: int, storages: FileStorages) -> torch.UntypedStorage:
     info = _stored(archive, name)
     if info.file_size < size:
-        raise NotACheckpointError(f"a checkpoint with too little data for a tensor ({name}). {AGAIN}")
+        raise NotACheckpointError(f"a checkpoint with too little data for a tensor ({name}). {DOWNLOAD_AGAIN}")
     archive.fp.seek(info.header_offset)  # type: ignore[union-attr]
     name_length, extra_length = struct.unpack("<26x2H", archive.fp.read(_HEADER))  # type: ignore[union-attr]
     return storages.part(info.header_offset + _HEADER + name_length + extra_length, size)

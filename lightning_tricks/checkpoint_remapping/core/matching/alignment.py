@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_tricks._shared.files import replacing
+from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.text import shape_text
 from lightning_tricks._shared.units import si
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.layer_matching import (
     Match,
     Matching,
     match_by_structure,
     resized,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.layer_tree import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.rules import (
     WRAPPERS,
     Remapped,
-    Rule,
+    RemapRule,
     remap_keys,
     renamed_from,
     strip_wrappers,
@@ -63,7 +63,7 @@ class Alignment:
         missing: Names of the model that the checkpoint has nothing for.
         unexpected: Names of the checkpoint, without wrappers' parts, that the model has no place for.
         mismatched: Tensors whose shapes differ.
-        undecided: (names in the checkpoint, names in the model) that could go several ways.
+        ambiguous: (names in the checkpoint, names in the model) that could go several ways.
         diagnosis: What was found, in words.
         loaded: Of the model's tensors, how many have a counterpart.
         total: How many tensors the model has.
@@ -75,7 +75,7 @@ class Alignment:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[Mismatch, ...]
-    undecided: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     diagnosis: str
     loaded: int
     total: int
@@ -115,13 +115,13 @@ class Alignment:
         steps: list[Any] = ["wrappers"] if any(old != new for old, new in self._clean.items()) else []
         if self._prefixes is None:
             taken = {target for match in self.matches for target in match.targets}
-            drops = [Rule(name, None) for name in self.unexpected if name in taken]
+            drops = [RemapRule(name, None) for name in self.unexpected if name in taken]
             return [*steps, [rule for rule in (*map(_rule, self.matches), *drops) if rule.source != rule.target]]
         source, target = self._prefixes
         if source:
-            steps.append(Rule(f"{source}.", f"{target}." if target else ""))
+            steps.append(RemapRule(f"{source}.", f"{target}." if target else ""))
         elif target:
-            steps.append(Rule("*", f"{target}.*"))
+            steps.append(RemapRule("*", f"{target}.*"))
         return steps
 
     def apply(self, state_dict: Mapping[str, Any]) -> Remapped:
@@ -135,7 +135,7 @@ class Alignment:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rules as YAML, for a look, a change and `load_weights(model, path, rules=...)`."""
         lines = [f"# {self.diagnosis}", *(_yaml(step) for step in self.rules)] + ["[]"] * (not self.rules)
-        with replacing(Path(path)) as staged:
+        with atomic_write(Path(path)) as staged:
             staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def report(self, limit: int | None = None) -> Table:
@@ -188,7 +188,7 @@ def align(
         {'module.weight': '0.weight', 'module.bias': '0.bias'}
     """
     found = find_alignment(shapes_of(model_or_state_dict), shapes_of(checkpoint))
-    if found.undecided:
+    if found.ambiguous:
         raise AmbiguousAlignmentError(ambiguity(found))
     return found
 
@@ -202,8 +202,8 @@ def shapes_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
 
 def ambiguity(found: Alignment) -> str:
     """Return the sentence about what could go several ways."""
-    sources, targets = found.undecided[0]
-    more = f" (and {len(found.undecided) - 1} more such cases)" if len(found.undecided) > 1 else ""
+    sources, targets = found.ambiguous[0]
+    more = f" (and {len(found.ambiguous) - 1} more such cases)" if len(found.ambiguous) > 1 else ""
     return (
         f"nothing tells which of {listed(sources)} in the checkpoint is which of {listed(targets)} in the model{more}. "
         f"Say it: rules=[({sources[0]!r}, {targets[0]!r}), ...], or submodule=... where one part of the model is meant."
@@ -211,7 +211,7 @@ def ambiguity(found: Alignment) -> str:
 
 
 def find_alignment(target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool = False) -> Alignment:
-    """Return the best alignment, with what is undecided; by names alone where `by_name`."""
+    """Return the best alignment, with what is ambiguous; by names alone where `by_name`."""
     clean_source = {name: name for name in source} if by_name else strip_wrappers(source)
     clean_target = strip_wrappers(target)
     names = {new: old for old, new in clean_target.items() if new is not None}  # the model's own
@@ -219,7 +219,7 @@ def find_alignment(target: Mapping[str, Shape], source: Mapping[str, Shape], by_
     theirs = {new: target[old] for new, old in names.items()}
     found, prefixes, wrong = _match_names(ours, theirs, by_name)
     lacking = theirs.keys() - _targets(found)
-    if not by_name and (found.undecided or not all(map(is_computed, lacking))):
+    if not by_name and (found.ambiguous or not all(map(is_computed, lacking))):
         best = _best(found, ours, theirs)
         if best is not found:
             found, prefixes = best, None
@@ -229,14 +229,14 @@ def find_alignment(target: Mapping[str, Shape], source: Mapping[str, Shape], by_
 def _best(by_names: Matching, ours: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> Matching:
     """Return the matching by names, completed by structure, or the one by structure alone; the one that covers most."""
     everything = match_by_structure(ours, theirs)
-    if by_names.undecided:
-        return everything if _covered(everything) and not everything.undecided else by_names
+    if by_names.ambiguous:
+        return everything if _covered(everything) and not everything.ambiguous else by_names
     rest = match_by_structure(
         {name: shape for name, shape in ours.items() if name not in _sources(by_names)},
         {name: shape for name, shape in theirs.items() if name not in _targets(by_names)},
     )
     completed = (
-        Matching(by_names.matches + rest.matches, rest.undecided) if rest.matches or rest.undecided else by_names
+        Matching(by_names.matches + rest.matches, rest.ambiguous) if rest.matches or rest.ambiguous else by_names
     )
     trusted = 2 * _covered(by_names) >= len(theirs)
     return max((completed, everything) if trusted else (everything, completed), key=_covered)  # the first of equals
@@ -268,7 +268,7 @@ def _match_names(
         sides = (
             [f"{prefix}.*" if prefix else "*" for prefix in dict.fromkeys(side)] for side in zip(*rivals, strict=True)
         )
-        found = Matching(undecided=[tuple(sides)])  # type: ignore[list-item]
+        found = Matching(ambiguous=[tuple(sides)])  # type: ignore[list-item]
     wrong = [(name, other) for name, other in pairs if ours[name] != theirs[other]]
     return found, (source, target), wrong
 
@@ -344,7 +344,7 @@ def _alignment(
         missing=missing,
         unexpected=unexpected,
         mismatched=tuple(Mismatch(s, ours[s], names[t], theirs[t]) for s, t in wrong),
-        undecided=tuple((tuple(mine), tuple(yours)) for mine, yours in found.undecided),
+        ambiguous=tuple((tuple(mine), tuple(yours)) for mine, yours in found.ambiguous),
         diagnosis=_diagnosis(found, ours, theirs, clean, prefixes, missing),
         loaded=len(targets),
         total=len(theirs),
@@ -379,7 +379,7 @@ def _diagnosis(
         said.append(f"the model holds what was saved as `{target}`")
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
         said.append("the names are another project's: layers were told by their order, their sizes and their words")
-    if not found.matches and not found.undecided:
+    if not found.matches and not found.ambiguous:
         said.append(
             f"nothing fits by name and shape: the checkpoint has {listed(list(ours))}, the model {listed(list(theirs))}"
         )
@@ -401,9 +401,9 @@ def listed(names: Iterable[str], most: int = 4) -> str:
     return (", ".join(names[:most]) or "nothing") + more
 
 
-def _rule(match: Match) -> Rule:
+def _rule(match: Match) -> RemapRule:
     source, target = (names if len(names) > 1 else names[0] for names in (match.sources, match.targets))
-    return Rule(source, target, match.transpose, match.shape)
+    return RemapRule(source, target, match.transpose, match.shape)
 
 
 def _yaml(step: Any) -> str:
@@ -411,7 +411,7 @@ def _yaml(step: Any) -> str:
 
     if isinstance(step, list):
         return "- " + ("\n  ".join(map(_yaml, step)) or "[]")
-    if isinstance(step, Rule):
+    if isinstance(step, RemapRule):
         plain = {"from": step.source, "to": step.target, "transpose": step.transpose, "shape": step.shape}
         step = {
             name: list(value) if isinstance(value, tuple) else value

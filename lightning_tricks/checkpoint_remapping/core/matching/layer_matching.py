@@ -1,4 +1,4 @@
-"""Which layer of one model is which of another, told from names and shapes; undecided where it could be two ways."""
+"""Which layer of one model is which of another, told from names and shapes; ambiguous where it could be two ways."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_tree import (
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import (
     Layer,
     Pairs,
     Shape,
@@ -20,7 +20,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.layer_tree import (
     number_naturally,
     rise_in_number,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.neighbors import Surroundings
+from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Match:
 
 @dataclass
 class Matching:
-    """What was matched; `undecided` holds (names in the file, names in the model) that could go several ways."""
+    """What was matched; `ambiguous` holds (names in the file, names in the model) that could go several ways."""
 
     matches: list[Match] = field(default_factory=list)
-    undecided: list[tuple[list[str], list[str]]] = field(default_factory=list)
+    ambiguous: list[tuple[list[str], list[str]]] = field(default_factory=list)
 
 
 def match_by_structure(source: Mapping[str, Shape], target: Mapping[str, Shape]) -> Matching:
@@ -62,12 +62,12 @@ def match_by_structure(source: Mapping[str, Shape], target: Mapping[str, Shape])
             number_naturally(layers)
         fuse_triples(layers, others)
         find_transposed(layers)
-    surroundings = Surroundings((ours, theirs), orders)
+    neighbors = NeighborMatching((ours, theirs), orders)
     found = Matching()
     by_themselves = (*(_by_series(*templates) for templates in product(_TEMPLATES, repeat=2)), _by_words, _by_order)
     for kinds, ways in (
         (lambda layer: layer.has_matrix, by_themselves),  # they say more than the vectors of a norm or a bias
-        (lambda _: True, (surroundings.after_convolution, surroundings.beside, *by_themselves, _by_flattening)),
+        (lambda _: True, (neighbors.after_convolution, neighbors.beside, *by_themselves, _by_flattening)),
     ):
         again = True
         while again:
@@ -75,18 +75,18 @@ def match_by_structure(source: Mapping[str, Shape], target: Mapping[str, Shape])
             for find in ways:
                 sides = ([layer for layer in layers if kinds(layer)] for layers in (ours, theirs))
                 if find in by_themselves:
-                    sides = ([layer for layer in layers if layer not in surroundings.unsettled] for layers in sides)
+                    sides = ([layer for layer in layers if layer not in neighbors.unsettled] for layers in sides)
                 for one, other, reason in list(find(*sides)):
                     found.matches += _matches_of(one, other, reason)
                     ours.remove(one)
                     theirs.remove(other)
-                    surroundings.partner[one] = other
+                    neighbors.partner[one] = other
                     again = True
     for one, other, reason in _by_exclusion(ours, theirs):
         found.matches += _matches_of(one, other, reason)
         ours.remove(one)
         theirs.remove(other)
-    found.undecided = [
+    found.ambiguous = [
         ([layer.path for layer in mine], [layer.path for layer in yours])
         for mine, yours in _classes(ours, theirs, lambda layer: layer.form)
     ]

@@ -10,15 +10,15 @@ import torch
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
-    LONGEST_NAME,
+    MAX_NAME_LENGTH,
     Global,
     Placeholder,
-    brief,
     children,
+    describe_value,
     is_container,
 )
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 _RAW = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights", "params")
 _AVERAGED = (
@@ -33,7 +33,7 @@ _AVERAGED = (
 _NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", "hparam", "rng", "args", "config")
 
 
-def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[Place, dict[str, Any]]:
+def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
     """Return where the weights are, or those at a key, and the tensors there.
 
     Raises:
@@ -42,27 +42,27 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[Place, di
     search = _Search(budget)
     if key is not None:
         chosen = tuple(key.split("."))
-        inside = _at(value, chosen)
+        inside = _value_at(value, chosen)
         tensors = None if inside is None else search.tensors(inside)
         if tensors is None:
-            places = _listed([".".join(place) for place, _ in search.candidates(value)])
-            raise CheckpointError(f"a checkpoint without weights at key={key!r}. It has {places or 'none'}.")
+            key_paths = _list_key_paths([".".join(key_path) for key_path, _ in search.candidates(value)])
+            raise CheckpointError(f"a checkpoint without weights at key={key!r}. It has {key_paths or 'none'}.")
         return chosen, tensors
     found = dict(search.candidates(value))
     for known in (_RAW, _AVERAGED):
-        top = [place for place in found if place and place[0] in known]
-        if len({place[0] for place in top}) == 1:
-            found = {place: found[place] for place in top}
+        top = [key_path for key_path in found if key_path and key_path[0] in known]
+        if len({key_path[0] for key_path in top}) == 1:
+            found = {key_path: found[key_path] for key_path in top}
             break
         if len(top) > 1:
-            found = {place: found[place] for place in top}
-            raise CheckpointError(_several(found))
+            found = {key_path: found[key_path] for key_path in top}
+            raise CheckpointError(_several_candidates(found))
         if () in found:
             return (), found[()]
     if not found:
         raise NotACheckpointError(_without_weights(value))
     if len(found) > 1:
-        raise CheckpointError(_several(found))
+        raise CheckpointError(_several_candidates(found))
     return next(iter(found.items()))
 
 
@@ -73,34 +73,36 @@ def check_names(tensors: Mapping[str, Any]) -> None:
         NotACheckpointError: If there is one; the message is a phrase after "it is".
     """
     for name in tensors:
-        if len(name) > LONGEST_NAME:
+        if len(name) > MAX_NAME_LENGTH:
             raise NotACheckpointError(f"a checkpoint with a tensor whose name has {len(name):,} characters.")
         if not name.isprintable():
-            raise NotACheckpointError(f"a checkpoint with control characters in the name of a tensor, {brief(name)}.")
+            raise NotACheckpointError(
+                f"a checkpoint with control characters in the name of a tensor, {describe_value(name)}."
+            )
 
 
-def kind_of(value: Any, place: Place, container: str) -> str:
-    """Return the `kind` of a checkpoint whose weights are at a place."""
+def checkpoint_kind(value: Any, key_path: KeyPath, container: str) -> str:
+    """Return the `kind` of a checkpoint whose weights are at a path of keys."""
     if container in ("safetensors", "sharded", "torchscript"):
         return container
-    inside = _at(value, place)
+    inside = _value_at(value, key_path)
     if isinstance(inside, Placeholder) and not inside.items:
         return "model"
-    if place == ("state_dict",) and isinstance(value, dict) and "pytorch-lightning_version" in value:
+    if key_path == ("state_dict",) and isinstance(value, dict) and "pytorch-lightning_version" in value:
         return "lightning"
-    return "nested" if place else "state_dict"
+    return "nested" if key_path else "state_dict"
 
 
-def without(value: dict[Any, Any], place: Place) -> dict[Any, Any]:
-    """Return what is beside a place."""
-    first, *others = place
+def without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
+    """Return what is beside a path of keys."""
+    first, *others = key_path
     inner = value[first]
     if others and isinstance(inner, dict):
-        return {**value, first: without(inner, tuple(others))}
+        return {**value, first: without_weights(inner, tuple(others))}
     return {name: part for name, part in value.items() if name != first}
 
 
-def placeholders_in(value: Any, budget: Budget) -> Iterator[Placeholder]:
+def find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
     """Yield what was not constructed, with its location; the parts of a placeholder belong to it."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", value)]
@@ -116,7 +118,7 @@ def placeholders_in(value: Any, budget: Budget) -> Iterator[Placeholder]:
             inner = []
             for name, inside in children(part):
                 if is_container(inside) or isinstance(inside, Global | Placeholder):
-                    text = name[:LONGEST_NAME] if isinstance(name, str) else brief(name)
+                    text = name[:MAX_NAME_LENGTH] if isinstance(name, str) else describe_value(name)
                     inner.append((f"{location}.{text}".lstrip("."), inside))
                     budget.spend(256 + len(location) + len(text))
             stack.extend(reversed(inner))
@@ -130,20 +132,20 @@ class _Search:
         self.budget = budget
         self.known: dict[int, dict[str, Any] | None] = {}
 
-    def candidates(self, value: Any, place: Place = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """Yield the places of weights, at most three names deep, and what is there."""
+    def candidates(self, value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+        """Yield the paths of keys to weights, at most three names deep, and what is there."""
         tensors = self.tensors(value)
         if tensors is not None:
-            yield place, tensors
+            yield key_path, tensors
         items = value.items if isinstance(value, Placeholder) else value
-        if len(place) == 3 or not isinstance(items, dict) or {"param_groups", "state"} <= items.keys():
+        if len(key_path) == 3 or not isinstance(items, dict) or {"param_groups", "state"} <= items.keys():
             return
         for name, part in items.items():
             self.budget.spend(8)
             if isinstance(name, str) and isinstance(part, dict | Placeholder):
                 self.budget.spend(128 + len(name))
                 if not any(word in name.lower() for word in _NOT_WEIGHTS):
-                    yield from self.candidates(part, (*place, name))
+                    yield from self.candidates(part, (*key_path, name))
 
     def tensors(self, value: Any) -> dict[str, Any] | None:
         """Return the tensors of a state dict or of a pickled module; None where it is neither."""
@@ -194,13 +196,13 @@ class _Search:
         attributes = _attributes(module)
         if not isinstance(attributes, dict):
             return iter(())
-        ours: list[Any] = [attributes]
+        groups: list[Any] = [attributes]
         skipped = None
         if "_modules" in attributes:
-            ours = [attributes.get(group) for group in ("_parameters", "_buffers", "_modules")]
+            groups = [attributes.get(group) for group in ("_parameters", "_buffers", "_modules")]
             skipped = attributes.get("_non_persistent_buffers_set")
         found: dict[str, Any] = {}
-        for group in ours:
+        for group in groups:
             for name, part in group.items() if isinstance(group, dict) else ():
                 self.budget.spend(64)
                 hidden = isinstance(part, torch.Tensor) and isinstance(skipped, set) and name in skipped
@@ -213,8 +215,8 @@ def _attributes(module: Placeholder) -> Any:
     return module.state[0] if isinstance(module.state, tuple) and module.state else module.state
 
 
-def _at(value: Any, place: Place) -> Any:
-    for name in place:
+def _value_at(value: Any, key_path: KeyPath) -> Any:
+    for name in key_path:
         items = value.items if isinstance(value, Placeholder) else value
         if not isinstance(items, dict) or name not in items:
             return None
@@ -222,21 +224,21 @@ def _at(value: Any, place: Place) -> Any:
     return value
 
 
-def _listed(places: list[str]) -> str:
-    more = f" and {len(places) - 8:,} more" if len(places) > 8 else ""
-    return ", ".join(place[:200] for place in places[:8]) + more
+def _list_key_paths(key_paths: list[str]) -> str:
+    more = f" and {len(key_paths) - 8:,} more" if len(key_paths) > 8 else ""
+    return ", ".join(key_path[:200] for key_path in key_paths[:8]) + more
 
 
-def _several(found: Mapping[Place, Any]) -> str:
-    places = _listed([repr(".".join(place)) for place in found])
-    return f"a checkpoint with several sets of weights. Choose one with key=: {places}."
+def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
+    key_paths = _list_key_paths([repr(".".join(key_path)) for key_path in found])
+    return f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}."
 
 
 def _without_weights(value: Any) -> str:
     if isinstance(value, dict):
         if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
             return "a checkpoint of an optimizer, without a model's weights. Take the file that holds the model."
-        keys = _listed([key if isinstance(key, str) else brief(key) for key in value])
+        keys = _list_key_paths([key if isinstance(key, str) else describe_value(key) for key in value])
         return f"a checkpoint without weights: it holds {keys or 'nothing'}."
     what = value.name if isinstance(value, Placeholder) else type(value).__name__
     return f"a pickled {what}, not a state dict. Save model.state_dict() instead."

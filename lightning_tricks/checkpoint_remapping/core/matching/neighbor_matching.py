@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_tree import Layer, Pairs, rise_in_number
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs, rise_in_number
 
 
-class Surroundings:
+class NeighborMatching:
     """Ways to find pairs by what was matched around them."""
 
     def __init__(self, sides: tuple[list[Layer], list[Layer]], ordered: tuple[bool, bool]) -> None:
