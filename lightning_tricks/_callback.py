@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.logger_images import take_pictures
+from lightning_tricks._shared.logger_images import can_log_images
 
 _STEP_HOOKS = (
     "on_train_batch_start",
@@ -47,7 +47,7 @@ class TrickCallback(Callback):
     path_arguments: tuple[str, ...] = ()
 
     @classmethod
-    def paths_among(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
+    def find_path_arguments(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
         """Return the names of the arguments that name one of `texts`, or what lies in it, as a file or a folder."""
         named = {_normalized(text) for text in texts} - {os.curdir}
         return [
@@ -59,14 +59,14 @@ class TrickCallback(Callback):
         ]
 
     @classmethod
-    def needs(cls, argument: str) -> bool:
+    def requires_argument(cls, argument: str) -> bool:
         """Whether an argument has no default."""
         return inspect.signature(cls).parameters[argument].default is inspect.Parameter.empty
 
     def before_module_init(self) -> None:
         """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
 
-    def logs(self, stage: str, loaders: int = 1) -> Collection[str]:
+    def logged_keys(self, stage: str, loaders: int = 1) -> Collection[str]:
         """Return the keys of values that this callback is sure to log of an epoch of "train", "val" or "test"."""
         return ()
 
@@ -141,7 +141,7 @@ class StepsCallback(TrickCallback):
 
     def has_image_logger(self, trainer: Trainer) -> bool:
         """Whether a logger can take a picture; other ranks' loggers stand for rank zero's, and take anything."""
-        return bool(trainer.strategy.broadcast(take_pictures(trainer.loggers)))
+        return bool(trainer.strategy.broadcast(can_log_images(trainer.loggers)))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count nothing from here on."""

@@ -49,10 +49,10 @@ def without_paths_of_checkpoint(tricks: Tricks) -> Tricks:
             continue
         callback: type[TrickCallback] = getattr(lightning_tricks, trick.metadata["callback"])
         arguments = arguments_of(callback, value)
-        named = callback.paths_among(arguments, texts)
+        named = callback.find_path_arguments(arguments, texts)
         if named:
             dropped += [f"{trick.name}.{name}={arguments[name]!r}" for name in named]
-            needed = any(callback.needs(name) for name in named)
+            needed = any(callback.requires_argument(name) for name in named)
             changed[trick.name] = None if needed else {n: given for n, given in arguments.items() if n not in named}
     if not dropped:
         return tricks

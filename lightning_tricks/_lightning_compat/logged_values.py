@@ -35,7 +35,7 @@ def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> 
             )
 
 
-def keys_logged_by_others(trainer: Trainer, source: str, *, reset_ones: bool = False) -> dict[str, str]:
+def keys_logged_by_others(trainer: Trainer, source: str, *, include_reset: bool = False) -> dict[str, str]:
     """Return what is logged in this stage, but not by `log_epoch_value` of `source`: key -> hook, or source.
 
     Keys are those that loggers or callbacks see: also with `_step`, `_epoch` and `/dataloader_idx_<n>` behind.
@@ -43,13 +43,13 @@ def keys_logged_by_others(trainer: Trainer, source: str, *, reset_ones: bool = F
     Args:
         trainer: That runs the stage.
         source: Of `log_epoch_value`.
-        reset_ones: Whether to include what was logged in an epoch that is over, at any time since it was first logged.
+        include_reset: Whether to include what was logged in epochs that are over.
     """
     with needs_private(f"logging by {source}"):
         keys: dict[str, str] = {}
         for item in trainer._results.values():  # type: ignore[union-attr]
             meta = item.meta
-            if meta.fx == source or (item.has_reset and not reset_ones):
+            if meta.fx == source or (item.has_reset and not include_reset):
                 continue
             index = meta.dataloader_idx if meta.add_dataloader_idx else None
             suffix = "" if index is None else f"/dataloader_idx_{index}"
@@ -59,7 +59,7 @@ def keys_logged_by_others(trainer: Trainer, source: str, *, reset_ones: bool = F
         return keys
 
 
-def forget_logged_before(trainer: Trainer, source: str, keys: Collection[str]) -> None:
+def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> None:
     """Drop the memory of others' values that were logged under some keys in epochs that are over."""
     with needs_private(f"logging by {source}"):
         results: Any = trainer._results

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 
-def take_pictures(loggers: Iterable[Any]) -> bool:
+def can_log_images(loggers: Iterable[Any]) -> bool:
     """Whether one of the loggers can take a picture."""
     return any(_way_of(logger) is not None for logger in loggers)
 
 
-def log_picture(loggers: Iterable[Any], key: str, picture: npt.NDArray[np.uint8], step: int) -> None:
+def log_image(loggers: Iterable[Any], key: str, picture: npt.NDArray[np.uint8], step: int) -> None:
     """Send a picture to every logger that can take one; only on rank zero.
 
     TensorBoard, W&B, MLflow and Comet get it as their own; beside a logger that has but a folder, such as CSVLogger,

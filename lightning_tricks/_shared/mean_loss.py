@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks._shared.tensors import to_double
 
-_MOST_BATCHES = 256
+_MAX_BATCHES = 256
 
 
 class MeanLoss:
@@ -43,7 +43,7 @@ class MeanLoss:
                 loss = loss.detach().mean()
             self._pending.append((loss, factor * samples))
             self.samples += samples
-            if len(self._pending) >= _MOST_BATCHES:
+            if len(self._pending) >= _MAX_BATCHES:
                 self._flush()
 
     def compute(self) -> Tensor | None:
@@ -67,7 +67,7 @@ class MeanLoss:
         if not self._pending:
             return
         with torch.inference_mode(False), torch.no_grad():
-            losses = in_doubles(torch.stack([loss for loss, _ in self._pending]))
+            losses = to_double(torch.stack([loss for loss, _ in self._pending]))
             weights = torch.tensor([weight for _, weight in self._pending], dtype=losses.dtype)
             total = (losses * weights.to(losses.device, non_blocking=True)).sum()
             self._sum = total if self._sum is None else self._sum + total

@@ -16,7 +16,7 @@ def step_arguments(step: Callable[..., Any], batch: Any, batch_idx: int) -> tupl
     return (batch, batch_idx) if len(names) >= 2 or "batch_idx" in names or spec.varargs else (batch,)
 
 
-def takes_iterator(step: Callable[..., Any]) -> bool:
+def takes_dataloader_iter(step: Callable[..., Any]) -> bool:
     """Whether Lightning gives a step the iterator over the data, in place of a batch."""
     return "dataloader_iter" in _declared(step)[1]
 

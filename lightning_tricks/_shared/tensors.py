@@ -23,6 +23,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, name, None))
 
 
-def in_doubles(numbers: Tensor) -> Tensor:
+def to_double(numbers: Tensor) -> Tensor:
     """Return numbers in doubles; in floats on MPS, which has no doubles."""
     return numbers.float() if numbers.device.type == "mps" else numbers.double()

@@ -258,7 +258,7 @@ class Ensemble(Interchange, LightningModule):
         loaders = len(counts) if isinstance(counts, Sequence) else 1
         callbacks = getattr(trainer, "callbacks", ())
         tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
-        return {key for trick in tricks for key in trick.logs(stage, loaders)}
+        return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
     def _outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return outputs and targets, (n, B, ...) each, of rows of the members' own or of rows for all of them."""

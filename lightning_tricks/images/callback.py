@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_tricks._callback import StepsCallback
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.logger_images import log_picture
+from lightning_tricks._shared.logger_images import log_image
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.images.core.confident_mistakes import Samples, judged, together
+from lightning_tricks.images.core.confident_mistakes import RankedSamples, concat_samples, rank_predictions
 from lightning_tricks.images.core.conversion import denormalize, image_grid, to_tensor
 
 _STAGES = ("train", "val", "test")
@@ -41,8 +41,8 @@ class ImageLogger(StepsCallback):
         std: What the images were then divided by, for each channel.
         shape: The shape (C, H, W) of one image, where a row of the batch holds its pixels in another shape.
         stages: Of "train", "val" and "test".
-        inputs: A function of a step's outputs, the batch and the stage that returns a dict of `images`, `preds` and
-            `target`, for modules whose steps return something else.
+        output_transform: A function of a step's outputs, the batch and the stage that returns a dict of `images`,
+            `preds` and `target`, for modules whose steps return something else.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -66,7 +66,7 @@ class ImageLogger(StepsCallback):
         std: Sequence[float] | None = None,
         shape: Sequence[int] | None = None,
         stages: Sequence[str] = ("val", "test"),
-        inputs: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
+        output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
     ) -> None:
         self.n = check_count("n", n)
         self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
@@ -75,20 +75,22 @@ class ImageLogger(StepsCallback):
         self.std = std
         self.shape = shape
         self.stages = stages
-        self.inputs = inputs
+        self.output_transform = output_transform
         for stage in [stages] if isinstance(stages, str) else stages:
             check_choice("stages", stage, _STAGES)
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std belong together, got mean={mean!r} and std={std!r}.")
         if shape is not None and (len(shape) != 3 or any(check_count("shape", side) < 1 for side in shape)):
             raise ValueError(f"shape must be (channels, height, width), got {shape!r}.")
-        if inputs is not None and not callable(inputs):
-            raise TypeError(f"inputs must be a function of (outputs, batch, stage), got {inputs!r}.")
+        if output_transform is not None and not callable(output_transform):
+            raise TypeError(
+                f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
+            )
         self._active = False
         self._forget()
 
     def _forget(self) -> None:
-        self._kept: dict[str, Samples] = {}
+        self._kept: dict[str, RankedSamples] = {}
         self._kinds: dict[str, dict[str, bool]] = {}
         self._told: set[str] = set()
 
@@ -120,8 +122,8 @@ class ImageLogger(StepsCallback):
         if self._is_sanity_checking:
             return
         with torch.inference_mode(False), torch.no_grad():
-            samples = judged(images, preds, target, **self._kinds[stage]).best(self.n)
-            self._kept[stage] = together([*self._kept_of(stage), samples]).best(self.n)
+            samples = rank_predictions(images, preds, target, **self._kinds[stage]).top(self.n)
+            self._kept[stage] = concat_samples([*self._kept_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Show the images of an epoch."""
@@ -132,7 +134,7 @@ class ImageLogger(StepsCallback):
         ranks = [samples for rank in gather_objects(own) for samples in rank]
         if not trainer.is_global_zero or not ranks:
             return
-        samples = together(ranks).best(self.n).cpu()
+        samples = concat_samples(ranks).top(self.n).cpu()
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         try:
@@ -140,7 +142,7 @@ class ImageLogger(StepsCallback):
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger shows nothing: {error}")
             return
-        log_picture(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
+        log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the images."""
@@ -151,19 +153,19 @@ class ImageLogger(StepsCallback):
             return False
         return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _kept_of(self, stage: str) -> list[Samples]:
+    def _kept_of(self, stage: str) -> list[RankedSamples]:
         return [self._kept[stage]] if stage in self._kept else []
 
     def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return images, predictions and targets of a batch; None where a step returned neither of the last two."""
-        given = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
+        given = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
         names = set(given) if isinstance(given, Mapping) else set()
         if not {"preds", "target"} <= names:
             there = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
             words = (
                 f"ImageLogger needs preds and target of each step of {stage}, and there is "
                 f"{'nothing' if given is None else there or 'nothing'}: return a dict with them, give "
-                "inputs=(outputs, batch, stage) -> dict"
+                "output_transform=(outputs, batch, stage) -> dict"
             )
             if names & {"preds", "target"}:
                 raise MisconfigurationException(f"{words}.")
@@ -188,7 +190,7 @@ class ImageLogger(StepsCallback):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise MisconfigurationException(
             f"ImageLogger finds no images of shape (N, C, H, W) in the batch, but {shapes or 'no tensors'}: give "
-            "shape=(C, H, W), or inputs=(outputs, batch, stage) -> dict with images."
+            "shape=(C, H, W), or output_transform=(outputs, batch, stage) -> dict with images."
         )
 
     def _kinds_of(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
@@ -216,7 +218,7 @@ class ImageLogger(StepsCallback):
             return images
         return denormalize(images.float(), self.mean, self.std)
 
-    def _captions(self, samples: Samples, values: bool) -> list[str]:
+    def _captions(self, samples: RankedSamples, values: bool) -> list[str]:
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)
         if values:
             return [f"{predicted:.3g}, is {target:.3g}" for predicted, target, _ in rows]

@@ -19,18 +19,18 @@ from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_choice, check_count, nearest
-from lightning_tricks._shared.logger_images import log_picture
+from lightning_tricks._shared.logger_images import log_image
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks._shared.tensors import in_doubles, tensors_in
-from lightning_tricks.metrics.core.expected_values import names_of
-from lightning_tricks.metrics.core.history import History, Record
-from lightning_tricks.metrics.core.logged_keys import STAGES, Keys, check_prefix
-from lightning_tricks.metrics.core.plots import Snapshot, as_array, figures_of, history_figure
-from lightning_tricks.metrics.core.sampler_shards import Share, share_of
+from lightning_tricks._shared.tensors import tensors_in, to_double
+from lightning_tricks.metrics.core.expected_names import expected_names
+from lightning_tricks.metrics.core.history import EpochRecord, History
+from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
+from lightning_tricks.metrics.core.plots import PlotData, as_array, history_figure, make_figures
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite, is_number
-from lightning_tricks.metrics.core.value_names import clash_of, class_parts
-from lightning_tricks.metrics.key_conflicts import STEPS, MetricsError, SharedKeys, together
+from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
+from lightning_tricks.metrics.key_conflicts import STEPS, KeyConflicts, MetricsError, merge_logged_keys
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ class _Loader:
 
     suite: MetricSuite
     loss: MeanLoss
-    share: Share | str = ""  # or the reason why it is not known
+    share: SamplerShard | str = ""  # or the reason why it is not known
     passed_over: int = 0  # batches of which the step returned nothing to measure
     new: bool = True
 
@@ -83,8 +83,8 @@ class MetricsMonitor(StepsCallback):
         best: What to keep the best value of: logged key -> "min" or "max".
         exact: Whether to leave out samples that are repeated for the sake of equal ranks.
         stages: Which of "train", "val" and "test" to measure.
-        inputs: A function of a step's outputs, the batch and the stage that returns the dict, for modules whose steps
-            return something else.
+        output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
+            whose steps return something else.
         prefix: What stands before the keys, as in "ema/val/acc", so that several monitors keep apart: None for
             nothing. A checkpoint holds the state of each prefix by itself.
 
@@ -119,7 +119,7 @@ class MetricsMonitor(StepsCallback):
         best: dict[str, str] | None = None,
         exact: bool = True,
         stages: Sequence[str] = STAGES,
-        inputs: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
+        output_transform: Callable[[Any, Any, str], Mapping[str, Any]] | None = None,
         prefix: str | None = None,
     ) -> None:
         self.metrics = metrics
@@ -127,7 +127,7 @@ class MetricsMonitor(StepsCallback):
         self.plots = plots
         self.exact = exact
         self.stages = stages
-        self.inputs = inputs
+        self.output_transform = output_transform
         self.prefix = prefix
         self._best = best
         if isinstance(stages, str):
@@ -137,9 +137,11 @@ class MetricsMonitor(StepsCallback):
         check_prefix(prefix)
         if not isinstance(plots, bool):
             check_count("plots", plots)
-        if inputs is not None and not callable(inputs):
-            raise TypeError(f"inputs must be a function of (outputs, batch, stage), got {inputs!r}.")
-        self._keys = Keys(names_of(metrics, class_names), prefix, tuple(stages))
+        if output_transform is not None and not callable(output_transform):
+            raise TypeError(
+                f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
+            )
+        self._keys = LoggedKeys(expected_names(metrics, class_names), prefix, tuple(stages))
         self._keys.check_best(best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
@@ -150,8 +152,8 @@ class MetricsMonitor(StepsCallback):
     def _forget(self) -> None:
         self._loaders: dict[tuple[str, int], _Loader] = {}
         self._saved: dict[str, Any] = {}
-        self._to_draw: dict[str, Snapshot] = {}
-        self._shared = SharedKeys(self._name)
+        self._to_draw: dict[str, PlotData] = {}
+        self._shared = KeyConflicts(self._name)
         self._told: set[str] = set()
 
     @property
@@ -171,7 +173,7 @@ class MetricsMonitor(StepsCallback):
         found = self._history.best({key.removeprefix(start): mode for key, mode in (self._best or {}).items()})
         return {start + key: value for key, value in found.items()}
 
-    def logs(self, stage: str, loaders: int = 1) -> set[str]:
+    def logged_keys(self, stage: str, loaders: int = 1) -> set[str]:
         """Return the keys that a stage is sure to log, its loss aside."""
         return self._keys.known(stage, loaders) if stage in self.stages else set()
 
@@ -191,7 +193,7 @@ class MetricsMonitor(StepsCallback):
         """
         rows = self.history()
         known = dict.fromkeys(row["metric"] for row in rows)
-        parts = class_parts(known, self.class_names or ())
+        parts = per_class_names(known, self.class_names or ())
         wanted = [name for name in known if name not in parts] if metrics is None else list(metrics)
         for name in wanted:
             if name not in known:
@@ -258,8 +260,8 @@ class MetricsMonitor(StepsCallback):
             loader.new = False
             known = self._keys.known(stage, 1 if stage == "train" else len(_batches_of(trainer, stage)))
             self._shared.compare_in_first_batch(trainer, pl_module, stage, known)
-        inputs = outputs if self.inputs is None else self.inputs(outputs, batch, stage)
-        if self.inputs is None and isinstance(outputs, Tensor) and not outputs.ndim:
+        inputs = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
+        if self.output_transform is None and isinstance(outputs, Tensor) and not outputs.ndim:
             inputs = {"loss": outputs}  # as Lightning takes it
         measured = self._is_measured(loader, inputs, stage, batch_idx)
         if self._is_sanity_checking:
@@ -268,8 +270,8 @@ class MetricsMonitor(StepsCallback):
         rows = None
         if stage != "train" and trainer.world_size > 1 and self.exact and (batch_idx == 0 or not loader.share):
             self._divide(trainer, loader, place)
-        if isinstance(loader.share, Share):
-            size, own = loader.share.of_batch(batch_idx)
+        if isinstance(loader.share, SamplerShard):
+            size, own = loader.share.batch_sizes(batch_idx)
             if own < size:
                 inputs, rows = self._own_rows(inputs, size, own, stage), own
         if not measured:
@@ -360,7 +362,7 @@ class MetricsMonitor(StepsCallback):
         if stage in self._told:
             return
         self._told.add(stage)
-        source = "inputs()" if self.inputs is not None else STEPS[stage]
+        source = "output_transform()" if self.output_transform is not None else STEPS[stage]
         what = f"a {type(inputs).__name__}"
         if inputs is None or (isinstance(inputs, Mapping) and not inputs):
             what = "nothing"
@@ -370,8 +372,8 @@ class MetricsMonitor(StepsCallback):
         rest = [name for name in self.stages if name != stage]
         words = (
             f"{self._name}: {source} returned {what} in batch {batch_idx} of {stage}, and the metrics need {needed}. "
-            f"Return a dict with them (a step of training beside its loss), give inputs=(outputs, batch, stage) -> "
-            f"dict, or leave {stage!r} out: stages={rest!r}."
+            "Return a dict with them (a step of training beside its loss), give "
+            f"output_transform=(outputs, batch, stage) -> dict, or leave {stage!r} out: stages={rest!r}."
         )
         wanted = [key for key in self._keys.wanted(self._best or (), stage) if not key.endswith("/loss")]
         if what != "nothing" and not suite.checked and wanted:
@@ -394,7 +396,7 @@ class MetricsMonitor(StepsCallback):
             if other is self or not isinstance(other, MetricsMonitor):
                 continue
             for stage in {*self.stages} & {*other.stages}:
-                shared = clash_of([*self._keys.known(stage), *other._keys.known(stage)])
+                shared = find_name_conflict([*self._keys.known(stage), *other._keys.known(stage)])
                 if self.prefix == other.prefix or shared:
                     key = shared[0] if shared else self._keys.of(stage, "loss")
                     raise MetricsError(
@@ -423,7 +425,7 @@ class MetricsMonitor(StepsCallback):
     def _divide(self, trainer: Trainer, loader: _Loader, place: tuple[str, int]) -> None:
         """Ask, at the start of each epoch, which samples are this rank's own; say once where that is not known."""
         stage, number = place
-        before, loader.share = loader.share, share_of(evaluation_loaders(trainer)[number])
+        before, loader.share = loader.share, get_sampler_shard(evaluation_loaders(trainer)[number])
         if isinstance(loader.share, str) and loader.share != before:
             rank_zero_warn(
                 f"{self._name}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
@@ -460,7 +462,7 @@ class MetricsMonitor(StepsCallback):
         for number in sorted({number for part in parts for number in part}):
             loader = self._loaders.get((stage, number)) or self._new_loader(trainer, pl_module, (stage, number), 0)
             loader.load([part[number] for part in parts if number in part], pl_module.device)
-        return together([logged for _, logged in gathered])
+        return merge_logged_keys([logged for _, logged in gathered])
 
     def _log(
         self,
@@ -480,15 +482,15 @@ class MetricsMonitor(StepsCallback):
         if mean_loss is not None and not asked:
             values["loss"] = mean_loss
         numbers = {name: value for name, value in values.items() if is_number(value)}
-        record = Record(
+        record = EpochRecord(
             stage,
             number,
             trainer.current_epoch,
             trainer.global_step,
             self._function == "fit",
             list(numbers),
-            torch.stack(list(map(in_doubles, numbers.values()))) if numbers else torch.empty(0),
-            loader.suite.misfits(),
+            torch.stack(list(map(to_double, numbers.values()))) if numbers else torch.empty(0),
+            loader.suite.num_invalid(),
         )
         self._history.add(record)
         self.results |= {self._keys.of(record.prefix, name): value for name, value in values.items()}
@@ -502,7 +504,7 @@ class MetricsMonitor(StepsCallback):
                 log_epoch_value(trainer, self._name, key, value)
         if self._draws and trainer.is_global_zero and stage != "train":
             kind = loader.suite.task.kind if loader.suite.task is not None else ""
-            self._to_draw[record.prefix] = Snapshot(record, kind, loader.suite.confusion(), loader.suite.scores())
+            self._to_draw[record.prefix] = PlotData(record, kind, loader.suite.confusion(), loader.suite.scores())
             every = self.plots if not isinstance(self.plots, bool) else 0
             if self._function != "fit" or (every and (trainer.current_epoch + 1) % every == 0):
                 self._draw(trainer)
@@ -512,12 +514,12 @@ class MetricsMonitor(StepsCallback):
         self._history.records()
         for prefix, seen in to_draw.items():
             try:
-                figures = figures_of(seen, tuple(self.class_names or ()))
+                figures = make_figures(seen, tuple(self.class_names or ()))
             except ModuleNotFoundError as error:
                 rank_zero_info(f"MetricsMonitor draws nothing: {error}")
                 return
             for name, figure in figures.items():
-                log_picture(trainer.loggers, self._keys.of(prefix, name), as_array(figure), seen.record.step)
+                log_image(trainer.loggers, self._keys.of(prefix, name), as_array(figure), seen.record.step)
 
     def _check_best(self, stage: str, passed_over: bool) -> None:
         """Refuse a key that was not logged at the end of its stage: only that shows what some metrics return."""

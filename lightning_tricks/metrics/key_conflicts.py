@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks._lightning_compat.logged_values import forget_logged_before, keys_logged_by_others
+from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
 from lightning_tricks._shared.ranks import gather_objects
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
@@ -17,7 +17,7 @@ class MetricsError(MisconfigurationException, ValueError):
     """What a step returned cannot be measured, a loader has no batches, or a key is no key or is logged twice."""
 
 
-class SharedKeys:
+class KeyConflicts:
     """Compares the keys of one run of a monitor with those that the module and other callbacks log.
 
     Args:
@@ -44,11 +44,11 @@ class SharedKeys:
         if trainer.world_size == 1:
             self.refuse(pl_module, known, self.others(trainer))
         elif stage == "train":
-            self.refuse(pl_module, known, together(gather_objects(self.others(trainer))))
+            self.refuse(pl_module, known, merge_logged_keys(gather_objects(self.others(trainer))))
 
     def note_logged(self, trainer: Trainer, stage: str, keys: set[str]) -> None:
         """Remember what the monitor logs at the end of a stage, so as to see who logs the same after it."""
-        forget_logged_before(trainer, self.name, keys)
+        drop_reset_values(trainer, self.name, keys)
         self._logged[stage] = self._logged.get(stage, set()) | keys
 
     def compare_afterwards(
@@ -59,9 +59,9 @@ class SharedKeys:
         if not own:
             return
         # a training epoch's values are reset before any hook comes; those of an evaluation are not yet
-        others = keys_logged_by_others(trainer, self.name, reset_ones=stage == "train")
+        others = keys_logged_by_others(trainer, self.name, include_reset=stage == "train")
         if trainer.world_size > 1:
-            others = together(gather_objects({key: hook for key, hook in others.items() if key in own}))
+            others = merge_logged_keys(gather_objects({key: hook for key, hook in others.items() if key in own}))
         self.refuse(pl_module, own, others)
 
     def refuse(self, pl_module: LightningModule, own: set[str], others: Mapping[str, str]) -> None:
@@ -77,6 +77,6 @@ class SharedKeys:
             )
 
 
-def together(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return what is logged on any of the ranks."""
     return {key: hook for of_rank in ranks for key, hook in of_rank.items()}

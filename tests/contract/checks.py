@@ -337,8 +337,8 @@ def names_no_file(case: Case, lab: Lab) -> None:
     unlisted = {name for name in inspect.signature(case.callback).parameters if named.search(name)}
     assert unlisted <= set(case.callback.path_arguments), f"{unlisted} are not in path_arguments"
     texts = {value for value in case.arguments.values() if isinstance(value, str)}
-    dropped = case.callback.paths_among(case.arguments, texts)
-    if any(case.callback.needs(name) for name in dropped):
+    dropped = case.callback.find_path_arguments(case.arguments, texts)
+    if any(case.callback.requires_argument(name) for name in dropped):
         return  # a checkpoint does not bring it at all
     empty = lab.folder / "empty"
     empty.mkdir()

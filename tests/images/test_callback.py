@@ -105,7 +105,7 @@ def test_an_epoch_shows_its_own_images_alone(tmp_path, monkeypatch, stage):
 
         training_step = validation_step = step
 
-    images = ImageLogger(4, stages=(stage,), inputs=lambda outputs, batch, stage: outputs)
+    images = ImageLogger(4, stages=(stage,), output_transform=lambda outputs, batch, stage: outputs)
     trainer(images, CSVLogger(tmp_path), max_epochs=3).fit(Brightens(), loader(), loader())
     assert len(kept) == 3
     for epoch, shown in enumerate(kept):
@@ -207,7 +207,7 @@ def test_a_step_that_returns_nothing_to_show_is_told_of_once(tmp_path, outputs, 
         ({"mean": [0.5]}, ValueError, "mean and std belong together"),
         ({"shape": [8, 8]}, ValueError, r"shape must be \(channels, height, width\)"),
         ({"stages": ["valid"]}, ValueError, "stages must be one of train, val, test"),
-        ({"inputs": 3}, TypeError, "inputs must be a function"),
+        ({"output_transform": 3}, TypeError, "output_transform must be a function"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, words):

@@ -8,7 +8,7 @@ from torchvision.transforms import Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
 from lightning_tricks import denormalize, image_grid, to_numpy, to_pil, to_tensor
-from lightning_tricks.images.core.confident_mistakes import judged, together
+from lightning_tricks.images.core.confident_mistakes import concat_samples, rank_predictions
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SIDES = st.integers(1, 9)
@@ -178,17 +178,19 @@ def test_confident_mistakes_come_first():
     target = torch.tensor([0, 0, 1, 1])  # the second and the third one are wrong
     images = torch.arange(4.0).reshape(4, 1, 1, 1).expand(4, 1, 2, 2)
     for preds, logits in ((scores, False), (scores.log(), True)):
-        best = judged(images, preds, target, logits=logits).best(4)
+        best = rank_predictions(images, preds, target, logits=logits).top(4)
         assert best.images[:, 0, 0, 0].tolist() == [1, 2, 3, 0]
         assert best.confidence.tolist() == pytest.approx([0.8, 0.6, 0.55, 0.9])
         assert best.predicted.tolist() == [1, 0, 1, 0]
-    binary = judged(images, scores[:, 1], target).best(4)
+    binary = rank_predictions(images, scores[:, 1], target).top(4)
     assert binary.images[:, 0, 0, 0].tolist() == [1, 2, 3, 0]
-    halves = [judged(images[part], scores[part], target[part]) for part in (slice(0, 2), slice(2, 4))]
-    assert together(halves).best(2).images[:, 0, 0, 0].tolist() == [1, 2]
-    larger = judged(images.repeat(1, 1, 2, 2), scores, target)
-    assert together([halves[0], larger]).images.shape == (4, 1, 4, 4)
-    values = judged(images, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.5, 5.0, 3.0, 3.9]), values=True).best(2)
+    halves = [rank_predictions(images[part], scores[part], target[part]) for part in (slice(0, 2), slice(2, 4))]
+    assert concat_samples(halves).top(2).images[:, 0, 0, 0].tolist() == [1, 2]
+    larger = rank_predictions(images.repeat(1, 1, 2, 2), scores, target)
+    assert concat_samples([halves[0], larger]).images.shape == (4, 1, 4, 4)
+    values = rank_predictions(
+        images, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.5, 5.0, 3.0, 3.9]), values=True
+    ).top(2)
     assert values.images[:, 0, 0, 0].tolist() == [1, 0]
-    classes = judged(images, torch.tensor([0, 1, 1, 1]), target).best(1)
+    classes = rank_predictions(images, torch.tensor([0, 1, 1, 1]), target).top(1)
     assert classes.images[:, 0, 0, 0].tolist() == [1]

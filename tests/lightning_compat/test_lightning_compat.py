@@ -145,8 +145,8 @@ class _LogsAtTheEnd(lightning.pytorch.Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.by_others.append(logged_values.keys_logged_by_others(trainer, "Trick"))
-        self.ever.append(logged_values.keys_logged_by_others(trainer, "Trick", reset_ones=True).keys())
-        logged_values.forget_logged_before(trainer, "Trick", {"both"})
+        self.ever.append(logged_values.keys_logged_by_others(trainer, "Trick", include_reset=True).keys())
+        logged_values.drop_reset_values(trainer, "Trick", {"both"})
         logged_values.log_epoch_value(trainer, "Trick", "value", torch.tensor(float(trainer.current_epoch)))
         logged_values.log_epoch_value(trainer, "Trick", "both", torch.tensor(1.0))
 

@@ -186,7 +186,7 @@ def test_the_loss_is_the_modules_or_the_mean_over_samples(how, expected):
     assert fitter.callback_metrics["train/loss"].item() == 1.0
 
 
-def test_a_module_that_returns_something_else_gives_inputs():
+def test_a_module_that_returns_something_else_gives_output_transform():
     class Plain(Net):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx)["loss"]
@@ -194,13 +194,15 @@ def test_a_module_that_returns_something_else_gives_inputs():
         def validation_step(self, batch, batch_idx):
             return self.net(batch[0])
 
-    def inputs(outputs, batch, stage):
+    def output_transform(outputs, batch, stage):
         scores = outputs if stage == "val" else torch.zeros(len(batch[1]), 10)
         return {"preds": scores, "target": batch[1]}
 
     loader = DataLoader(digits(), 4)
     module = Plain()
-    fitter = trainer(MetricsMonitor({"acc": tm.MulticlassAccuracy(10, average="micro")}, inputs=inputs))
+    fitter = trainer(
+        MetricsMonitor({"acc": tm.MulticlassAccuracy(10, average="micro")}, output_transform=output_transform)
+    )
     fitter.fit(module, loader, loader)
     pixels, labels = digits().tensors
     right = (module.net(pixels).argmax(1) == labels).float().mean()
@@ -627,7 +629,7 @@ def test_a_bad_first_batch_stops_sanity_checking(outputs, words, error):
     assert fitter.global_step == 0
 
 
-def test_later_misfits_make_nan_and_are_counted_in_words():
+def test_later_invalid_values_make_nan_and_are_counted_in_words():
     class Breaks(OneLoader):
         def validation_step(self, batch, batch_idx):
             outputs = super().validation_step(batch, batch_idx)
@@ -693,7 +695,7 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
         ),
         ({"metrics": SIX, "plots": 0.5}, TypeError, "plots must be a whole number"),
         ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, and the metric"),
-        ({"metrics": SIX, "inputs": "preds"}, TypeError, "inputs must be a function"),
+        ({"metrics": SIX, "output_transform": "preds"}, TypeError, "output_transform must be a function"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, words):

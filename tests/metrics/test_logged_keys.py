@@ -25,7 +25,7 @@ from lightning_tricks import (
     regression_metrics,
 )
 from lightning_tricks.metrics import MetricsError
-from lightning_tricks.metrics.core.value_names import clash_of, class_parts
+from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 
@@ -186,7 +186,7 @@ def two():
         MetricsMonitor(ACC, best={"val/acc": "max"}, plots=False),
         MetricsMonitor(
             multiclass_metrics(4), class_names=names, prefix="ema", best={"ema/val/f1": "max"}, plots=False,
-            inputs=lambda outputs, batch, stage: {**outputs, "preds": -outputs["preds"]},
+            output_transform=lambda outputs, batch, stage: {**outputs, "preds": -outputs["preds"]},
         ),
     ]  # fmt: skip
 
@@ -208,7 +208,7 @@ def test_two_monitors_stand_side_by_side(tmp_path):
     assert monitors[1].best["ema/val/f1"][0] == pytest.approx(values["ema/val/f1"])
     assert monitors[1].results["ema/val/f1"] == values["ema/val/f1"]
     assert {row["metric"] for row in monitors[0].history()} == {"acc", "loss"}
-    assert clash_of(values) is None
+    assert find_name_conflict(values) is None
 
     states = torch.load(keeper.best_model_path, weights_only=True)["callbacks"]
     assert {monitor.state_key for monitor in monitors} <= states.keys()
@@ -417,15 +417,15 @@ def test_a_best_of_a_stage_that_returns_nothing_is_refused():
         told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), Answers(val=lambda *_: None))
 
 
-def test_inputs_may_return_nothing_for_a_batch_and_sees_batches_of_which_a_step_returns_none():
-    def inputs(outputs, batch, stage):
+def test_output_transform_may_return_nothing_for_a_batch_and_sees_batches_of_which_a_step_returns_none():
+    def output_transform(outputs, batch, stage):
         return None if len(batch[1]) < 4 else {"preds": batch[0], "target": batch[1]}
 
-    fitter = trainer(MetricsMonitor(ACC, inputs=inputs))
+    fitter = trainer(MetricsMonitor(ACC, output_transform=output_transform))
     module = Answers(train=lambda *_: None)
     with pytest.warns(UserWarning, match="returned nothing") as caught:
         fitter.fit(module, loader(10), loader(10))
-    assert len([word for word in caught if "inputs() returned nothing in batch 2" in str(word.message)]) == 2
+    assert len([word for word in caught if "output_transform() returned nothing in batch 2" in str(word.message)]) == 2
     scores, target = (part[:8] for part in loader(10).dataset.tensors)
     expected = (scores.argmax(1) == target).float().mean().item()
     assert fitter.callback_metrics["train/acc"].item() == pytest.approx(expected)
@@ -481,14 +481,16 @@ def test_no_key_of_the_collection_is_a_folder_of_another():
         classes = MetricsMonitor(multiclass_metrics(10, top_k=2), class_names=names, plots=False)
         values = MetricsMonitor(
             regression_metrics(2), prefix="values", plots=False,
-            inputs=lambda outputs, batch, stage: {"preds": outputs["values"], "target": outputs["values"] * 2},
+            output_transform=lambda outputs, batch, stage: {
+                "preds": outputs["values"], "target": outputs["values"] * 2
+            },
         )  # fmt: skip
         fitter = trainer(clipping, classes, values, FlopsReport(), log_every_n_steps=1)
         fitter.fit(Outputs(optimization), DataLoader(digits(), 20), DataLoader(digits(), 20))
         keys |= fitter.callback_metrics.keys()
     wanted = {"val/f1", "val/f1_digit 7", "values/val/mae", "values/val/mae_1", "grad_norm/pre_clip", "flops/forward"}
     assert wanted | {"grad_norm/0/pre_clip", "params/total", "grad_norm/net.0.weight"} <= keys
-    assert clash_of(keys) is None
+    assert find_name_conflict(keys) is None
 
 
 NAMES = st.text("ab/_", min_size=1, max_size=5)
@@ -501,14 +503,14 @@ def test_a_clash_is_two_names_that_no_folder_can_hold(names):
         return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
 
     pairs = [(names[i], names[j]) for i in range(len(names)) for j in range(i)]
-    clash = clash_of(names)
+    clash = find_name_conflict(names)
     assert (clash is not None) == any(exclude(*pair) for pair in pairs)
     assert clash is None or exclude(*clash)
 
 
 def test_names_of_classes_are_told_from_others():
     names = ["f1", "f1_a", "f1_b_a", "acc_a", "hits_b_a", "f1_b_a_a", "f1_b_a_b_a"]
-    assert class_parts(names, ["a", "b_a"]) == {
+    assert per_class_names(names, ["a", "b_a"]) == {
         "f1_a": ("f1", "a"), "f1_b_a": ("f1", "b_a"), "f1_b_a_a": ("f1_b_a", "a"), "f1_b_a_b_a": ("f1_b_a", "b_a"),
     }  # fmt: skip
-    assert class_parts(names, []) == {}
+    assert per_class_names(names, []) == {}

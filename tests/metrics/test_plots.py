@@ -19,7 +19,7 @@ from lightning_tricks import (
     multilabel_metrics,
     regression_metrics,
 )
-from lightning_tricks._shared.logger_images import log_picture, take_pictures
+from lightning_tricks._shared.logger_images import can_log_images, log_image
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.contract.lab import QUIET
 from tests.metrics.test_callback import OneLoader, loader_of, table
@@ -115,8 +115,8 @@ class Elsewhere(Logger):
 @pytest.mark.parametrize("way", ["wandb", "mlflow", "comet", "none"])
 def test_every_logger_that_can_gets_the_picture(way):
     logger, picture = Elsewhere(way), np.zeros((4, 5, 3), np.uint8)
-    assert take_pictures([logger]) == (way != "none")
-    log_picture([logger], "val/curves", picture, 7)
+    assert can_log_images([logger]) == (way != "none")
+    log_image([logger], "val/curves", picture, 7)
     key = {"mlflow": "pictures/val/curves_000007.png"}.get(way, "val/curves")
     assert [(taken, image.shape) for taken, _, image in logger.taken] == [(key, (4, 5, 3))] * (way != "none")
 

@@ -8,22 +8,22 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from lightning_tricks.metrics import MeanLoss
-from lightning_tricks.metrics.core.sampler_shards import Share, share_of
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.statistics import (
     average_precision,
     binary_cells,
+    cells_to_matrix,
     count_cells_,
+    count_invalid,
     count_scores_,
-    matrix_of,
     merge_state,
-    misfits_of,
     multiclass_cells,
-    new_counts,
     pr_curve,
     reliability_curve,
     roc_auc,
     roc_curve,
     stat_scores,
+    zero_counts,
 )
 
 SEEDS = st.integers(0, 2**20)
@@ -36,8 +36,8 @@ def test_the_matrix_is_scikit_learns(seed, classes, rows):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(rows, classes, generator=generator)
     target = torch.randint(classes, (rows,), generator=generator)
-    matrix = matrix_of(
-        count_cells_(new_counts(classes**2), multiclass_cells(classes, scores, target)), classes, classes
+    matrix = cells_to_matrix(
+        count_cells_(zero_counts(classes**2), multiclass_cells(classes, scores, target)), classes, classes
     )
     expected = (
         sk.confusion_matrix(target, scores.argmax(1), labels=range(classes)) if rows else np.zeros((classes,) * 2)
@@ -52,15 +52,15 @@ def test_the_matrix_is_scikit_learns(seed, classes, rows):
 def test_what_fits_no_cell_is_counted_beside_them():
     scores = torch.tensor([[0.9, 0.1], [float("nan"), 0.1], [0.2, 0.8], [0.2, 0.8], [0.3, 0.7]])
     target = torch.tensor([0, 0, 2, -1, -100])
-    counts = count_cells_(new_counts(4), multiclass_cells(2, scores, target, ignore_index=-100))
-    assert matrix_of(counts, 2, 2).tolist() == [[1, 0], [0, 0]]
-    assert misfits_of(counts) == 3
+    counts = count_cells_(zero_counts(4), multiclass_cells(2, scores, target, ignore_index=-100))
+    assert cells_to_matrix(counts, 2, 2).tolist() == [[1, 0], [0, 0]]
+    assert count_invalid(counts) == 3
     assert counts[-1] == 1
 
     preds = torch.tensor([0.9, float("nan"), 1.5, -0.5, 0.4, 0.6])
-    counts = count_cells_(new_counts(4), binary_cells(preds, torch.tensor([1, 1, 1, 0, 2, 0])))
-    assert matrix_of(counts, 2, 2).tolist() == [[0, 1], [0, 1]]
-    assert misfits_of(counts) == 4
+    counts = count_cells_(zero_counts(4), binary_cells(preds, torch.tensor([1, 1, 1, 0, 2, 0])))
+    assert cells_to_matrix(counts, 2, 2).tolist() == [[0, 1], [0, 1]]
+    assert count_invalid(counts) == 4
 
 
 @FEW
@@ -68,10 +68,10 @@ def test_what_fits_no_cell_is_counted_beside_them():
 def test_cells_of_labels_are_those_of_each_label(seed):
     generator = torch.Generator().manual_seed(seed)
     preds, target = torch.rand(7, 3, 2, generator=generator), torch.randint(2, (7, 3, 2), generator=generator)
-    together = matrix_of(count_cells_(new_counts(12), binary_cells(preds, target, 0.4, labels=3)), 3, 2, 2)
+    together = cells_to_matrix(count_cells_(zero_counts(12), binary_cells(preds, target, 0.4, labels=3)), 3, 2, 2)
     for label in range(3):
-        alone = count_cells_(new_counts(4), binary_cells(preds[:, label], target[:, label], 0.4))
-        assert torch.equal(together[label], matrix_of(alone, 2, 2))
+        alone = count_cells_(zero_counts(4), binary_cells(preds[:, label], target[:, label], 0.4))
+        assert torch.equal(together[label], cells_to_matrix(alone, 2, 2))
 
 
 @FEW
@@ -132,9 +132,9 @@ def test_own_samples_of_all_ranks_are_all_samples_once(length, world, batch_size
         data = list(range(length))
         sampler = DistributedSampler(data, world, rank, shuffle=shuffle)
         loader = DataLoader(data, batch_size, sampler=sampler)
-        share = share_of(loader)
+        share = get_sampler_shard(loader)
         for batch_idx, batch in enumerate(loader):
-            size, own = share.of_batch(batch_idx)
+            size, own = share.batch_sizes(batch_idx)
             assert size == len(batch)
             seen += batch[:own].tolist()
     assert sorted(seen) == list(range(length))
@@ -152,12 +152,12 @@ class _Pairs(BatchSampler):
 def test_an_unknown_share_has_a_reason():
     data = list(range(5))
     sampler = DistributedSampler(data, 2, 0)
-    assert share_of(DataLoader(data, None, sampler=sampler)) == Share(3, 3, 1)
-    assert "IterableDataset" in share_of(DataLoader(_Stream()))
-    assert "_Pairs" in share_of(DataLoader(data, batch_sampler=_Pairs(SequentialSampler(data), 2, False)))
-    assert "no DistributedSampler" in share_of(DataLoader(data, 2))
-    assert "drop_last" in share_of(DataLoader(data, 2, sampler=sampler, drop_last=True))
-    assert "drop_last" in share_of(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, drop_last=True)))
+    assert get_sampler_shard(DataLoader(data, None, sampler=sampler)) == SamplerShard(3, 3, 1)
+    assert "IterableDataset" in get_sampler_shard(DataLoader(_Stream()))
+    assert "_Pairs" in get_sampler_shard(DataLoader(data, batch_sampler=_Pairs(SequentialSampler(data), 2, False)))
+    assert "no DistributedSampler" in get_sampler_shard(DataLoader(data, 2))
+    assert "drop_last" in get_sampler_shard(DataLoader(data, 2, sampler=sampler, drop_last=True))
+    assert "drop_last" in get_sampler_shard(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, drop_last=True)))
 
 
 @FEW

@@ -12,8 +12,13 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
-from lightning_tricks.metrics.core.metric_properties import Task, cut_at_will, task_of
-from lightning_tricks.metrics.core.shared_states import Counts, Led, Rankings, Scores
+from lightning_tricks.metrics.core.metric_properties import Task, can_concat_batches, task_of
+from lightning_tricks.metrics.core.shared_states import (
+    ConfusionMatrixGroup,
+    RetrievalGroup,
+    ScoreHistogram,
+    SharedStateGroup,
+)
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -64,7 +69,7 @@ def several(kind):
 @pytest.mark.parametrize("metric", several("counted"), ids=lambda metric: type(metric).__name__)
 def test_a_counted_metric_is_what_torchmetrics_says(metric):
     suite = fed(MetricSuite({"it": metric}), preds=SCORES, target=TARGET)
-    assert isinstance(suite._groups[0], Counts)
+    assert isinstance(suite._groups[0], ConfusionMatrixGroup)
     value = alone(metric, SCORES, TARGET)
     ours = suite.compute_all()
     parts = [ours["it"]] if "it" in ours else [ours[f"it_{number}"] for number in range(len(value))]
@@ -74,7 +79,9 @@ def test_a_counted_metric_is_what_torchmetrics_says(metric):
 def test_all_of_them_share_one_matrix_for_each_ignored_class():
     metrics = {str(number): metric for number, metric in enumerate(several("counted"))}
     suite = fed(MetricSuite(metrics), preds=SCORES, target=TARGET)
-    assert len([group for group in suite._groups if isinstance(group, Counts)]) == 4  # none, 0, 1 and 2 ignored
+    assert (
+        len([group for group in suite._groups if isinstance(group, ConfusionMatrixGroup)]) == 4
+    )  # none, 0, 1 and 2 ignored
     for number, metric in metrics.items():
         if (value := alone(metric, SCORES, TARGET)).ndim == 0:
             assert suite.compute()[number].item() == pytest.approx(value.item(), abs=1e-6)
@@ -96,7 +103,7 @@ def everything_of(module):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that it keeps all data
                     metric = kind(**{argument: known[argument] for argument in parameters if argument in known})
-                if cut_at_will(metric):
+                if can_concat_batches(metric):
                     yield pytest.param(metric, id=name)
 
 
@@ -336,15 +343,15 @@ def test_large_batches_are_counted_at_once():
     )
 
 
-def test_later_misfits_make_the_values_nan_and_are_counted():
+def test_later_invalid_values_make_the_values_nan_and_are_counted():
     suite = MetricSuite(multiclass_metrics(4))
     suite.update(preds=SCORES, target=TARGET)
-    assert suite.misfits() == 0
+    assert suite.num_invalid() == 0
     broken = SCORES.clone()
     broken[3, 2] = float("nan")
     suite.update(preds=broken, target=TARGET)
     suite.update(preds=SCORES, target=TARGET + 1)
-    assert suite.misfits() == 1 + (TARGET == 3).sum()
+    assert suite.num_invalid() == 1 + (TARGET == 3).sum()
     assert all(value.isnan() for value in suite.compute().values())
     suite.reset()
     suite.update(preds=SCORES, target=TARGET)
@@ -365,18 +372,18 @@ def test_rankings_by_negative_scores():
     suite = MetricSuite(metrics)
     scores, target = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 1, 0])
     suite.update(preds=scores, target=target, indexes=torch.zeros(3, dtype=torch.long))
-    assert isinstance(suite._groups[0], Rankings)
+    assert isinstance(suite._groups[0], RetrievalGroup)
     assert {name: value.item() for name, value in suite.compute().items()} == {"map": 0.5, "mrr": 0.5}
 
 
-def test_an_own_update_is_never_taken_for_the_family():
+def test_an_own_update_shares_no_state():
     class Mine(tm.MulticlassF1Score):
         def update(self, preds, target):
             super().update(preds, (target + 1) % 4)
 
     suite = fed(MetricSuite({"mine": Mine(4), "f1": tm.MulticlassF1Score(4)}), preds=SCORES, target=TARGET)
     kinds = {next(iter(group.members)): type(group) for group in suite._groups}
-    assert kinds == {"mine": Led, "f1": Counts}
+    assert kinds == {"mine": SharedStateGroup, "f1": ConfusionMatrixGroup}
     shifted = alone(tm.MulticlassF1Score(4), SCORES, (TARGET + 1) % 4)
     assert suite.compute()["mine"].item() == pytest.approx(shifted.item())
 
@@ -460,12 +467,12 @@ def test_curves_of_logits_are_those_of_their_probabilities():
     probabilities = SCORES.softmax(1)
     counts = []
     for preds in (probabilities, probabilities.log()):
-        scores = Scores(Task("multiclass", classes=4))
+        scores = ScoreHistogram(Task("multiclass", classes=4))
         scores.update({"preds": preds, "target": TARGET})
         counts.append(scores.state())
     assert torch.equal(*counts)
-    highest = (probabilities.amax(1) * Scores.bins).long()
-    assert torch.equal(counts[0][4].sum(0), torch.bincount(highest, minlength=Scores.bins))
+    highest = (probabilities.amax(1) * ScoreHistogram.bins).long()
+    assert torch.equal(counts[0][4].sum(0), torch.bincount(highest, minlength=ScoreHistogram.bins))
 
 
 @pytest.mark.parametrize(

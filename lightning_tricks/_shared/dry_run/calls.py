@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_tricks._shared.dry_run.model_copy import bare
-from lightning_tricks._shared.step_signatures import step_arguments, takes_iterator
+from lightning_tricks._shared.step_signatures import step_arguments, takes_dataloader_iter
 from lightning_tricks._shared.tensors import tensors_in
 
 
@@ -100,7 +100,7 @@ def step_of(model: nn.Module, batch: Any, what: str = "the batch", batch_idx: in
         ValueError: If the step takes an iterator instead.
     """
     step: Any = bare(model).training_step
-    if takes_iterator(step):
+    if takes_dataloader_iter(step):
         raise ValueError(
             f"{type(bare(model)).__name__}.training_step takes `dataloader_iter`, from which nothing can be read "
             "without consuming it: give inputs."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Samples:
+class RankedSamples:
     """Some samples, the most telling first.
 
     Attributes:
@@ -27,26 +27,28 @@ class Samples:
     target: Tensor
     confidence: Tensor
 
-    def best(self, count: int) -> Samples:
+    def top(self, count: int) -> RankedSamples:
         """Return the `count` most telling ones."""
         chosen = self.score.topk(min(count, len(self.score))).indices
         return self._each(lambda part: part[chosen])
 
-    def cpu(self) -> Samples:
+    def cpu(self) -> RankedSamples:
         """Return them on the CPU."""
         return self._each(lambda part: part.cpu())
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> Samples:
+    def _each(self, function: Callable[[Tensor], Tensor]) -> RankedSamples:
         return replace(self, **{name: function(part) for name, part in vars(self).items()})
 
 
-def together(parts: Sequence[Samples]) -> Samples:
+def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
     """Return the samples of all parts whose images have the size of the last one's."""
     alike = [part for part in parts if part.images.shape[1:] == parts[-1].images.shape[1:]]
-    return Samples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
+    return RankedSamples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
 
 
-def judged(images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False) -> Samples:
+def rank_predictions(
+    images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False
+) -> RankedSamples:
     """Judge predictions, without a read from the device.
 
     Mistakes come first, the most confident ones at the top, then what is right, the least confident at the top. Where
@@ -61,7 +63,7 @@ def judged(images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = Fals
     """
     if values:
         error = (preds - target).abs().float()
-        return Samples(images, error, preds, target, error)
+        return RankedSamples(images, error, preds, target, error)
     if preds.ndim == 2:
         confidence, predicted = (preds.float().softmax(1) if logits else preds.float()).max(1)
     elif preds.is_floating_point():
@@ -71,4 +73,4 @@ def judged(images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = Fals
     else:
         predicted, confidence = preds, torch.ones_like(preds, dtype=torch.float32)
     wrong = predicted != target
-    return Samples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)
+    return RankedSamples(images, torch.where(wrong, 1 + confidence, -confidence), predicted, target, confidence)

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from rich.console import Group as Together
+from rich.console import Group as RenderGroup
 from rich.table import Table
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import in_doubles
-from lightning_tricks.metrics.core.value_names import class_parts
+from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.core.value_names import per_class_names
 
-_MOST_CLASSES = 50  # rows of the table of single classes
+_MAX_CLASSES = 50  # rows of the table of single classes
 
 
 @dataclass
-class Record:
+class EpochRecord:
     """The values of one loader of a stage at one epoch's end.
 
     Attributes:
@@ -31,7 +31,7 @@ class Record:
         fit: Whether it was part of a fit.
         names: What the values are called, in that stage.
         values: The numbers; a tensor on the device until they are read.
-        misfits: How many predictions or targets were none.
+        num_invalid: How many predictions or targets were none.
     """
 
     stage: str
@@ -41,7 +41,7 @@ class Record:
     fit: bool
     names: list[str]
     values: Tensor | list[float]
-    misfits: Tensor | int = 0
+    num_invalid: Tensor | int = 0
 
     @property
     def prefix(self) -> str:
@@ -57,32 +57,32 @@ class History:
     """The values of a run, read from the device all at once and only when they are asked for."""
 
     def __init__(self) -> None:
-        self._records: list[Record] = []
+        self._records: list[EpochRecord] = []
         self._read = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: EpochRecord) -> None:
         """Add a record, whose values are a tensor, without reading it."""
         self._records.append(record)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[EpochRecord]:
         """Return the records, their values as numbers."""
         new = self._records[self._read :]
         self._read = len(self._records)
         tensors = [
-            in_doubles(part.reshape(-1))
+            to_double(part.reshape(-1))
             for record in new
-            for part in (cast(Tensor, record.values), torch.as_tensor(record.misfits))
+            for part in (cast(Tensor, record.values), torch.as_tensor(record.num_invalid))
         ]
         if tensors:
             device = tensors[0].device
             numbers = iter(torch.cat([tensor.to(device, tensors[0].dtype) for tensor in tensors]).tolist())
             for record in new:
                 record.values = [next(numbers) for _ in record.names]
-                record.misfits = int(next(numbers))
-                if record.misfits:
+                record.num_invalid = int(next(numbers))
+                if record.num_invalid:
                     warnings.warn(
-                        f"{record.misfits} predictions or targets of {record.prefix}, epoch {record.epoch}, were NaN, "
-                        "no probabilities or out of range: its metrics are NaN.",
+                        f"{record.num_invalid} predictions or targets of {record.prefix}, epoch {record.epoch}, were "
+                        "NaN, no probabilities or out of range: its metrics are NaN.",
                         stacklevel=2,
                     )
         return self._records
@@ -115,14 +115,20 @@ class History:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the records as plain values."""
-        return [dict(vars(record)) for record in self.records()]
+        states = [dict(vars(record)) for record in self.records()]
+        for state in states:
+            state["misfits"] = state.pop("num_invalid")  # its name in checkpoints
+        return states
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Replace the records by those of a `state_dict()`."""
-        self._records = [Record(**record) for record in state]
+        states = [dict(record) for record in state]
+        for record in states:
+            record["num_invalid"] = record.pop("misfits", 0)
+        self._records = [EpochRecord(**record) for record in states]
         self._read = len(self._records)
 
-    def table(self, best: Mapping[str, tuple[float, int]], class_names: Sequence[str] = ()) -> Together:
+    def table(self, best: Mapping[str, tuple[float, int]], class_names: Sequence[str] = ()) -> RenderGroup:
         """Return the last values as tables: metrics by stage, and, where there are classes, metrics by class.
 
         Args:
@@ -132,7 +138,7 @@ class History:
         overall: dict[str, dict[str, float]] = {}
         by_class: dict[str, dict[str, dict[str, float]]] = {}
         for record in self.records():
-            parts = class_parts(record.names, class_names)
+            parts = per_class_names(record.names, class_names)
             for name, value in zip(record.names, cast(list[float], record.values), strict=True):
                 metric, part = parts.get(name, ("", ""))
                 if metric:
@@ -152,7 +158,7 @@ class History:
         tables = [table]
         told = [stage for stage in stages if stage in by_class]
         tables += [_class_table(stage, by_class[stage]) for stage in told[-1:]]
-        return Together(*tables)
+        return RenderGroup(*tables)
 
 
 def _by_stage(prefix: str) -> tuple[int, str]:
@@ -164,10 +170,10 @@ def _class_table(stage: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
     table = Table("class", *metrics, title=f"Classes, {stage}")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, values in list(rows.items())[:_MOST_CLASSES]:
+    for name, values in list(rows.items())[:_MAX_CLASSES]:
         table.add_row(name, *(_shown(values.get(metric)) for metric in metrics))
-    if len(rows) > _MOST_CLASSES:
-        table.caption = f"{len(rows) - _MOST_CLASSES} more classes"
+    if len(rows) > _MAX_CLASSES:
+        table.caption = f"{len(rows) - _MAX_CLASSES} more classes"
     return table
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.metrics.core.metric_properties import Task
-from lightning_tricks.metrics.core.shared_states import Group
+from lightning_tricks.metrics.core.shared_states import MetricGroup
 
 
-def check_batch(inputs: Mapping[str, Any], groups: Sequence[Group], tasks: Mapping[str, Task | None]) -> None:
+def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks: Mapping[str, Task | None]) -> None:
     """Refuse a batch that metrics would misunderstand; it reads values from the device.
 
     Args:
@@ -32,7 +32,7 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[Group], tasks: Mappi
             raise ValueError(
                 f"{keys} need{'s' * (len(group.members) == 1)} {_listed(missing)}, and there is "
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
-                "inputs=(outputs, batch, stage) -> dict."
+                "output_transform=(outputs, batch, stage) -> dict."
             )
     known = any(task is not None for task in tasks.values())
     for name in ("preds", "target"):

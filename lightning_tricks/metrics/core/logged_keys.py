@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tricks._shared.checks import check_choice, nearest
-from lightning_tricks.metrics.core.expected_values import Names
+from lightning_tricks.metrics.core.expected_names import ExpectedNames
 
 STAGES = ("train", "val", "test")
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def check_prefix(prefix: Any) -> None:
@@ -26,7 +26,7 @@ def check_prefix(prefix: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Keys:
+class LoggedKeys:
     """The keys of the values of several stages.
 
     Attributes:
@@ -35,7 +35,7 @@ class Keys:
         stages: Which of "train", "val" and "test" are measured.
     """
 
-    names: Names
+    names: ExpectedNames
     prefix: str | None
     stages: Sequence[str]
 
@@ -60,7 +60,9 @@ class Keys:
             if stage == "test" and stage in self.stages:
                 raise ValueError(f"best has the key {key!r}, and no fit tests: ask for one of train or val.")
             if stage not in self.stages:
-                forgotten = self.prefix is not None and self._holds(*Keys(self.names, None, self.stages)._parts(key))
+                forgotten = self.prefix is not None and self._holds(
+                    *LoggedKeys(self.names, None, self.stages)._parts(key)
+                )
                 starts = ", ".join(self.of(stage, "") for stage in self.stages if stage != "test")
                 meant = f" Did you mean {self.of(key, '')[:-1]!r}?" if forgotten else ""
                 raise ValueError(
@@ -84,7 +86,7 @@ class Keys:
             if numbered != (loaders > 1) or (numbered and int(number) >= loaders):
                 rest = rest if numbered else name
                 there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-                keys = ", ".join(self.of(folder, rest) for folder in there[:_MOST_SHOWN])
+                keys = ", ".join(self.of(folder, rest) for folder in there[:_MAX_SHOWN])
                 raise ValueError(f"best has the key {key!r}, and {stage} has {loaders} loader(s): there is {keys}.")
 
     def wanted(self, best: Iterable[str], stage: str) -> list[str]:
@@ -93,10 +95,10 @@ class Keys:
 
     def others(self, key: str, stage: str, there: Iterable[str] | None = None) -> str:
         """Say which keys there are instead of `key`."""
-        listed = [*self.names.known, *self.names.roots, "loss"]
+        listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.of(stage, name) for name in listed)) if there is None else list(there)
-        more = f" and {len(keys) - _MOST_SHOWN} more" if len(keys) > _MOST_SHOWN else ""
-        return f"and there is {', '.join(keys[:_MOST_SHOWN]) or 'nothing'}{more}.{nearest(key, keys)}"
+        more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
+        return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{nearest(key, keys)}"
 
     def _parts(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; no stage where the prefix is missing."""
@@ -112,4 +114,4 @@ class Keys:
         return stage in self.stages and (self._is_name(name) or (number.isdigit() and self._is_name(rest)))
 
     def _is_name(self, name: str) -> bool:
-        return name == "loss" or self.names.may_hold(name)
+        return name == "loss" or self.names.may_contain(name)

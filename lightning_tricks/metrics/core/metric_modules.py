@@ -10,8 +10,8 @@ import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import in_doubles
-from lightning_tricks.metrics.core.statistics import average_precision, counted_targets, roc_auc
+from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.core.statistics import average_precision, not_ignored, roc_auc
 
 
 class BalancedAccuracy(tm.MulticlassRecall):
@@ -33,7 +33,7 @@ class TopKAccuracy(tm.MulticlassAccuracy):
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Count scores of shape (N, C, ...) and classes of shape (N, ...)."""
-        counted = counted_targets(target, self.ignore_index)
+        counted = not_ignored(target, self.ignore_index)
         found = (preds.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1) & counted
         cast(Tensor, self.tp)[0] += found.sum()
         cast(Tensor, self.fn)[0] += counted.sum() - found.sum()
@@ -47,7 +47,7 @@ class _ExactMatthews:
 
     def compute(self) -> Any:
         """Return the coefficient, a number."""
-        matrix = in_doubles(cast(Any, self).confmat)
+        matrix = to_double(cast(Any, self).confmat)
         target, predicted, total = matrix.sum(1), matrix.sum(0), matrix.sum()
         covariance = matrix.trace() * total - target @ predicted
         variance = (total**2 - predicted @ predicted).sqrt() * (total**2 - target @ target).sqrt()

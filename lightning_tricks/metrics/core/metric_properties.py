@@ -18,7 +18,7 @@ _MATRICES = (tm.BinaryConfusionMatrix, tm.MulticlassConfusionMatrix, tm.Multilab
 _CURVES = (tm.BinaryPrecisionRecallCurve, tm.MulticlassPrecisionRecallCurve, tm.MultilabelPrecisionRecallCurve)
 _CALIBRATIONS = (tm.BinaryCalibrationError, tm.MulticlassCalibrationError)
 _CLASSIFICATION = ("torchmetrics.classification.", "lightning_tricks.metrics.")
-_CUT_AT_WILL = (*_CLASSIFICATION, "torchmetrics.regression.", "torchmetrics.retrieval.")
+_CONCATENABLE = (*_CLASSIFICATION, "torchmetrics.regression.", "torchmetrics.retrieval.")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Task:
 
 def task_of(metric: Metric) -> Task | None:
     """Return the task of a metric of torchmetrics, or None for one that is not known."""
-    home = _home_of_update(metric)
+    home = _update_module(metric)
     ignored = getattr(metric, "ignore_index", None)
     if isinstance(metric, RetrievalMetric):
         return Task("retrieval", ignore_index=ignored)
@@ -61,7 +61,7 @@ def task_of(metric: Metric) -> Task | None:
     return None
 
 
-def family_of(metric: Metric) -> Hashable | None:
+def state_sharing_key(metric: Metric) -> Hashable | None:
     """Return a value that metrics have in common which gather the same statistic from the same data, or None.
 
     It depends on how they were made and what they inherit, never on what their states hold: metrics of which the first
@@ -86,17 +86,17 @@ def family_of(metric: Metric) -> Hashable | None:
     return "counts", task.kind, task.classes, ignored, getattr(metric, "threshold", None)
 
 
-def keeps_matrix(metric: Metric) -> bool:
+def stores_confusion_matrix(metric: Metric) -> bool:
     """Whether the state of a metric of the counting family is the matrix itself, not what is derived from it."""
     return isinstance(metric, _MATRICES)
 
 
-def cut_at_will(metric: Metric) -> bool:
+def can_concat_batches(metric: Metric) -> bool:
     """Whether an update with two batches in one is an update with the one and then with the other."""
-    return _home_of_update(metric).startswith(_CUT_AT_WILL)
+    return _update_module(metric).startswith(_CONCATENABLE)
 
 
-def arguments_of(metric: Metric) -> tuple[set[str], set[str]]:
+def update_arguments(metric: Metric) -> tuple[set[str], set[str]]:
     """Return the names that a metric's `update` needs, and those that it takes; a wrapper's are its metrics'."""
     parameters = inspect.signature(metric.update).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -104,7 +104,7 @@ def arguments_of(metric: Metric) -> tuple[set[str], set[str]]:
     if len(named) < len(parameters):
         for child in metric.modules():
             if isinstance(child, Metric) and child is not metric:
-                of_child = arguments_of(child)
+                of_child = update_arguments(child)
                 needed, taken = needed | of_child[0], taken | of_child[1]
     return needed, taken
 
@@ -113,7 +113,7 @@ def _update_of(metric: Metric) -> Any:
     return type(metric).update
 
 
-def _home_of_update(metric: Metric) -> str:
+def _update_module(metric: Metric) -> str:
     return f"{getattr(_update_of(metric), '__module__', '')}."
 
 

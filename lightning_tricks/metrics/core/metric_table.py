@@ -11,30 +11,30 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_tricks.metrics.core.metric_modules import BalancedAccuracy
-from lightning_tricks.metrics.core.metric_properties import family_of, task_of
+from lightning_tricks.metrics.core.metric_properties import state_sharing_key, task_of
 from lightning_tricks.metrics.core.presets import preset
 
 _AVERAGES = ("micro", "macro", "weighted")
 
 
 @dataclass(frozen=True)
-class Entry:
+class MetricEntry:
     """A metric under its key.
 
     Attributes:
         key: What it is called.
         metric: The metric.
-        parts: The names of the elements of its value; empty for their numbers.
-        of_parts: Whether it only says for single classes what the metric of the same key says for all.
+        element_names: The names of the elements of its value; empty for their numbers.
+        is_per_class: Whether it only says for single classes what the metric of the same key says for all.
     """
 
     key: str
     metric: Metric
-    parts: tuple[str, ...] = ()
-    of_parts: bool = False
+    element_names: tuple[str, ...] = ()
+    is_per_class: bool = False
 
 
-def entries_of(metrics: Any, class_names: Sequence[str] | None = None) -> list[Entry]:
+def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> list[MetricEntry]:
     """Return metrics one by one, under their own keys.
 
     Args:
@@ -57,9 +57,9 @@ def entries_of(metrics: Any, class_names: Sequence[str] | None = None) -> list[E
         of_classes = task is not None and task.kind in ("multiclass", "multilabel")
         if names and of_classes and task is not None and task.classes not in (None, len(names)):
             raise ValueError(f"class_names has {len(names)} names, and the metric {key!r} {task.classes} classes.")
-        entries.append(Entry(key, metric, tuple(labels) or names))
+        entries.append(MetricEntry(key, metric, tuple(labels) or names))
         if names and of_classes and (single := _for_each_class(metric)) is not None:
-            entries.append(Entry(key, single, names, of_parts=True))
+            entries.append(MetricEntry(key, single, names, is_per_class=True))
     if not entries:
         raise ValueError(f"metrics has no metric in it: {metrics!r}.")
     return entries
@@ -88,7 +88,9 @@ def _flat(metrics: Any) -> Iterator[tuple[str, Metric]]:
 def _for_each_class(metric: Metric) -> Metric | None:
     """Return a copy that keeps its classes apart, where it averages over them and the copy costs no update."""
     is_average = getattr(metric, "average", None) in _AVERAGES
-    if not is_average or family_of(metric) is None or isinstance(metric, BalancedAccuracy):  # that one's are `recall`'s
+    if (
+        not is_average or state_sharing_key(metric) is None or isinstance(metric, BalancedAccuracy)
+    ):  # that one's are `recall`'s
         return None
     single: Any = copy.deepcopy(metric)
     single.average = "none"

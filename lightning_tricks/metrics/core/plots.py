@@ -11,20 +11,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_tricks.metrics.core.history import Record
+from lightning_tricks.metrics.core.history import EpochRecord
 from lightning_tricks.metrics.core.statistics import pr_curve, reliability_curve, roc_curve
-from lightning_tricks.metrics.core.value_names import class_parts
+from lightning_tricks.metrics.core.value_names import per_class_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
-_MOST_CURVES = 20
-_MOST_NUMBERS = 20  # classes up to which cells bear their numbers
+_MAX_CURVES = 20
+_MAX_NUMBERS = 20  # classes up to which cells bear their numbers
 
 
 @dataclass
-class Snapshot:
+class PlotData:
     """What pictures are made of: one loader at one epoch's end.
 
     Attributes:
@@ -34,13 +34,13 @@ class Snapshot:
         scores: The histograms of scores, (K, 2, B), or None.
     """
 
-    record: Record
+    record: EpochRecord
     kind: str
     confusion: Tensor | None
     scores: Tensor | None
 
 
-def figures_of(seen: Snapshot, class_names: Sequence[str] = ()) -> dict[str, Figure]:
+def make_figures(seen: PlotData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
     """Draw what makes sense: "confusion_matrix", "curves" and, of several classes, "classes"."""
     record = seen.record
     title = f"{record.prefix}, epoch {record.epoch}, step {record.step}"
@@ -50,7 +50,7 @@ def figures_of(seen: Snapshot, class_names: Sequence[str] = ()) -> dict[str, Fig
     if seen.scores is not None:
         figures["curves"] = curves_figure(seen.scores, seen.kind, class_names, title)
     by_class: dict[str, dict[str, float]] = {}
-    parts = class_parts(record.names, class_names)
+    parts = per_class_names(record.names, class_names)
     for name, value in zip(record.names, cast(list[float], record.values), strict=True):
         metric, part = parts.get(name, ("", ""))
         if metric:
@@ -129,7 +129,7 @@ def _labels_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> Fi
 def _cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) -> None:
     highest = float(values.max()) or 1.0
     axes.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=highest, aspect="auto" if shown is not None else "equal")
-    if max(values.shape) <= _MOST_NUMBERS:
+    if max(values.shape) <= _MAX_NUMBERS:
         for row, column in np.ndindex(*values.shape):
             value = float((values if shown is None else shown)[row, column])
             color = "white" if float(values[row, column]) > highest / 2 else "black"
@@ -138,10 +138,10 @@ def _cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) ->
 
 
 def _name_classes(axes: Any, classes: int, class_names: Sequence[str]) -> None:
-    if class_names and classes <= 2 * _MOST_NUMBERS:
+    if class_names and classes <= 2 * _MAX_NUMBERS:
         axes.set_xticks(range(classes), class_names, rotation=90 if max(map(len, class_names)) > 2 else 0)
         axes.set_yticks(range(classes), class_names)
-    elif classes <= _MOST_NUMBERS:
+    elif classes <= _MAX_NUMBERS:
         axes.set_xticks(range(classes))
         axes.set_yticks(range(classes))
 
@@ -160,7 +160,7 @@ def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = ()
     each = histograms[:-1] if kind == "multiclass" else histograms
     figure = new_figure(13, 4.4)
     roc, pr, reliability = figure.subplots(1, 3)
-    for number, histogram in enumerate(each[:_MOST_CURVES]):
+    for number, histogram in enumerate(each[:_MAX_CURVES]):
         name = "" if kind == "binary" else class_names[number] if class_names else str(number)
         if histogram[0].sum() and histogram[1].sum():
             roc.plot(*_numpy(roc_curve(histogram)), label=name, linewidth=1)

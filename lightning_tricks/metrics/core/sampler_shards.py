@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 
 @dataclass(frozen=True)
-class Share:
+class SamplerShard:
     """A rank's share of a data set that a `DistributedSampler` divides.
 
     The sampler gives position p of rank r the sample p * world + r, and starts again at the first ones where there
@@ -25,14 +25,14 @@ class Share:
     given: int
     batch_size: int
 
-    def of_batch(self, batch_idx: int) -> tuple[int, int]:
+    def batch_sizes(self, batch_idx: int) -> tuple[int, int]:
         """Return how many samples a batch has, and how many of them, from the first on, are the rank's own."""
         start = batch_idx * self.batch_size
         size = max(0, min(self.batch_size, self.given - start))
         return size, max(0, min(size, self.own - start))
 
 
-def share_of(loader: Any) -> Share | str:
+def get_sampler_shard(loader: Any) -> SamplerShard | str:
     """Return the share of a loader's rank, or the reason why it is not known.
 
     Args:
@@ -50,4 +50,4 @@ def share_of(loader: Any) -> Share | str:
         return "drop_last leaves out other samples on several ranks than on one"
     length = len(sampler.dataset)  # type: ignore[arg-type]
     own = len(range(sampler.rank, length, sampler.num_replicas))
-    return Share(own, sampler.num_samples, loader.batch_size or 1)
+    return SamplerShard(own, sampler.num_samples, loader.batch_size or 1)

@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_properties import (
     Task,
-    arguments_of,
-    cut_at_will,
-    family_of,
-    keeps_matrix,
+    can_concat_batches,
+    state_sharing_key,
+    stores_confusion_matrix,
     task_of,
+    update_arguments,
 )
 from lightning_tricks.metrics.core.statistics import (
     binary_cells,
+    cells_to_matrix,
     count_cells_,
+    count_invalid,
     count_scores_,
-    counted_targets,
-    matrix_of,
     merge_state,
-    misfits_of,
     multiclass_cells,
-    new_counts,
+    not_ignored,
     stat_scores,
+    zero_counts,
 )
 
 State = Any  # of tensors, lists and dicts of tensors and whole numbers
 
 
-class Group(ABC):
+class MetricGroup(ABC):
     """Metrics with one statistic.
 
     Args:
@@ -44,14 +44,14 @@ class Group(ABC):
 
     Attributes:
         needed, taken: The names of what an update needs and takes.
-        cut_at_will: Whether batches may come together in one update.
+        can_concat_batches: Whether batches may come together in one update.
     """
 
-    cut_at_will = True
+    can_concat_batches = True
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
         self.members = dict(members)
-        names = [arguments_of(metric) for metric in members.values()]
+        names = [update_arguments(metric) for metric in members.values()]
         self.needed = set().union(*(needed for needed, _ in names))
         self.taken = set().union(*(taken for _, taken in names))
         for metric in members.values():
@@ -74,12 +74,12 @@ class Group(ABC):
     def finish(self) -> None:
         """Give the members the states of which they compute."""
 
-    def misfits(self) -> Tensor | int:
+    def num_invalid(self) -> Tensor | int:
         """Return how many elements could not be counted."""
         return 0
 
 
-class Counts(Group):
+class ConfusionMatrixGroup(MetricGroup):
     """Metrics of which all depends on a confusion matrix: counted once, in whole numbers, without reads."""
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
@@ -96,7 +96,7 @@ class Counts(Group):
         """Count a batch."""
         preds, target = inputs["preds"], inputs["target"]
         if self._counts is None:
-            self._counts = new_counts(self._size, preds.device)
+            self._counts = zero_counts(self._size, preds.device)
         if self.task.kind == "multiclass":
             cells = multiclass_cells(self.shape[0], preds, target, self.task.ignore_index)
         else:
@@ -114,8 +114,8 @@ class Counts(Group):
 
     def matrix(self) -> Tensor:
         """Return the confusion matrix: rows are targets, columns predictions."""
-        counts = new_counts(self._size) if self._counts is None else self._counts
-        return matrix_of(counts, *self.shape)
+        counts = zero_counts(self._size) if self._counts is None else self._counts
+        return cells_to_matrix(counts, *self.shape)
 
     def finish(self) -> None:
         """Give each member what it would have counted itself."""
@@ -123,14 +123,14 @@ class Counts(Group):
         of_classes = matrix[None] if self.task.kind == "binary" else matrix
         scores = dict(zip(("tp", "fp", "tn", "fn"), stat_scores(of_classes), strict=True))
         for metric in self.members.values():
-            _fill(metric, {"confmat": matrix} if keeps_matrix(metric) else scores)
+            _fill(metric, {"confmat": matrix} if stores_confusion_matrix(metric) else scores)
 
-    def misfits(self) -> Tensor | int:
+    def num_invalid(self) -> Tensor | int:
         """Return how many elements fell into no cell."""
-        return 0 if self._counts is None else misfits_of(self._counts)
+        return 0 if self._counts is None else count_invalid(self._counts)
 
 
-class Rows(Group):
+class CatGroup(MetricGroup):
     """Metrics that need all the data: one copy of its rows."""
 
     names: tuple[str, ...]
@@ -167,7 +167,7 @@ class Rows(Group):
         """Return the rows as a member would have kept them."""
 
 
-class Rankings(Rows):
+class RetrievalGroup(CatGroup):
     """Metrics of retrieval.
 
     They get ranks in place of scores: torchmetrics takes a relevant document for an irrelevant one where its score is
@@ -182,13 +182,13 @@ class Rankings(Rows):
 
     def as_kept(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ranks, and whole-numbered targets where the metric knows no grades."""
-        ranks = in_doubles(torch.unique(rows["preds"], return_inverse=True)[1] + 1)
+        ranks = to_double(torch.unique(rows["preds"], return_inverse=True)[1] + 1)
         graded = getattr(metric, "allow_non_binary_target", False) and rows["target"].is_floating_point()
         target = rows["target"].float() if graded else rows["target"].long()
         return _counted(metric, {"indexes": rows["indexes"].long(), "preds": ranks, "target": target})
 
 
-class Curves(Rows):
+class CurveGroup(CatGroup):
     """Metrics of a curve with every score as a threshold.
 
     torchmetrics would look at each batch, with a read from the device, whether it holds probabilities or logits.
@@ -211,14 +211,14 @@ class Curves(Rows):
         return rows if self._kind == "multilabel" else _counted(metric, rows)
 
 
-class Led(Group):
+class SharedStateGroup(MetricGroup):
     """A metric that updates itself, and others of its family that compute from its states."""
 
     def __init__(self, members: Mapping[str, Metric]) -> None:
         super().__init__(members)
         self._leader = next(iter(self.members.values()))
         self._task = task_of(self._leader)
-        self.cut_at_will = cut_at_will(self._leader)
+        self.can_concat_batches = can_concat_batches(self._leader)
         self._exact = False
         for metric in self.members.values():
             for part in _metrics_in(metric):
@@ -270,7 +270,7 @@ class Led(Group):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-class Scores(Group):
+class ScoreHistogram(MetricGroup):
     """Histograms of the scores of positives and negatives, for pictures of curves.
 
     The curves are those of each class or label; for several classes there is one more, of the highest score and
@@ -291,7 +291,7 @@ class Scores(Group):
         preds, target = inputs["preds"], inputs["target"].long()
         if not preds.is_floating_point() or preds.ndim != (1 if self.task.kind == "binary" else 2):
             return
-        counted = counted_targets(target, self.task.ignore_index)
+        counted = not_ignored(target, self.task.ignore_index)
         if self.task.kind == "multiclass":
             preds, target = self._one_against_rest(preds.float(), target)
         elif self.task.kind == "binary":
@@ -323,21 +323,25 @@ class Scores(Group):
         """Do nothing: there are no members."""
 
 
-def grouped(metrics: Mapping[str, Metric]) -> list[Group]:
+def group_metrics(metrics: Mapping[str, Metric]) -> list[MetricGroup]:
     """Put metrics into groups; each gets a copy of its own, at its start."""
     families: dict[Any, dict[str, Metric]] = {}
     for key, metric in metrics.items():
         own = copy.deepcopy(metric)
         own.reset()
-        family = family_of(metric)
+        family = state_sharing_key(metric)
         families.setdefault(key if family is None else ("family", family), {})[key] = own
     return [_group(family, members) for family, members in families.items()]
 
 
-def _group(family: Any, members: dict[str, Metric]) -> Group:
+def _group(family: Any, members: dict[str, Metric]) -> MetricGroup:
     sort = family[1][0] if isinstance(family, tuple) else ""
-    sorts: dict[str, type[Counts | Rankings | Curves]] = {"counts": Counts, "ranking": Rankings, "curve": Curves}
-    return sorts[sort](members) if sort in sorts else Led(members)
+    sorts: dict[str, type[ConfusionMatrixGroup | RetrievalGroup | CurveGroup]] = {
+        "counts": ConfusionMatrixGroup,
+        "ranking": RetrievalGroup,
+        "curve": CurveGroup,
+    }
+    return sorts[sort](members) if sort in sorts else SharedStateGroup(members)
 
 
 def _fill(metric: Metric, states: Mapping[str, Any]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks._shared.tensors import to_double
 
-_BESIDE = 2  # cells behind those of the matrix: rows that fit no cell, and rows that are ignored
+_EXTRA_CELLS = 2  # cells behind those of the matrix: rows that fit no cell, and rows that are ignored
 
 
 def multiclass_cells(num_classes: int, preds: Tensor, target: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -65,9 +65,9 @@ def _placed(cells: Tensor, known: Tensor, target: Tensor, ignore_index: int | No
     return cells if ignore_index is None else torch.where(target == ignore_index, size + 1, cells)
 
 
-def new_counts(size: int, device: torch.device | str | None = None) -> Tensor:
+def zero_counts(size: int, device: torch.device | str | None = None) -> Tensor:
     """Return zeros for `size` cells and the two beside them."""
-    return torch.zeros(size + _BESIDE, dtype=torch.int64, device=device)
+    return torch.zeros(size + _EXTRA_CELLS, dtype=torch.int64, device=device)
 
 
 def count_cells_(counts: Tensor, cells: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ def count_cells_(counts: Tensor, cells: Tensor) -> Tensor:
     return counts.scatter_add_(0, cells, torch.ones_like(cells))
 
 
-def matrix_of(counts: Tensor, *shape: int) -> Tensor:
+def cells_to_matrix(counts: Tensor, *shape: int) -> Tensor:
     """Return the counts of the cells themselves, in a shape such as (C, C): rows are targets, columns predictions."""
-    return counts[:-_BESIDE].reshape(shape)
+    return counts[:-_EXTRA_CELLS].reshape(shape)
 
 
-def misfits_of(counts: Tensor) -> Tensor:
+def count_invalid(counts: Tensor) -> Tensor:
     """Return how many elements fell into no cell."""
-    return counts[-_BESIDE]
+    return counts[-_EXTRA_CELLS]
 
 
 def stat_scores(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ def roc_auc(positives: Tensor, negatives: Tensor) -> Tensor:
     """
     negatives = negatives.sort().values
     below = torch.searchsorted(negatives, positives) + torch.searchsorted(negatives, positives, right=True)
-    return in_doubles(below).mean() / (2 * len(negatives)) if len(negatives) else in_doubles(below).sum() * torch.nan
+    return to_double(below).mean() / (2 * len(negatives)) if len(negatives) else to_double(below).sum() * torch.nan
 
 
 def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
@@ -149,12 +149,12 @@ def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
         A number, in doubles but on MPS; NaN where there are no positives or no negatives.
     """
     positives, negatives = positives.sort().values, negatives.sort().values
-    true = in_doubles(len(positives) - torch.searchsorted(positives, positives))
-    false = in_doubles(len(negatives) - torch.searchsorted(negatives, positives))
+    true = to_double(len(positives) - torch.searchsorted(positives, positives))
+    false = to_double(len(negatives) - torch.searchsorted(negatives, positives))
     return (true / (true + false)).mean() if len(negatives) else true.sum() * torch.nan
 
 
-def counted_targets(target: Tensor, ignore_index: int | None) -> Tensor:
+def not_ignored(target: Tensor, ignore_index: int | None) -> Tensor:
     """Return which targets are not ignored, in their shape."""
     return torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_tricks._shared.tensors import in_doubles
+from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.input_checks import check_batch
 from lightning_tricks.metrics.core.metric_properties import Task, task_of
-from lightning_tricks.metrics.core.metric_table import Entry, entries_of
-from lightning_tricks.metrics.core.shared_states import Counts, Group, Scores, grouped
-from lightning_tricks.metrics.core.value_names import clash_of, clashing
+from lightning_tricks.metrics.core.metric_table import MetricEntry, metric_entries
+from lightning_tricks.metrics.core.shared_states import ConfusionMatrixGroup, MetricGroup, ScoreHistogram, group_metrics
+from lightning_tricks.metrics.core.value_names import find_name_conflict, name_conflict_message
 
-_MOST_ROWS = 4096
-_MOST_BYTES = 4 * 2**20
+_MAX_ROWS = 4096
+_MAX_BYTES = 4 * 2**20
 
 
 class MetricSuite:
@@ -50,23 +50,27 @@ class MetricSuite:
     """
 
     def __init__(self, metrics: Any, class_names: Sequence[str] | None = None, *, curves: bool = False) -> None:
-        self._entries = {entry.key + "/*" * entry.of_parts: entry for entry in entries_of(metrics, class_names)}
+        self._entries = {entry.key + "/*" * entry.is_per_class: entry for entry in metric_entries(metrics, class_names)}
         with _ordinary_tensors():  # states that a validation makes could be changed in inference mode alone
-            groups: list[Group] = grouped({name: entry.metric for name, entry in self._entries.items()})
+            groups: list[MetricGroup] = group_metrics({name: entry.metric for name, entry in self._entries.items()})
         self._metrics = {name: metric for group in groups for name, metric in group.members.items()}
         self._tasks: dict[str, Task | None] = {
-            entry.key: task_of(entry.metric) for entry in self._entries.values() if not entry.of_parts
+            entry.key: task_of(entry.metric) for entry in self._entries.values() if not entry.is_per_class
         }
-        self._scores = Scores(task) if curves and (task := self.task) is not None else None
+        self._scores = ScoreHistogram(task) if curves and (task := self.task) is not None else None
         groups += [self._scores] if self._scores is not None else []
         self._groups = groups
         self.needed: frozenset[str] = frozenset().union(*(group.needed for group in groups))
-        self._later = [group for group in groups if group.cut_at_will]
+        self._later = [group for group in groups if group.can_concat_batches]
         self._taken = frozenset().union(*(group.taken for group in self._later))
-        self._at_once = [group for group in groups if not group.cut_at_will]
+        self._at_once = [group for group in groups if not group.can_concat_batches]
         self._probabilities = any(task is not None and task.probabilities for task in self._tasks.values())
-        self._guards = not all(isinstance(group, Counts) for group in self._later)  # those see it themselves
-        self._copies = not all(isinstance(group, Counts | Scores) for group in self._later)  # others may keep a batch
+        self._guards = not all(
+            isinstance(group, ConfusionMatrixGroup) for group in self._later
+        )  # those see it themselves
+        self._copies = not all(
+            isinstance(group, ConfusionMatrixGroup | ScoreHistogram) for group in self._later
+        )  # others may keep a batch
         self._begun = False
         self.checked = False
         self._names: list[str] = []
@@ -78,7 +82,7 @@ class MetricSuite:
         self._pending: list[list[Tensor]] = []
         self._signature: list[Any] = []
         self._rows = self._rows_of_one = self._size = 0
-        self._misfits: Tensor | int = 0
+        self._num_invalid: Tensor | int = 0
 
     def check(self, **inputs: Any) -> None:
         """Refuse a batch that the metrics would misunderstand; it reads from the device, and counts nothing.
@@ -130,7 +134,7 @@ class MetricSuite:
             signature = []
         if signature != self._signature:
             self._change(signature, batch)
-        if not self._size or self._size > _MOST_BYTES:
+        if not self._size or self._size > _MAX_BYTES:
             self._flush()
             with _ordinary_tensors():
                 own = map(_own if self._copies else _detached, batch)
@@ -138,7 +142,7 @@ class MetricSuite:
             return
         self._pending.append([value.detach().clone() if value.requires_grad else value.clone() for value in batch])
         self._rows += self._rows_of_one
-        if self._rows >= _MOST_ROWS or len(self._pending) * self._size >= _MOST_BYTES:
+        if self._rows >= _MAX_ROWS or len(self._pending) * self._size >= _MAX_BYTES:
             self._flush()
 
     def _change(self, signature: list[Any], batch: list[Any]) -> None:
@@ -166,16 +170,16 @@ class MetricSuite:
                 wrong = preds.isnan()
                 if self._probabilities:
                     wrong |= (preds < 0) | (preds > 1)
-                self._misfits = self._misfits + wrong.sum()
+                self._num_invalid = self._num_invalid + wrong.sum()
             for group in self._later:
                 group.update(batch)
 
-    def misfits(self) -> Tensor | int:
+    def num_invalid(self) -> Tensor | int:
         """Return how many predictions or targets were none: NaN, no probabilities, classes out of range."""
         self._flush()
-        found = self._misfits
+        found = self._num_invalid
         for group in self._groups:
-            found = found + group.misfits()
+            found = found + group.num_invalid()
         return found
 
     def compute(self) -> dict[str, Tensor]:
@@ -184,7 +188,7 @@ class MetricSuite:
         Returns:
             Metric, or metric_part for the parts of a vector, or metric/part for those of a dict -> value, a tensor
             without dimensions, on the device of the data. All are NaN where some predictions or targets were none
-            (`misfits`).
+            (`num_invalid`).
 
         Raises:
             ValueError: If two values have one name, or the name of one is a folder of the other's.
@@ -193,8 +197,8 @@ class MetricSuite:
 
     def compute_all(self) -> dict[str, Any]:
         """Compute the metrics, those included whose value is no number, such as a confusion matrix or a curve."""
-        misfits = self.misfits()
-        broken = torch.where(torch.as_tensor(misfits) > 0, torch.nan, 0.0)
+        num_invalid = self.num_invalid()
+        broken = torch.where(torch.as_tensor(num_invalid) > 0, torch.nan, 0.0)
         values: dict[str, Any] = {}
         with _ordinary_tensors():
             for group in self._groups:
@@ -202,19 +206,19 @@ class MetricSuite:
             for name, entry in self._entries.items():
                 named = _named(entry, self._metrics[name], self._metrics[name].compute())
                 if twice := next((key for key, _ in named if key in values), None):
-                    raise ValueError(clashing(twice, twice))
+                    raise ValueError(name_conflict_message(twice, twice))
                 values |= {
                     key: value + broken.to(value.device, value.dtype) if _is_real_number(value) else value
                     for key, value in named
                 }
-        if clash := clash_of(values):
-            raise ValueError(clashing(*clash))
+        if clash := find_name_conflict(values):
+            raise ValueError(name_conflict_message(*clash))
         return values
 
     def confusion(self) -> Tensor | None:
         """Return the first confusion matrix that the metrics share, (C, C) or (L, 2, 2), on the CPU; or None."""
         self._flush()
-        return next((group.matrix().cpu() for group in self._groups if isinstance(group, Counts)), None)
+        return next((group.matrix().cpu() for group in self._groups if isinstance(group, ConfusionMatrixGroup)), None)
 
     def scores(self) -> Tensor | None:
         """Return the histograms of scores of shape (K, 2, bins), on the CPU, or None where none are kept."""
@@ -236,7 +240,7 @@ class MetricSuite:
         """Return what was gathered so far, as tensors and plain values on the CPU."""
         self._flush()
         groups = [group.state() for group in self._groups]
-        state = {"updates": self.updates, "misfits": self._misfits, "groups": groups}
+        state = {"updates": self.updates, "misfits": self._num_invalid, "groups": groups}
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None) -> None:
@@ -260,7 +264,7 @@ class MetricSuite:
             for position, group in enumerate(self._groups):
                 group.load([state["groups"][position] for state in seen])
         for state in seen:
-            self._misfits = self._misfits + state["misfits"]
+            self._num_invalid = self._num_invalid + state["misfits"]
         self.updates = sum(state["updates"] for state in seen)
 
     def _to(self, device: Any) -> None:
@@ -275,15 +279,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
 
 
-def _named(entry: Entry, metric: Any, value: Any) -> list[tuple[str, Any]]:
+def _named(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str, Any]]:
     """Return the values of a metric by name: numbers, the parts of vectors and dicts, and what is neither."""
     key = entry.key
     if isinstance(value, Mapping):
-        return [pair for part, inner in value.items() for pair in _named(Entry(f"{key}/{part}", metric), metric, inner)]
+        return [
+            pair
+            for part, inner in value.items()
+            for pair in _named(MetricEntry(f"{key}/{part}", metric), metric, inner)
+        ]
     if isinstance(value, int | float):
         value = torch.tensor(float(value))
     if isinstance(value, tuple | list) and value and all(is_number(part) for part in value):
-        value = torch.stack([in_doubles(part) for part in value])
+        value = torch.stack([to_double(part) for part in value])
     if not isinstance(value, Tensor):
         return [] if value is None else [(key, value)]
     if value.ndim > 1 and value.numel() > 1:
@@ -291,7 +299,9 @@ def _named(entry: Entry, metric: Any, value: Any) -> list[tuple[str, Any]]:
     value = value if value.is_floating_point() else value.float()
     if value.numel() == 1:
         return [(key, value.reshape(()))]
-    parts = entry.parts if len(entry.parts) == len(value) else [str(number) for number in range(len(value))]
+    parts = (
+        entry.element_names if len(entry.element_names) == len(value) else [str(number) for number in range(len(value))]
+    )
     named = [(f"{key}_{part}", element) for part, element in zip(parts, value, strict=True)]
     outputs = getattr(metric, "num_outputs", 1) == len(value) or getattr(metric, "multioutput", "") == "raw_values"
     return [(key, value.mean()), *named] if outputs else named

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def clash_of(names: Iterable[str]) -> tuple[str, str] | None:
+def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
     """Return two of the names that are the same, or of which one is a folder of the other; or None.
 
     Loggers that keep a file for each name, such as MLflow's, cannot have `val/acc` beside `val/acc/cat`.
@@ -23,7 +23,7 @@ def clash_of(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def clashing(one: str, other: str) -> str:
+def name_conflict_message(one: str, other: str) -> str:
     """Say that two names of values exclude each other."""
     if one == other:
         return f"metrics has two values of the name {one!r}: rename one of them."
@@ -32,7 +32,7 @@ def clashing(one: str, other: str) -> str:
     )
 
 
-def class_parts(names: Iterable[str], class_names: Sequence[str]) -> dict[str, tuple[str, str]]:
+def per_class_names(names: Iterable[str], class_names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return those names that are of a single class: name -> metric and class.
 
     Args:

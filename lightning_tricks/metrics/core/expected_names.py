@@ -11,33 +11,34 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.metrics.core.metric_properties import Task, task_of
-from lightning_tricks.metrics.core.metric_table import Entry, entries_of
+from lightning_tricks.metrics.core.metric_table import MetricEntry, metric_entries
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.core.value_names import clash_of, clashing
+from lightning_tricks.metrics.core.value_names import find_name_conflict, name_conflict_message
 
-_MOST_CLASSES = 512  # of which a confusion matrix is made only to see what comes out
+_MAX_CLASSES = 512  # of which a confusion matrix is made only to see what comes out
 
 
 @dataclass(frozen=True)
-class Names:
+class ExpectedNames:
     """What the values of some metrics are called.
 
     Attributes:
         known: The names that there will be.
-        roots: The keys of metrics of which only data shows what they compute: a number of that name, or parts of it.
+        undetermined: The keys of metrics of which only data shows what they compute: a number of that name, or several
+            whose names start with it.
     """
 
     known: tuple[str, ...]
-    roots: tuple[str, ...]
+    undetermined: tuple[str, ...]
 
-    def may_hold(self, name: str) -> bool:
+    def may_contain(self, name: str) -> bool:
         """Whether there is, or may be, a value of that name."""
         return name in self.known or any(
-            name == root or name.startswith((f"{root}_", f"{root}/")) for root in self.roots
+            name == root or name.startswith((f"{root}_", f"{root}/")) for root in self.undetermined
         )
 
 
-def names_of(metrics: Any, class_names: Sequence[str] | None = None) -> Names:
+def expected_names(metrics: Any, class_names: Sequence[str] | None = None) -> ExpectedNames:
     """Return what the values of metrics are called, found out with four samples that are made up.
 
     Args:
@@ -49,19 +50,19 @@ def names_of(metrics: Any, class_names: Sequence[str] | None = None) -> Names:
         ValueError: As `MetricSuite` does, and where two names are one, or one is a folder of the other.
     """
     known: list[str] = []
-    roots: list[str] = []
-    for entry in entries_of(metrics, class_names):
-        if not entry.of_parts:  # those come with the metric that they are parts of
+    undetermined: list[str] = []
+    for entry in metric_entries(metrics, class_names):
+        if not entry.is_per_class:  # those come with the metric that they are parts of
             found = _tried(entry)
             known += found or []
-            roots += [entry.key] if found is None else []
-    clash = clash_of(known)
+            undetermined += [entry.key] if found is None else []
+    clash = find_name_conflict(known)
     if clash is not None:
-        raise ValueError(clashing(*clash))
-    return Names(tuple(known), tuple(roots))
+        raise ValueError(name_conflict_message(*clash))
+    return ExpectedNames(tuple(known), tuple(undetermined))
 
 
-def _tried(entry: Entry) -> list[str] | None:
+def _tried(entry: MetricEntry) -> list[str] | None:
     """Return the names of the numbers that come out for some samples, or None where that cannot be tried."""
     home = f"{type(entry.metric).__module__}."
     if not home.startswith(("torchmetrics.", "lightning_tricks.")):
@@ -73,7 +74,7 @@ def _tried(entry: Entry) -> list[str] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            suite = MetricSuite({entry.key: entry.metric}, entry.parts or None)
+            suite = MetricSuite({entry.key: entry.metric}, entry.element_names or None)
             suite.update(**inputs)
             return list(suite.compute())
         except Exception:  # whatever a metric dislikes in the samples
@@ -83,7 +84,7 @@ def _tried(entry: Entry) -> list[str] | None:
 def _samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
     rows = torch.arange(4)
     classes = task.classes or 0
-    if classes > _MOST_CLASSES or getattr(metric, "multioutput", "") == "raw_values":
+    if classes > _MAX_CLASSES or getattr(metric, "multioutput", "") == "raw_values":
         return None
     if task.kind == "binary":
         return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2}
