@@ -14,12 +14,12 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_choice, check_names, proposes_names
+from lightning_tricks._shared.checks import check_choice, check_names, suggests_argument_names
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
 
 
-@proposes_names()
+@suggests_argument_names()
 @dataclass(frozen=True, kw_only=True)
 class Tricks:
     """What `TricksMixin` switches on: one field for each callback, the optimizer and the schedule; None means off.

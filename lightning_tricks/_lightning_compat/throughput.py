@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ThroughputMonitor
 
 
-def peak_flops_of(trainer: Trainer) -> float | None:
+def device_peak_flops(trainer: Trainer) -> float | None:
     """Return the peak FLOPs per second of the Trainer's device in its precision, or None for an unknown one."""
     from lightning.fabric.utilities.throughput import get_available_flops
 
@@ -20,7 +20,7 @@ def peak_flops_of(trainer: Trainer) -> float | None:
     return get_available_flops(trainer.strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
 
 
-def forget_module_flops(monitor: ThroughputMonitor) -> None:
+def reset_module_flops(monitor: ThroughputMonitor) -> None:
     """Make a ThroughputMonitor look again whether the module has `flops_per_batch`; before 2.6 it always looks."""
     if hasattr(monitor, "_module_has_flops"):
         monitor._module_has_flops = None

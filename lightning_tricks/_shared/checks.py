@@ -48,12 +48,12 @@ def check_not_negative(name: str, value: object) -> float:
     return number
 
 
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return `value` if it is a whole number of at least `least`, or say why it is none."""
-    must = f"{name} must be a whole number >= {least}"
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return `value` if it is a whole number of at least `minimum`, or say why it is none."""
+    must = f"{name} must be a whole number >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
-    if value < least:
+    if value < minimum:
         raise ValueError(f"{must}, got {value!r}.")
     return value
 
@@ -63,7 +63,7 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> str:
     known = list(known)
     if isinstance(value, str) and value in known:
         return value
-    raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{nearest(value, known)}")
+    raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(value, known)}")
 
 
 def check_path(name: str, value: object, what: str) -> str | os.PathLike[str]:
@@ -78,10 +78,12 @@ def check_names(what: str, given: Iterable[object], known: Iterable[str], remark
     known = list(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} takes no {name!r}. It takes {', '.join(known)}.{nearest(name, known)}{remark}")
+            raise TypeError(
+                f"{what} takes no {name!r}. It takes {', '.join(known)}.{did_you_mean(name, known)}{remark}"
+            )
 
 
-def proposes_names(remark: str = "") -> Callable[[type[T]], type[T]]:
+def suggests_argument_names(remark: str = "") -> Callable[[type[T]], type[T]]:
     """Let a class name the argument that is nearest to one which its `__init__` does not take, and add a remark."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -99,7 +101,7 @@ def proposes_names(remark: str = "") -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
+def did_you_mean(value: object, known: Iterable[str]) -> str:
     """Return a sentence, with a blank before it, that names the one of `known` most like `value`; or nothing."""
     folded = {word.lower(): word for word in known}
     close = get_close_matches(str(value).lower(), folded, n=1)

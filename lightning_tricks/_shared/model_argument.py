@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 
-def named_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """Return the model that `MODULE:NAME` is, or that it makes; modules in the working directory count.
 
     Args:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode for a block; then each of its modules is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -50,7 +50,7 @@ _TOKENS = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _REPEATS = re.compile(r"[*+?]|\{.+")
-MOST_REPEATS = 3
+MAX_REPEATS = 3
 
 
 def check_repeats(expression: str) -> None:
@@ -80,13 +80,13 @@ def check_repeats(expression: str) -> None:
             if before == ")" and part != "?":
                 raise ValueError(f"{expression[:80]!r} repeats a group, which can take very long: write it without.")
         before = part
-    if repeats > MOST_REPEATS:
+    if repeats > MAX_REPEATS:
         raise ValueError(
-            f"{expression[:80]!r} has {repeats} repeats (* + ? {{), of which {MOST_REPEATS} are taken from files, as "
+            f"{expression[:80]!r} has {repeats} repeats (* + ? {{), of which {MAX_REPEATS} are taken from files, as "
             "more can take very long."
         )
 
 
-def unwrapped(name: str) -> str:
+def strip_compile_prefix(name: str) -> str:
     """Return a qualified name without what `torch.compile` puts into it."""
     return name.replace("_orig_mod.", "")

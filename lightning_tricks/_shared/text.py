@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def printed(renderable: Any) -> str:
+def render_text(renderable: Any) -> str:
     """Return what rich prints of an object: 120 columns, no colour, no blanks at the ends of lines."""
     from rich.console import Console
 
@@ -17,11 +17,11 @@ def printed(renderable: Any) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def shape_text(shape: Iterable[int]) -> str:
+def format_shape(shape: Iterable[int]) -> str:
     """Return a shape as people write it.
 
     Example:
-        >>> shape_text((2, 3, 224))
+        >>> format_shape((2, 3, 224))
         '2x3x224'
     """
     return "x".join(map(str, shape))

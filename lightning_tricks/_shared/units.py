@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-def si(value: float, unit: str = "") -> str:
+def format_si(value: float, unit: str = "") -> str:
     """Return a number with three significant digits and a decimal prefix.
 
     Example:
-        >>> si(4_089_184_256, "MAC"), si(25_557_032), si(999_600), si(128)
+        >>> format_si(4_089_184_256, "MAC"), format_si(25_557_032), format_si(999_600), format_si(128)
         ('4.09 GMAC', '25.6 M', '1.00 M', '128')
     """
     if abs(value) < 1000:
@@ -19,11 +19,11 @@ def si(value: float, unit: str = "") -> str:
     return f"{value:#.3g}".rstrip(".") + f" {prefix}{unit}"
 
 
-def byte_size(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a size in bytes with a binary prefix.
 
     Example:
-        >>> byte_size(512), byte_size(1536), byte_size(100 * 2**20)
+        >>> format_bytes(512), format_bytes(1536), format_bytes(100 * 2**20)
         ('512 B', '1.5 KiB', '100 MiB')
     """
     unit = "B"

@@ -38,7 +38,7 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 def _status(folders: list[CheckpointFolder]) -> int:
     from rich.console import Console
 
-    from lightning_tricks._shared.units import byte_size
+    from lightning_tricks._shared.units import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)
     for folder in folders:
@@ -48,7 +48,7 @@ def _status(folders: list[CheckpointFolder]) -> int:
         for manifest in folder.manifests():
             progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
             summary = (
-                f"step {manifest.step}, {progress}, {byte_size(manifest.bytes)}, {_describe_age(manifest.written)}"
+                f"step {manifest.step}, {progress}, {format_bytes(manifest.bytes)}, {_describe_age(manifest.written)}"
             )
             console.print(f"  {manifest.file}: {summary}", markup=False)
     return 0

@@ -78,8 +78,8 @@ def _tree(checkpoint: Checkpoint, depth: int | None) -> Tree:
     from rich.markup import escape
     from rich.tree import Tree
 
-    from lightning_tricks._shared.text import shape_text
-    from lightning_tricks._shared.units import byte_size
+    from lightning_tricks._shared.text import format_shape
+    from lightning_tricks._shared.units import format_bytes
 
     tensors = {n: tensor for n, tensor in checkpoint.state_dict.items() if isinstance(tensor, torch.Tensor)}
     below: dict[str, list[Tensor]] = {"": list(tensors.values())}
@@ -98,17 +98,17 @@ def _tree(checkpoint: Checkpoint, depth: int | None) -> Tree:
                 nodes[path] = nodes[parent].add(escape(f"{parts[end - 1]}  ({_sum(below[path])})"))
         if depth is None or len(parts) <= depth:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            size = byte_size(tensor.numel() * tensor.element_size())
-            text = f"{parts[-1]}  {shape_text(tensor.shape) or 'scalar'}  {dtype}  {size}"
+            size = format_bytes(tensor.numel() * tensor.element_size())
+            text = f"{parts[-1]}  {format_shape(tensor.shape) or 'scalar'}  {dtype}  {size}"
             nodes[".".join(parts[:-1])].add(escape(text))
     return root
 
 
 def _sum(tensors: list[Tensor]) -> str:
-    from lightning_tricks._shared.units import byte_size, si
+    from lightning_tricks._shared.units import format_bytes, format_si
 
-    size = byte_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    return f"{len(tensors)} tensors, {si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
+    size = format_bytes(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return f"{len(tensors)} tensors, {format_si(sum(tensor.numel() for tensor in tensors))} numbers, {size}"
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lightning_tricks._shared.text import shape_text
+    from lightning_tricks._shared.text import format_shape
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
     one, other = (read_checkpoint(path).state_dict for path in (arguments.a, arguments.b))
@@ -131,7 +131,7 @@ def _diff(arguments: argparse.Namespace) -> int:
                 table.add_row(name, f"only in {arguments.b if name not in one else arguments.a}")
             continue
         if a.shape != b.shape:
-            table.add_row(name, f"{shape_text(a.shape)} and {shape_text(b.shape)}")
+            table.add_row(name, f"{format_shape(a.shape)} and {format_shape(b.shape)}")
         elif a.dtype != b.dtype:
             table.add_row(name, f"{a.dtype} and {b.dtype}")
         elif not torch.equal(a, b):
@@ -152,13 +152,13 @@ def _align(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from lightning_tricks._shared.model_argument import named_model
+    from lightning_tricks._shared.model_argument import import_model
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import align
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
-        model = named_model(arguments.model, json.loads(arguments.arguments))
+        model = import_model(arguments.model, json.loads(arguments.arguments))
     alignment = align(model, checkpoint)
     console = Console()
     console.print(alignment.report())

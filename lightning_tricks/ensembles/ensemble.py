@@ -24,7 +24,7 @@ from lightning_tricks._lightning_compat.loaders import replace_train_loaders, sh
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
-from lightning_tricks._shared.modes import evaluating
+from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.step_signatures import step_arguments
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.ensembles.core.combination import (
@@ -99,7 +99,7 @@ class Ensemble(Interchange, LightningModule):
         if vectorize not in (True, False, "auto"):
             raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
         self.vectorize = vectorize
-        self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, least=0)
+        self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, minimum=0)
         self.optimizer, self.lr_scheduler = checked_optimizer(optimizer), checked_schedule(lr_scheduler)
         self._has_own_optimizer = optimizer is not None
         self._remarks: list[str] = []
@@ -189,12 +189,12 @@ class Ensemble(Interchange, LightningModule):
 
     def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
         """Predict in evaluation mode, without gradients, whatever the mode; the result lies on the CPU."""
-        with evaluating(self), torch.no_grad():
+        with eval_mode(self), torch.no_grad():
             return cast(Tensor, self(*map(self._as_input, x))).cpu()
 
     def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
         """Say what the ensemble predicts and what it does not know, in evaluation mode and without gradients."""
-        with evaluating(self), torch.no_grad():
+        with eval_mode(self), torch.no_grad():
             return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
 
     # --- steps

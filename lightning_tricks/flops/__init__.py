@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.flops.callback import FlopsReport as FlopsReport
-    from lightning_tricks.flops.core.counting import count_flops as count_flops
-    from lightning_tricks.flops.core.result import FlopsCount as FlopsCount
-    from lightning_tricks.flops.core.result import FlopsRow as FlopsRow
+    from lightning_tricks.flops.core.flops_count import FlopsCount as FlopsCount
+    from lightning_tricks.flops.core.flops_count import FlopsRow as FlopsRow
+    from lightning_tricks.flops.core.model_flops import count_flops as count_flops
 
     __all__ = ["FlopsCount", "FlopsReport", "FlopsRow", "count_flops"]
 else:  # or a type checker would take any name for one of the package
@@ -33,7 +33,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("FlopsReport",),
-            "core.result": ("FlopsCount", "FlopsRow"),
-            "core.counting": ("count_flops",),
+            "core.flops_count": ("FlopsCount", "FlopsRow"),
+            "core.model_flops": ("count_flops",),
         },
     )

@@ -14,13 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
-from lightning_tricks._lightning_compat.throughput import forget_module_flops, peak_flops_of
+from lightning_tricks._lightning_compat.throughput import device_peak_flops, reset_module_flops
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.dry_run.calls import Call, find_call, step_of
-from lightning_tricks._shared.units import si
-from lightning_tricks.flops.core.counting import check_backend, count_call
-from lightning_tricks.flops.core.result import FlopsCount, check_path
+from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
+from lightning_tricks._shared.units import format_si
+from lightning_tricks.flops.core.flops_count import FlopsCount, check_path
+from lightning_tricks.flops.core.model_flops import check_backend, count_call
 
 
 class FlopsReport(TrickCallback):
@@ -49,7 +49,7 @@ class FlopsReport(TrickCallback):
         peak_flops: Of one device, in FLOPs per second; needs `backward=True`. None for Lightning's table of devices
             and precisions. The peak that is used is printed.
 
-    The counting itself: `lightning_tricks.flops.core.counting.count_flops`.
+    The counting itself: `lightning_tricks.count_flops`.
 
     Attributes:
         count: The `FlopsCount` of the last fit.
@@ -79,7 +79,7 @@ class FlopsReport(TrickCallback):
         self.inputs = inputs
         self.backend = backend
         self.backward = backward
-        self.depth = check_count("depth", depth, least=0)
+        self.depth = check_count("depth", depth, minimum=0)
         self.path = path
         self.compare = compare
         self.peak_flops = None if peak_flops is None else check_number("peak_flops", peak_flops, above=0)
@@ -90,32 +90,32 @@ class FlopsReport(TrickCallback):
         if peak_flops is not None and not backward:
             raise ValueError(f"peak_flops={peak_flops!r} needs backward=True: MFU is about training steps.")
         self.count: FlopsCount | None = None
-        self._forget_fit()
+        self._reset()
 
-    def _forget_fit(self) -> None:
+    def _reset(self) -> None:
         """Let go of what belongs to one fit."""
-        self._gave_flops = False
+        self._filled_monitors = False
         self._flops_per_batch: float | None = None
-        self._met_batch = False
-        self._meter: _Meter | None = None
+        self._saw_first_batch = False
+        self._meter: MfuMeter | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count with the inputs that are known."""
         self.count = None
-        self._forget_fit()
+        self._reset()
         call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
         if call is not None:
-            self.count = self._counted(trainer, pl_module, call)
+            self.count = self._count(trainer, pl_module, call)
             self._report(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the first batch."""
-        if self._met_batch:
+        if self._saw_first_batch:
             return
-        self._met_batch = True
+        self._saw_first_batch = True
         if self.count is None or self.backward:
             try:
-                count = self._counted(trainer, pl_module, step_of(pl_module, batch, batch_idx=batch_idx))
+                count = self._count(trainer, pl_module, training_step_call(pl_module, batch, batch_idx=batch_idx))
             except Exception as error:
                 rank_zero_warn(f"FlopsReport could not count a training step: {type(error).__name__}: {error}")
             else:
@@ -125,7 +125,7 @@ class FlopsReport(TrickCallback):
                     self._report(trainer)
         self._log_totals(trainer, pl_module)
         if self._flops_per_batch is not None:
-            self._fill_monitors(trainer, pl_module)
+            self._set_flops_per_batch(trainer, pl_module)
             self._start_meter(trainer, self._flops_per_batch)
 
     def on_train_batch_end(
@@ -141,34 +141,34 @@ class FlopsReport(TrickCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock; and validation is no training."""
-        if self._gave_flops:
+        if self._filled_monitors:
             pl_module.flops_per_batch = None  # type: ignore[assignment]
         if self._meter is not None:
             self._meter.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on."""
-        if self._gave_flops:
+        if self._filled_monitors:
             pl_module.flops_per_batch = self._flops_per_batch  # type: ignore[assignment]
         if self._meter is not None:
-            self._meter.go_on()
+            self._meter.resume()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind."""
-        self._clean_up(trainer, pl_module)
+        self._close(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
-        self._clean_up(trainer, pl_module)
+        self._close(trainer, pl_module)
 
-    def _clean_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._gave_flops:
+    def _close(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._filled_monitors:
             del pl_module.flops_per_batch
-            for monitor in _monitors(trainer):
-                forget_module_flops(monitor)
-        self._forget_fit()
+            for monitor in _throughput_monitors(trainer):
+                reset_module_flops(monitor)
+        self._reset()
 
-    def _counted(self, trainer: Trainer, pl_module: LightningModule, call: Call) -> FlopsCount:
+    def _count(self, trainer: Trainer, pl_module: LightningModule, call: ModelCall) -> FlopsCount:
         with trainer.precision_plugin.forward_context():
             compare = self.compare and self.count is None  # a second count is of the training step alone
             return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)
@@ -197,10 +197,10 @@ class FlopsReport(TrickCallback):
         # of this rank alone: another may have failed to count, and would wait for none of these
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
-    def _fill_monitors(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _monitors(trainer) and not hasattr(pl_module, "flops_per_batch"):
+    def _set_flops_per_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _throughput_monitors(trainer) and not hasattr(pl_module, "flops_per_batch"):
             pl_module.flops_per_batch = self._flops_per_batch  # type: ignore[assignment]
-            self._gave_flops = True
+            self._filled_monitors = True
 
     def _start_meter(self, trainer: Trainer, flops_per_batch: float) -> None:
         if trainer.barebones or not trainer.is_global_zero:
@@ -208,18 +208,19 @@ class FlopsReport(TrickCallback):
         device = trainer.strategy.root_device
         peak, origin = self.peak_flops, "as given"
         if peak is None:
-            peak, origin = peak_flops_of(trainer), "by Lightning's table"
+            peak, origin = device_peak_flops(trainer), "by Lightning's table"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
         if peak is None:
             rank_zero_info(f"FlopsReport knows no peak of {name}, so no flops/mfu: give it as peak_flops.")
             return
         rank_zero_info(
-            f"FlopsReport: flops/mfu is relative to {si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}."
+            f"FlopsReport: flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, "
+            f"{origin}."
         )
-        self._meter = _Meter(float(peak), flops_per_batch, trainer.global_step)
+        self._meter = MfuMeter(float(peak), flops_per_batch, trainer.global_step)
 
 
-class _Meter:
+class MfuMeter:
     """Feeds Lightning's `Throughput` wherever the Trainer logs.
 
     Args:
@@ -253,11 +254,11 @@ class _Meter:
         """Stop the clock."""
         self._paused = time.perf_counter()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Start it again."""
         self._start += time.perf_counter() - self._paused
 
 
-def _monitors(trainer: Trainer) -> list[ThroughputMonitor]:
+def _throughput_monitors(trainer: Trainer) -> list[ThroughputMonitor]:
     callbacks = callbacks_of(trainer)
     return [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]

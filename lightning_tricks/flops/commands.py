@@ -42,11 +42,11 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_tricks._shared.model_argument import named_model
-    from lightning_tricks.flops.core.counting import count_flops
+    from lightning_tricks._shared.model_argument import import_model
+    from lightning_tricks.flops.core.model_flops import count_flops
 
     try:
-        model = named_model(arguments.model)
+        model = import_model(arguments.model)
         inputs = _inputs(model, arguments.input, arguments.dtype)
         count = count_flops(
             model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare

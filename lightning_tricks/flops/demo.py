@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.units import si
+from lightning_tricks._shared.units import format_si
 from lightning_tricks.flops.callback import FlopsReport
 
 
@@ -26,7 +26,7 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     count = callback.count
     ratio = f" ({count.train_step_flops / count.flops:.2f}x forward)" if count.train_step_flops else ""
     return {
-        "parameters": f"{si(count.params)}, trainable {si(count.trainable_params)}",
-        "forward": f"{si(count.macs, 'MAC')} a batch",
-        "training step": f"{si(count.train_step_flops or 0, 'FLOP')} a batch{ratio}",
+        "parameters": f"{format_si(count.params)}, trainable {format_si(count.trainable_params)}",
+        "forward": f"{format_si(count.macs, 'MAC')} a batch",
+        "training step": f"{format_si(count.train_step_flops or 0, 'FLOP')} a batch{ratio}",
     }

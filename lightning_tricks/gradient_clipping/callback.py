@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.patterns import unwrapped
+from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
 from lightning_tricks.gradient_clipping.core.clip_groups import Part, Partition
 from lightning_tricks.gradient_clipping.core.clipping import (
@@ -350,7 +350,7 @@ class GradientClipping(TrickCallback):
 
 
 def _names(pl_module: LightningModule) -> dict[Tensor, str]:
-    return {parameter: unwrapped(name) for name, parameter in pl_module.named_parameters()}
+    return {parameter: strip_compile_prefix(name) for name, parameter in pl_module.named_parameters()}
 
 
 def _nonfinite_error(trainer: Trainer, names: list[str], finite: Tensor, why: str) -> RuntimeError:

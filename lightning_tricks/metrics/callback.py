@@ -18,7 +18,7 @@ from lightning_tricks._callback import StepsCallback
 from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.checks import check_choice, check_count, nearest
+from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
 from lightning_tricks._shared.logger_images import log_image
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.ranks import gather_objects
@@ -197,7 +197,9 @@ class MetricsMonitor(StepsCallback):
         wanted = [name for name in known if name not in parts] if metrics is None else list(metrics)
         for name in wanted:
             if name not in known:
-                raise ValueError(f"There are no values of {name!r}, but of {', '.join(known)}.{nearest(name, known)}")
+                raise ValueError(
+                    f"There are no values of {name!r}, but of {', '.join(known)}.{did_you_mean(name, known)}"
+                )
         return history_figure([row for row in rows if row["metric"] in wanted])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.model_report.callback import ModelReport as ModelReport
-    from lightning_tricks.model_report.core.result import Memory as Memory
-    from lightning_tricks.model_report.core.result import ModelSummary as ModelSummary
-    from lightning_tricks.model_report.core.result import ParameterRow as ParameterRow
-    from lightning_tricks.model_report.core.summarizing import summarize_model as summarize_model
+    from lightning_tricks.model_report.core.report_summary import ModelMemory as ModelMemory
+    from lightning_tricks.model_report.core.report_summary import ModelReportSummary as ModelReportSummary
+    from lightning_tricks.model_report.core.report_summary import ParameterRow as ParameterRow
+    from lightning_tricks.model_report.core.summarize_model import summarize_model as summarize_model
 
-    __all__ = ["Memory", "ModelReport", "ModelSummary", "ParameterRow", "summarize_model"]
+    __all__ = ["ModelMemory", "ModelReport", "ModelReportSummary", "ParameterRow", "summarize_model"]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
@@ -31,7 +31,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("ModelReport",),
-            "core.summarizing": ("summarize_model",),
-            "core.result": ("Memory", "ModelSummary", "ParameterRow"),
+            "core.summarize_model": ("summarize_model",),
+            "core.report_summary": ("ModelMemory", "ModelReportSummary", "ParameterRow"),
         },
     )

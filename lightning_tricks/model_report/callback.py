@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
-from lightning_tricks._shared.dry_run.calls import find_call, step_of
-from lightning_tricks.model_report.core.result import ModelSummary
-from lightning_tricks.model_report.core.summarizing import summarize_call
+from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
+from lightning_tricks.model_report.core.report_summary import ModelReportSummary
+from lightning_tricks.model_report.core.summarize_model import summarize_call
 
 
 class ModelReport(TrickCallback):
@@ -30,11 +30,11 @@ class ModelReport(TrickCallback):
             `{"show_attrs": True}`.
         depth: How deep the modules in the summary of the layers may lie.
 
-    The report itself: `lightning_tricks.model_report.core.summarizing.summarize_model`. It needs the extra `reports`
-    for layers and graph, and graphviz's `dot` for the pictures; what is missing is said.
+    The report itself: `lightning_tricks.summarize_model`. It needs the extra `reports` for layers and graph, and
+    graphviz's `dot` for the pictures; what is missing is said.
 
     Attributes:
-        summary: The `ModelSummary` of the last fit.
+        summary: The `ModelReportSummary` of the last fit.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -55,7 +55,7 @@ class ModelReport(TrickCallback):
         self.depth = check_count("depth", depth)
         if not isinstance(graph, bool | dict):
             raise TypeError(f"graph must be True, False or a dict of options, got {graph!r} ({type(graph).__name__}).")
-        self.summary: ModelSummary | None = None
+        self.summary: ModelReportSummary | None = None
         self._awaits_step_after: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,7 +81,7 @@ class ModelReport(TrickCallback):
         arguments: dict[str, Any] = {"depth": self.depth, "optimizers": trainer.optimizers}
         try:
             with trainer.precision_plugin.forward_context():
-                call = find_call(pl_module) or step_of(pl_module, batch, batch_idx=batch_idx)
+                call = find_call(pl_module) or training_step_call(pl_module, batch, batch_idx=batch_idx)
                 self.summary = summarize_call(pl_module, call, graph=self.graph, **arguments)
         except Exception as error:
             rank_zero_warn(f"ModelReport leaves out layers and graph: {type(error).__name__}: {error}")
@@ -97,9 +97,9 @@ class ModelReport(TrickCallback):
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):
-                experiment.add_text("model_report", _preformatted(str(self.summary)), trainer.global_step)
+                experiment.add_text("model_report", _as_code_block(str(self.summary)), trainer.global_step)
 
 
-def _preformatted(text: str) -> str:
+def _as_code_block(text: str) -> str:
     """Return text as Markdown that keeps its columns."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.units import byte_size
+from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.model_report.callback import ModelReport
 
 
@@ -24,5 +24,5 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     if callback.summary is None:
         return {"memory": "not measured"}
     memory = callback.summary.memory
-    sizes = [f"weights {byte_size(memory.weights)}", f"gradients {byte_size(memory.gradients)}"]
-    return {"memory": ", ".join([*sizes, f"optimizer state {byte_size(memory.optimizer_state)}"])}
+    sizes = [f"weights {format_bytes(memory.weights)}", f"gradients {format_bytes(memory.gradients)}"]
+    return {"memory": ", ".join([*sizes, f"optimizer state {format_bytes(memory.optimizer_state)}"])}

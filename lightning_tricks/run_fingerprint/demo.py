@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
-from lightning_tricks._shared.units import byte_size
+from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
 from lightning_tricks.run_fingerprint.core.record_file import read_record
 
@@ -23,5 +23,5 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     """Say what was recorded."""
     (callback,) = callbacks_of_type(trainer, RunFingerprint)
     path = Path(callback.path)
-    size = byte_size(path.stat().st_size)
+    size = format_bytes(path.stat().st_size)
     return {"recorded": f"{len(read_record(path)) - 1} steps in {size}, to compare with another run"}

@@ -15,7 +15,7 @@ from torch import nn
 from torchvision import models
 
 from lightning_tricks import align, load_weights, read_checkpoint, remap_keys
-from lightning_tricks._shared.text import printed
+from lightning_tricks._shared.text import render_text
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
     CheckpointError,
@@ -217,7 +217,7 @@ def test_a_report_and_a_rule_file():
     source = model("ResNet-18", "torchvision").state_dict()
     target = ARCHITECTURES["ResNet-18"]["HF"]()
     found = align(target, source)
-    table = printed(found.report())
+    table = render_text(found.report())
     assert "122/122 tensors, 11.7 M/11.7 M parameters; 122 renamed, 0 reshaped, 0 missing" in table
     assert "the names are another project's" in table
     found.save("rules.yaml")
@@ -232,7 +232,7 @@ def test_a_report_and_a_rule_file():
 def test_a_report_shows_what_has_no_counterpart():
     file = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(5, 2), "extra.bias": torch.zeros(7)}
     net = {"a.weight": torch.zeros(3, 2), "b.weight": torch.zeros(4, 2), "lacking.bias": torch.zeros(2, 3, 4)}
-    rows = [line for line in printed(align(net, file).report()).splitlines() if "." in line]
+    rows = [line for line in render_text(align(net, file).report()).splitlines() if "." in line]
     for words in (("lacking.bias", "MISSING"), ("extra.bias", "UNEXPECTED"), ("b.weight", "MISMATCHED: 5x2 and 4x2")):
         assert sum(all(word in row for word in words) for row in rows) == 1, words
 

@@ -106,17 +106,17 @@ def test_an_unknown_lightning_is_named(call, trick):
 
 
 def test_peak_flops_of():
-    assert throughput.peak_flops_of(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
+    assert throughput.device_peak_flops(Trainer(**QUIET)) is None, "Lightning's table has no CPU"
     with patch("lightning.fabric.utilities.throughput.get_available_flops", side_effect=lambda device, dtype: (dtype,)):
         for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
-            assert throughput.peak_flops_of(Trainer(**QUIET, precision=precision)) == (dtype,)
+            assert throughput.device_peak_flops(Trainer(**QUIET, precision=precision)) == (dtype,)
 
 
 def test_forget_module_flops():
     monitor, net = ThroughputMonitor(lambda batch: 4, window_size=2), Net()
     net.flops_per_batch = 7
     Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(net, loader())
-    throughput.forget_module_flops(monitor)
+    throughput.reset_module_flops(monitor)
     with pytest.warns(UserWarning, match="flops_per_batch"):
         Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(Net(), loader())
 

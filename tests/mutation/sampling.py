@@ -19,7 +19,7 @@ from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
 
 CORES = {
-    "_shared": "dry_run/calls dry_run/model_copy dry_run/runner dry_run/trainer_stub mean_loss rng",
+    "_shared": "dry_run/model_call dry_run/model_copy dry_run/runner dry_run/trainer_stub mean_loss rng",
     "auto_resume": "core/checkpoint_files core/directory_lock core/file_journal core/logged_rows",
     "checkpoint_remapping": "core/files/formats core/files/pickle_interpreter core/files/pickle_values"
     " core/files/reading core/files/saving core/files/storages core/files/tensor_constructors core/files/weight_search"
@@ -27,13 +27,13 @@ CORES = {
     " core/matching/layer_matching core/matching/layer_grouping core/matching/synonyms core/rules",
     "ensembles": "core/combination core/factory core/members core/sampling core/stacked_layers"
     " core/torchensemble_models snapshot",
-    "flops": "core/counting core/operator_costs core/operator_counter core/result core/thop_rules",
+    "flops": "core/flops_count core/model_flops core/operator_costs core/operator_counter core/thop_backend",
     "gradient_clipping": "core/adaptive_thresholds core/clip_groups core/clipping core/methods core/step_skipping",
     "images": "core/confident_mistakes core/conversion",
     "lr_schedules": "core/parameter_groups core/scheduler core/schedules core/specs",
     "metrics": "core/expected_values core/history core/input_checks core/metric_properties core/metric_table"
     " core/presets core/sampler_shards core/shared_states core/statistics core/suite core/value_names",
-    "model_report": "core/result core/summarizing",
+    "model_report": "core/report_summary core/summarize_model",
     "run_fingerprint": "core/comparison core/fingerprint core/layer_outputs core/record_file core/row_writer"
     " core/step_recorder core/value_parts reproducibility",
     "seeding": "functional",

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks._shared.dry_run.calls import Call
+from lightning_tricks._shared.dry_run.model_call import ModelCall
 from lightning_tricks._shared.tensors import tensors_in
 
 
-def remedy_for(model: nn.Module, call: Call, error: Exception) -> str:
+def input_advice(model: nn.Module, call: ModelCall, error: Exception) -> str:
     """Say what is wrong with the inputs of a call that failed; nothing, where they look like inputs.
 
     Args:
@@ -23,14 +23,14 @@ def remedy_for(model: nn.Module, call: Call, error: Exception) -> str:
     step = call.method == "training_step"
     values = call.args[:1] if step else (*call.args, *call.kwargs.values())
     if any(True for _ in tensors_in(values)):
-        told = "" if step or call.kwargs or not isinstance(error, TypeError) else _of_batch(model, values)
+        told = "" if step or call.kwargs or not isinstance(error, TypeError) else _advice_for_batch(model, values)
     else:
-        told = _of_shapes(model, values) or _of_others(model, values, step)
+        told = _advice_for_shapes(model, values) or _advice_for_other_types(model, values, step)
     reason = str(error).strip().partition("\n")[0].rstrip(":.")
     return told and f"{call.what}: {told} ({type(error).__name__}: {reason})"
 
 
-def example_for(model: nn.Module) -> str:
+def example_input_code(model: nn.Module) -> str:
     """Return the code of a tensor that the first layer takes, or of an image."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -45,7 +45,7 @@ def example_for(model: nn.Module) -> str:
     return "torch.zeros(1, 3, 224, 224)"
 
 
-def _of_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
+def _advice_for_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
     """Say that a batch is not what a model's `forward` takes, where it has no `training_step` to take it."""
     parts = values if len(values) > 1 else values[0]
     if not isinstance(parts, list | tuple | Mapping):
@@ -57,16 +57,16 @@ def _of_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
     )
 
 
-def _of_shapes(model: nn.Module, values: tuple[Any, ...]) -> str:
+def _advice_for_shapes(model: nn.Module, values: tuple[Any, ...]) -> str:
     shapes = _shapes_in(values)
     if not shapes:
         return ""
     given = values[0] if len(values) == 1 and not isinstance(values[0], int) else values
     some = "is a shape" if len(shapes) == 1 else "are shapes"
-    return f"{given!r} {some}, and {type(model).__name__} takes tensors. Give {_tensors(model, shapes)}."
+    return f"{given!r} {some}, and {type(model).__name__} takes tensors. Give {_tensor_code(model, shapes)}."
 
 
-def _of_others(model: nn.Module, values: tuple[Any, ...], step: bool) -> str:
+def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], step: bool) -> str:
     inner = [part for value in values if isinstance(value, list | tuple) for part in value]
     for value in (*values, *inner):
         if type(value).__module__.partition(".")[0] == "numpy":
@@ -77,7 +77,7 @@ def _of_others(model: nn.Module, values: tuple[Any, ...], step: bool) -> str:
             part = "" if step or hasattr(model, "training_step") else ", or that part of it which forward takes"
             return f"a {type(value).__name__} is no batch. Give one, next(iter({loader})){part}."
         if isinstance(value, str):
-            return f"{value!r} is no tensor. Give {example_for(model)}."
+            return f"{value!r} is no tensor. Give {example_input_code(model)}."
     return ""
 
 
@@ -93,8 +93,8 @@ def _shapes_in(values: tuple[Any, ...]) -> list[tuple[int, ...]]:
     return shapes if whole and all(shapes) else []
 
 
-def _tensors(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
-    wanted = example_for(model)
+def _tensor_code(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
+    wanted = example_input_code(model)
     dtype = ", dtype=torch.long" if "dtype" in wanted else ""
     dims = wanted.count(",") + (0 if dtype else 1)
     # a shape that lacks one dimension is that of one sample

@@ -25,7 +25,7 @@ class NoDataError(NotImplementedError):
     """A real run was asked for, and there is no data, or a part of it only."""
 
 
-class Copier(TorchFunctionMode):
+class ModelCopier(TorchFunctionMode):
     """Copies modules and values; each tensor in them becomes `convert(tensor)`, once.
 
     It does not call the copied classes' constructors or `__getstate__`: parametrized, compiled, wrapped and sharded
@@ -44,21 +44,21 @@ class Copier(TorchFunctionMode):
 
     def module(self, model: nn.Module) -> nn.Module:
         """Return a copy of a module with all its submodules; it does not share their state."""
-        parts = {part: bare(part) for part in model.modules()}
+        parts = {part: unwrap_model(part) for part in model.modules()}
         if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts):
             raise NotImplementedError(
                 "FullyShardedDataParallel keeps flattened shards, of which no copy can be made: count before the model "
                 "is wrapped, or shard it with fully_shard (ModelParallelStrategy)."
             )
         for part in dict.fromkeys(parts.values()):
-            self._remember(part, copy.deepcopy(part) if _is_scripted(part) else object.__new__(_plain_class(part)))
+            self._remember(part, copy.deepcopy(part) if _is_scripted(part) else object.__new__(_unsharded_class(part)))
         for wrapper, part in parts.items():
             self._memo[id(wrapper)] = self._memo[id(part)]
         for part in dict.fromkeys(parts.values()):
             if not _is_scripted(part):
                 self._fill(self._memo[id(part)], part)
-        twin: nn.Module = self._memo[id(model)]
-        return twin
+        model_copy: nn.Module = self._memo[id(model)]
+        return model_copy
 
     def value(self, value: Any) -> Any:
         """Return a copy of any value."""
@@ -105,18 +105,18 @@ class Copier(TorchFunctionMode):
         self._originals.append(value)
         return new
 
-    def _fill(self, twin: nn.Module, part: nn.Module) -> None:
+    def _fill(self, model_copy: nn.Module, part: nn.Module) -> None:
         for name, value in vars(part).items():
             if type(value) in (dict, OrderedDict) and not value:  # most attributes of most modules
-                vars(twin)[name] = type(value)()
+                vars(model_copy)[name] = type(value)()
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
-                value = OrderedDict((key, hook) for key, hook in value.items() if not _shards(hook))
+                value = OrderedDict((key, hook) for key, hook in value.items() if not _is_sharding_hook(hook))
             elif name in ("_trainer", "_fabric", "_compiled_call_impl"):  # a stand-in belongs to no Trainer
                 value = None
-            vars(twin)[name] = self.value(value)
-        if isinstance(twin, nn.RNNBase):  # they would still point at the original's weights
-            twin._flat_weight_refs = [weakref.ref(weight) for weight in twin._flat_weights]  # type: ignore[arg-type]
+            vars(model_copy)[name] = self.value(value)
+        if isinstance(model_copy, nn.RNNBase):  # they would still point at the original's weights
+            model_copy._flat_weight_refs = [weakref.ref(weight) for weight in model_copy._flat_weights]  # type: ignore[arg-type]
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         """Copy a function with its defaults and the values that it closes over: the module, or a list to fill."""
@@ -134,7 +134,7 @@ class Copier(TorchFunctionMode):
         return new
 
 
-def bare(module: nn.Module) -> nn.Module:
+def unwrap_model(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`, DistributedDataParallel and DataParallel."""
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -145,7 +145,7 @@ def bare(module: nn.Module) -> nn.Module:
             return module
 
 
-class RealCopies:
+class RealTensorCopies:
     """Stand-ins with data: copies of the originals."""
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -175,7 +175,7 @@ class RealCopies:
         return operator(*args, **kwargs)
 
 
-class FakeCopies:
+class FakeTensorCopies:
     """Stand-ins without data: `FakeTensor`s, which have all that a tensor has but that."""
 
     def __init__(self) -> None:
@@ -214,12 +214,12 @@ class FakeCopies:
             return args[0].fake_device
         kind = self._kinds.get(operator)
         if kind is None:
-            kind = self._kinds[operator] = _kind_of(operator)
+            kind = self._kinds[operator] = _operator_kind(operator)
         if kind == "view" and type(args[0]) is FakeTensor:  # the mode would look it up, which takes longer
             device = args[0].fake_device
             with in_kernel_invocation_manager(self._mode):
                 out = operator(*args, **kwargs)
-            return _rebuilt(out, lambda part: FakeTensor(self._mode, part, device))
+            return _map_result(out, lambda part: FakeTensor(self._mode, part, device))
         key = (operator, _key_of(args), _key_of(tuple(kwargs.items()))) if kind == "pure" else None
         try:
             known = self._results.get(key) if key is not None else None
@@ -227,10 +227,10 @@ class FakeCopies:
             key = known = None
         if known is not None:
             with in_kernel_invocation_manager(self._mode):
-                return _rebuilt(known, self._from_layout)
+                return _map_result(known, self._from_layout)
         out = operator(*args, **kwargs)
         if key is not None:
-            self._results[key] = _rebuilt(out, _layout_of)
+            self._results[key] = _map_result(out, _layout_of)
         return out
 
     def _from_layout(self, layout: _Layout) -> Tensor:
@@ -252,13 +252,13 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def device_of(model: nn.Module) -> torch.device | None:
+def common_device(model: nn.Module) -> torch.device | None:
     """Return the device of all parameters and buffers, or None where there are several devices or no tensors."""
     devices = {tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
     return devices.pop() if len(devices) == 1 else None
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
+def _unsharded_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, without what `fully_shard` made of it."""
     cls = type(module)
     return cls.__bases__[1] if cls.__bases__[0].__name__ == "FSDPModule" else cls
@@ -268,12 +268,12 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def _shards(hook: Any) -> bool:
+def _is_sharding_hook(hook: Any) -> bool:
     """Whether a hook is one of FSDP's, which would gather the shards of the original."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed")
 
 
-def _kind_of(operator: Any) -> str:
+def _operator_kind(operator: Any) -> str:
     """Say whether an operator makes views (or a copy), new tensors from its arguments alone, or anything else."""
     if not isinstance(operator, torch._ops.OpOverload):
         return "other"
@@ -301,10 +301,10 @@ def _layout_of(tensor: Any) -> _Layout:
     return _Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
-def _rebuilt(out: Any, build: Callable[[Any], Any]) -> Any:
+def _map_result(out: Any, build: Callable[[Any], Any]) -> Any:
     """Apply a function to the tensor, or the layout, or each of several, that an operator returned."""
     if isinstance(out, Tensor | _Layout):
         return build(out)
     if isinstance(out, list | tuple):
-        return type(out)(_rebuilt(part, build) for part in out)
+        return type(out)(_map_result(part, build) for part in out)
     return out

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class Idle:
+class NoOp:
     """Takes every call and every attribute, and does nothing: in place of loggers and of what logs."""
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class Idle:
     def __exit__(self, *exception: object) -> None: ...
 
 
-class IdleOptimizer(Idle):
+class NoOpOptimizer(NoOp):
     """An optimizer that never moves a weight; the closure of its step is still called."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -55,10 +55,10 @@ class IdleOptimizer(Idle):
         return closure() if closure is not None else None
 
 
-class TrainerView:
+class ReadOnlyTrainer:
     """What a stand-in sees of a Trainer: all that can be read, and nothing that acts."""
 
-    _IDLE = frozenset(
+    _NO_OPS = frozenset(
         [
             "logger",
             "loggers",
@@ -80,28 +80,28 @@ class TrainerView:
         object.__setattr__(self, "_trainer", trainer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in TrainerView._IDLE:
-            return Idle()
+        if name in ReadOnlyTrainer._NO_OPS:
+            return NoOp()
         value = getattr(self._trainer, name)
-        return [IdleOptimizer() for _ in value] if name == "optimizers" else value
+        return [NoOpOptimizer() for _ in value] if name == "optimizers" else value
 
     def __setattr__(self, name: str, value: Any) -> None: ...
 
 
-def put_on_stage(twin: nn.Module, trainer: Any) -> None:
+def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
     """Give a stand-in what a `training_step` calls, so that none of it acts on the Trainer or the original.
 
     Metrics of torchmetrics are idle: they cost no FLOPs of the model, and check values that a stand-in has not.
 
     Args:
-        twin: The stand-in of a LightningModule.
+        model_copy: The stand-in of a LightningModule.
         trainer: The Trainer of the original, or None.
     """
-    idle = Idle()
+    idle = NoOp()
     if trainer is not None:
-        vars(twin)["_trainer"] = TrainerView(trainer)
-    optimizers = [IdleOptimizer()] * _optimizer_count(twin, trainer)
-    vars(twin).update(
+        vars(model_copy)["_trainer"] = ReadOnlyTrainer(trainer)
+    optimizers = [NoOpOptimizer()] * _count_optimizers(model_copy, trainer)
+    vars(model_copy).update(
         dict.fromkeys(
             (
                 "log",
@@ -117,11 +117,11 @@ def put_on_stage(twin: nn.Module, trainer: Any) -> None:
             idle,
         ),
         optimizers=lambda *_, **__: optimizers if len(optimizers) > 1 else optimizers[0],
-        manual_backward=backward_of,
-        all_gather=_gathered(getattr(trainer, "world_size", 1)),
+        manual_backward=run_backward,
+        all_gather=_local_all_gather(getattr(trainer, "world_size", 1)),
     )
     torchmetrics = sys.modules.get("torchmetrics")
-    for part in twin.modules():
+    for part in model_copy.modules():
         if torchmetrics is not None and isinstance(part, torchmetrics.Metric):
             vars(part).update(forward=_no_metric, compute=_no_metric, update=idle, reset=idle)
         elif torchmetrics is not None and isinstance(part, torchmetrics.MetricCollection):
@@ -136,36 +136,36 @@ def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
     return defaultdict(_no_metric, metric=_no_metric())
 
 
-def backward_of(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """Run a backward pass, but where gradients are off."""
     if loss.requires_grad:
         loss.backward(*args, **kwargs)
 
 
-class backward_through(TorchFunctionMode):  # noqa: N801  # a context manager
+class redirect_backward(TorchFunctionMode):  # noqa: N801  # a context manager
     """Let `self.manual_backward(loss)` and `loss.backward()` of a stand-in's step go through a function.
 
     Args:
-        twin: The stand-in.
+        model_copy: The stand-in.
         run: Called as `manual_backward` is.
     """
 
-    def __init__(self, twin: nn.Module, run: Callable[..., None]) -> None:
+    def __init__(self, model_copy: nn.Module, run: Callable[..., None]) -> None:
         super().__init__()
-        vars(twin)["manual_backward"] = self._run = run
+        vars(model_copy)["manual_backward"] = self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
 
 
-def _optimizer_count(twin: Any, trainer: Any) -> int:
+def _count_optimizers(model_copy: Any, trainer: Any) -> int:
     if trainer is not None:
         return len(trainer.optimizers) or 1
-    if getattr(twin, "automatic_optimization", True):
+    if getattr(model_copy, "automatic_optimization", True):
         return 1
     try:
-        made = twin.configure_optimizers()
+        made = model_copy.configure_optimizers()
     except Exception:  # it asks for a Trainer
         return 1
     if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
@@ -173,7 +173,7 @@ def _optimizer_count(twin: Any, trainer: Any) -> int:
     return len(made) if isinstance(made, tuple | list) else 1
 
 
-def _gathered(world_size: int) -> Callable[..., Any]:
+def _local_all_gather(world_size: int) -> Callable[..., Any]:
     """Return what `LightningModule.all_gather` returns, made of this rank's data alone."""
 
     def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:

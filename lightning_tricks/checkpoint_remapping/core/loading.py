@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._shared.modes import evaluating
+from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks._shared.text import shape_text
+from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import (
     AmbiguousAlignmentError,
     CheckpointError,
@@ -198,7 +198,7 @@ def plan_loading(
     for mismatch in alignment.mismatched:
         if any(pattern.matches(mismatch.target) for pattern in resizable):
             fitting[mismatch.target] = _resized(mismatch, tensors[alignment.name_in_file(mismatch.source)])
-            notes.append(f"{mismatch.target} was resized from {shape_text(mismatch.source_shape)}")
+            notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
         else:
             kept.append(mismatch)
     _refuse(source, type(module).__name__, alignment, kept, allowed, len(fitting))
@@ -247,7 +247,7 @@ def max_output_difference(model_a: nn.Module, model_b: nn.Module, inputs: Any) -
 
 
 def _output(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    with evaluating(model):
+    with eval_mode(model):
         if isinstance(inputs, Mapping):
             result = model(**inputs)
         else:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._shared.patterns import MOST_REPEATS, check_repeats
+from lightning_tricks._shared.patterns import MAX_REPEATS, check_repeats
 from lightning_tricks._shared.plain_yaml import read_yaml
-from lightning_tricks._shared.text import shape_text
+from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, MissingCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import MAX_NAME_LENGTH
 
@@ -207,8 +207,8 @@ def _check_patterns(rule: RemapRule) -> None:
     for source in _texts(rule.source):
         if source.startswith("re:"):
             check_repeats(source[3:])
-        elif source.count("*") > MOST_REPEATS:
-            raise ValueError(f"{rule}: a glob in a file has at most {MOST_REPEATS} '*', as more can take very long.")
+        elif source.count("*") > MAX_REPEATS:
+            raise ValueError(f"{rule}: a glob in a file has at most {MAX_REPEATS} '*', as more can take very long.")
 
 
 def _texts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -353,7 +353,7 @@ def _renamed(rule: RemapRule | None, name: str, tensor: Any, origin: str) -> lis
     sizes = list(rule.sizes or [length // len(rule.target)] * len(rule.target))
     if sum(sizes) != length or min(sizes) < 0:
         raise CheckpointError(
-            f"{name} ({shape_text(value.shape)}) does not split into {len(rule.target)} parts: {rule}."
+            f"{name} ({format_shape(value.shape)}) does not split into {len(rule.target)} parts: {rule}."
         )
     parts = value.split(sizes, rule.dim)
     return [(_new_name(source, new, name), part, origin) for new, part in zip(rule.target, parts, strict=True)]
@@ -384,18 +384,20 @@ def _fuse(rule: RemapRule, parts: list[tuple[str, Any]]) -> Any:
     try:
         return torch.cat([_reshaped(rule, name, tensor) for name, tensor in parts], rule.dim)
     except (IndexError, RuntimeError) as error:
-        shapes = ", ".join(f"{name} ({shape_text(tensor.shape)})" for name, tensor in parts)
+        shapes = ", ".join(f"{name} ({format_shape(tensor.shape)})" for name, tensor in parts)
         raise CheckpointError(f"{shapes} do not fuse: {rule}.") from error
 
 
 def _reshaped(rule: RemapRule, name: str, tensor: Any) -> Any:
     if rule.transpose:
         if tensor.dim() < 2:
-            raise CheckpointError(f"{name} ({shape_text(tensor.shape)}) has no two dimensions to transpose: {rule}.")
+            raise CheckpointError(f"{name} ({format_shape(tensor.shape)}) has no two dimensions to transpose: {rule}.")
         tensor = tensor.mT
     if rule.shape is None:
         return tensor
     try:
         return tensor.reshape(rule.shape)
     except (OverflowError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{name} ({shape_text(tensor.shape)}) is no {shape_text(rule.shape)}: {rule}.") from error
+        raise CheckpointError(
+            f"{name} ({format_shape(tensor.shape)}) is no {format_shape(rule.shape)}: {rule}."
+        ) from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_tricks._shared.modes import evaluating
+from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
 
 _WORK_OF_A_LOOP = 10_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
@@ -226,7 +226,7 @@ class Stack(Members):
         if not differ:
             return  # one row of whole numbers: the next batch will tell
         self._checked = True
-        with torch.no_grad(), evaluating(self):
+        with torch.no_grad(), eval_mode(self):
             varied = [self._varied(value) for value in inputs]
             expected = self._one_by_one([self._by_rows(value).unbind() for value in varied])
             try:

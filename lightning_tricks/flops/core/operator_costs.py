@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 Cost = Callable[..., float]  # cost(out, *the operator's arguments)
 
 
-class Rule(NamedTuple):
+class OperatorRule(NamedTuple):
     """How an operator counts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     cost: Cost | None = None
 
 
-def rule_for(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Rule:
+def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> OperatorRule:
     """Return the rule of an operator.
 
     Args:
@@ -44,27 +44,31 @@ def rule_for(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Rule:
     packet = getattr(operator, "overloadpacket", operator)
     for key in (operator, packet):
         if key in custom:
-            return Rule("matmul", _from_shapes(custom[key]))
+            return OperatorRule("matmul", _from_shapes(custom[key]))
     if not isinstance(operator, torch._ops.OpOverload):
-        return Rule("matmul", _registered(flop_registry[packet])) if packet in flop_registry else Rule("unknown")
+        return (
+            OperatorRule("matmul", _from_registry(flop_registry[packet]))
+            if packet in flop_registry
+            else OperatorRule("unknown")
+        )
     name = operator.name().partition(".")[0]
     if name in _MATMULS:
-        return Rule("matmul", _MATMULS[name])
+        return OperatorRule("matmul", _MATMULS[name])
     if packet in flop_registry:
-        return Rule("matmul", _registered(flop_registry[packet]))
+        return OperatorRule("matmul", _from_registry(flop_registry[packet]))
     base = name.removesuffix("_")
-    if base in _OTHERS:
-        return Rule("other", _OTHERS[base])
+    if base in _ESTIMATES:
+        return OperatorRule("other", _ESTIMATES[base])
     if operator.is_view or base in _FREE or operator.namespace in ("prim", "c10d", "_c10d_functional"):
-        return Rule("free")
+        return OperatorRule("free")
     if torch.Tag.pointwise in operator.tags:
-        return Rule("other", _written)
+        return OperatorRule("other", _elements_written)
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
-        return Rule("composite")
-    return Rule("unknown")
+        return OperatorRule("composite")
+    return OperatorRule("unknown")
 
 
-def _registered(formula: Callable[..., Any]) -> Cost:
+def _from_registry(formula: Callable[..., Any]) -> Cost:
     return lambda out, /, *args, **kwargs: formula(*args, **kwargs, out_val=out) / 2
 
 
@@ -81,17 +85,17 @@ def _from_shapes(formula: Callable[..., float]) -> Cost:
 # Matrix products and convolutions, in multiply-accumulates
 
 
-def _product(left: Tensor, right: Tensor) -> int:
+def _matrix_product(left: Tensor, right: Tensor) -> int:
     elements = left._nnz() if left.layout != torch.strided else left.numel()
     return elements * (right.shape[-1] if right.ndim > 1 else 1)
 
 
 def _mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    return _product(left, right)
+    return _matrix_product(left, right)
 
 
 def _addmm(out: Any, /, added: Any, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    return _product(left, right)
+    return _matrix_product(left, right)
 
 
 def _linear(out: Any, /, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
@@ -228,12 +232,12 @@ _MATMULS: dict[str, Cost] = {
 # Everything else, in FLOPs
 
 
-def _first(out: Any) -> Any:
+def _first_tensor(out: Any) -> Any:
     return next((part for part in out if isinstance(part, Tensor)), None) if isinstance(out, tuple | list) else out
 
 
-def _written(out: Any, /, *args: Any, **kwargs: Any) -> int:
-    parts = out if isinstance(out, list) else [_first(out)]  # a list is the result of a foreach operator
+def _elements_written(out: Any, /, *args: Any, **kwargs: Any) -> int:
+    parts = out if isinstance(out, list) else [_first_tensor(out)]  # a list is the result of a foreach operator
     return sum(p.numel() for p in parts if isinstance(p, Tensor) and (p.is_floating_point() or p.is_complex()))
 
 
@@ -241,67 +245,85 @@ def _read(out: Any, /, x: Tensor, *args: Any, **kwargs: Any) -> int:
     return x.numel() if x.is_floating_point() or x.is_complex() else 0
 
 
-def _times(factor: int, cost: Cost) -> Cost:
+def _per_element(factor: int, cost: Cost) -> Cost:
     return lambda out, /, *args, **kwargs: factor * cost(out, *args, **kwargs)
 
 
 def _window(dimensions: int) -> Cost:
     def cost(out: Any, /, x: Tensor, size: Any, *args: Any, **kwargs: Any) -> int:
         window = math.prod(size) if len(size) == dimensions else size[0] ** dimensions
-        return _written(out) * int(window)
+        return _elements_written(out) * int(window)
 
     return cost
 
 
-def _cells(out: Any, /, gates: Tensor, *args: Any, **kwargs: Any) -> int:
+def _fused_cell(out: Any, /, gates: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * gates.numel()  # of an LSTM or GRU, after the matrix products: about two for each gate
 
 
 def _distances(out: Any, /, left: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 3 * _written(out) * left.shape[-1]
+    return 3 * _elements_written(out) * left.shape[-1]
 
 
-def _bag(out: Any, /, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> int:
+def _embedding_bag(out: Any, /, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> int:
     return indices.numel() * table.shape[-1]
 
 
 def _fft(factor: float) -> Cost:
     def cost(out: Any, /, x: Tensor, dims: Any, *args: Any, **kwargs: Any) -> float:
-        size = max(_written(out), _read(out, x))
-        length = math.prod(max(x.shape[d], _first(out).shape[d]) for d in dims)
+        size = max(_elements_written(out), _read(out, x))
+        length = math.prod(max(x.shape[d], _first_tensor(out).shape[d]) for d in dims)
         return round(factor * size * math.log2(max(length, 1)))
 
     return cost
 
 
-_OTHERS: dict[str, Cost] = {
+_ESTIMATES: dict[str, Cost] = {
     f"aten::{name}": cost
     for names, cost in (
-        ("native_dropout _fused_dropout bernoulli dropout prelu _prelu_kernel glu rrelu_with_noise logit", _written),
-        ("addcmul addcdiv lerp cumsum cumprod logcumsumexp celu elu gelu mish hardswish hardsigmoid", _written),
-        ("hardtanh leaky_relu log_sigmoid_forward softplus softshrink _foreach_add _foreach_mul", _written),
+        (
+            "native_dropout _fused_dropout bernoulli dropout prelu _prelu_kernel glu rrelu_with_noise logit",
+            _elements_written,
+        ),
+        (
+            "addcmul addcdiv lerp cumsum cumprod logcumsumexp celu elu gelu mish hardswish hardsigmoid",
+            _elements_written,
+        ),
+        ("hardtanh leaky_relu log_sigmoid_forward softplus softshrink _foreach_add _foreach_mul", _elements_written),
         ("mean sum nansum prod amax amin aminmax max min argmax argmin all any norm linalg_vector_norm", _read),
         ("nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss", _read),
         ("binary_cross_entropy binary_cross_entropy_with_logits median mode kthvalue adaptive_max_pool2d", _read),
         ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace", _read),
-        ("var var_mean std std_mean logsumexp _weight_norm_interface", _times(3, _read)),
-        ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _times(5, _written)),
-        ("_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update", _times(5, _written)),
-        ("_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt", _times(5, _written)),
-        ("native_layer_norm native_group_norm _fused_rms_norm rms_norm _softmax _log_softmax", _times(5, _written)),
-        ("_safe_softmax _masked_softmax", _times(5, _written)),
+        ("var var_mean std std_mean logsumexp _weight_norm_interface", _per_element(3, _read)),
+        (
+            "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training",
+            _per_element(5, _elements_written),
+        ),
+        (
+            "_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update",
+            _per_element(5, _elements_written),
+        ),
+        (
+            "_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt",
+            _per_element(5, _elements_written),
+        ),
+        (
+            "native_layer_norm native_group_norm _fused_rms_norm rms_norm _softmax _log_softmax",
+            _per_element(5, _elements_written),
+        ),
+        ("_safe_softmax _masked_softmax", _per_element(5, _elements_written)),
         ("avg_pool1d max_pool1d max_pool1d_with_indices", _window(1)),
         ("avg_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d", _window(2)),
         ("avg_pool3d max_pool3d max_pool3d_with_indices mkldnn_max_pool3d", _window(3)),
-        ("upsample_linear1d", _times(3, _written)),
-        ("upsample_bilinear2d _upsample_bilinear2d_aa grid_sampler_2d", _times(7, _written)),
-        ("upsample_trilinear3d grid_sampler_3d", _times(15, _written)),
-        ("upsample_bicubic2d _upsample_bicubic2d_aa", _times(31, _written)),
-        ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", _cells),
+        ("upsample_linear1d", _per_element(3, _elements_written)),
+        ("upsample_bilinear2d _upsample_bilinear2d_aa grid_sampler_2d", _per_element(7, _elements_written)),
+        ("upsample_trilinear3d grid_sampler_3d", _per_element(15, _elements_written)),
+        ("upsample_bicubic2d _upsample_bicubic2d_aa", _per_element(31, _elements_written)),
+        ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", _fused_cell),
         ("_cdist_forward _pdist_forward _euclidean_dist", _distances),
         ("_fft_c2c", _fft(5.0)),
         ("_fft_r2c _fft_c2r", _fft(2.5)),
-        ("_embedding_bag _embedding_bag_forward_only", _bag),
+        ("_embedding_bag _embedding_bag_forward_only", _embedding_bag),
     )
     for name in names.split()
 }

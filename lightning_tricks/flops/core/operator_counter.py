@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.flops.core.operator_costs import Rule, rule_for
+from lightning_tricks.flops.core.operator_costs import OperatorRule, find_rule
 
 
 @dataclass
-class Tally:
+class ModuleCost:
     """What one module cost in the forward pass, with all that it called.
 
     Attributes:
@@ -44,15 +44,15 @@ class OperatorCounter(TorchDispatchMode):
     Args:
         model: The module that is run.
         call: What runs an operator: `call(operator, args, kwargs)`.
-        operators: Formulas by operator, see `rule_for`.
+        operators: Formulas by operator, see `find_rule`.
         modules: thop's kind of rule by module class; it counts a module in place of all that it calls.
 
     Attributes:
         total: Of the forward pass.
         backward_macs: Of what ran in `backward_pass()`.
         uncounted: Operators that have no rule, and how often they were called.
-        seen: The operators that were called.
-        tallies: What each module cost, by the module.
+        seen_operators: The operators that were called.
+        module_costs: What each module cost, by the module.
     """
 
     supports_higher_order_operators = True
@@ -65,16 +65,16 @@ class OperatorCounter(TorchDispatchMode):
         modules: Mapping[type, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = Tally()
+        self.total = ModuleCost()
         self.backward_macs: float = 0
         self.uncounted: Counter[str] = Counter()
-        self.tallies: dict[nn.Module, Tally] = {}
+        self.module_costs: dict[nn.Module, ModuleCost] = {}
         self._operators = operators or {}
         self._modules = modules or {}
         self._call = call
         self._parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._rules: dict[Any, Rule] = {}
-        self._open: list[tuple[nn.Module | None, Tally]] = [(None, self.total)]
+        self._rules: dict[Any, OperatorRule] = {}
+        self._call_stack: list[tuple[nn.Module | None, ModuleCost]] = [(None, self.total)]
         self._in_backward = False
 
     @classmethod
@@ -82,12 +82,12 @@ class OperatorCounter(TorchDispatchMode):
         return False
 
     @property
-    def seen(self) -> set[Any]:
+    def seen_operators(self) -> set[Any]:
         """The operators that were called, and their packets."""
         return {*self._rules, *(getattr(operator, "overloadpacket", None) for operator in self._rules)}
 
     @contextmanager
-    def attributed(self) -> Iterator[None]:
+    def attribute_to_modules(self) -> Iterator[None]:
         """Attribute what runs inside to the submodules that run it, by hooks, which are removed on leaving."""
         handles: list[RemovableHandle] = []
         for part in self._parts:
@@ -98,8 +98,8 @@ class OperatorCounter(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
-            while len(self._open) > 1:
-                self._close()
+            while len(self._call_stack) > 1:
+                self._pop_call()
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -112,44 +112,44 @@ class OperatorCounter(TorchDispatchMode):
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if not self._in_backward:
-            self._open.append((module, Tally()))
+            self._call_stack.append((module, ModuleCost()))
 
     def _leave(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-        if self._in_backward or all(module is not part for part, _ in self._open):
+        if self._in_backward or all(module is not part for part, _ in self._call_stack):
             return
-        while self._open[-1][0] is not module:  # those that an exception has left
-            self._close()
-        own = self._open[-1][1]
+        while self._call_stack[-1][0] is not module:  # those that an exception has left
+            self._pop_call()
+        own = self._call_stack[-1][1]
         if type(module) in self._modules:
-            own.macs = own.own_macs = _by_rule(self._modules[type(module)], module, inputs, output)
-        self._close()
-        total = self.tallies.setdefault(module, Tally())
+            own.macs = own.own_macs = _apply_thop_rule(self._modules[type(module)], module, inputs, output)
+        self._pop_call()
+        total = self.module_costs.setdefault(module, ModuleCost())
         if not total.calls:
-            total.input_shapes, total.output_shapes = shapes_in((inputs, kwargs)), shapes_in(output)
+            total.input_shapes, total.output_shapes = tensor_shapes((inputs, kwargs)), tensor_shapes(output)
         total.calls += 1
         total.own_macs += own.own_macs
-        if all(module is not part for part, _ in self._open):  # it did not call itself
+        if all(module is not part for part, _ in self._call_stack):  # it did not call itself
             total.macs += own.macs
             total.other_flops += own.other_flops
 
-    def _close(self) -> None:
-        _, own = self._open.pop()
-        self._open[-1][1].macs += own.macs
-        self._open[-1][1].other_flops += own.other_flops
+    def _pop_call(self) -> None:
+        _, own = self._call_stack.pop()
+        self._call_stack[-1][1].macs += own.macs
+        self._call_stack[-1][1].other_flops += own.other_flops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count it."""
         kwargs = kwargs or {}
         rule = self._rules.get(func)
         if rule is None:
-            rule = self._rules[func] = rule_for(func, self._operators)
+            rule = self._rules[func] = find_rule(func, self._operators)
         if rule.kind == "composite":  # in inference mode, such operators arrive in one piece
             with self:
                 return func.decompose(*args, **kwargs)
         out = self._call(func, args, kwargs)
         if rule.kind == "free":
             return out
-        tally = self._open[-1][1]
+        module_cost = self._call_stack[-1][1]
         if rule.kind == "unknown":
             # the backward operators of torch itself that no rule has are those of pointwise operators, norms and pools
             if not self._in_backward or getattr(func, "namespace", "") not in ("aten", "prims"):
@@ -158,14 +158,14 @@ class OperatorCounter(TorchDispatchMode):
             self.backward_macs += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
         elif rule.kind == "matmul":
             cost = rule.cost(out, *args, **kwargs)  # type: ignore[misc]
-            tally.macs += cost
-            tally.own_macs += cost
+            module_cost.macs += cost
+            module_cost.own_macs += cost
         elif not self._in_backward:
-            tally.other_flops += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
+            module_cost.other_flops += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
         return out
 
 
-def _by_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
+def _apply_thop_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
     """Return what one of thop's rules counts for one call: it adds it to a buffer of the module."""
     with _disable_current_modes():
         module.total_ops = torch.zeros(1, dtype=torch.float64)
@@ -175,6 +175,6 @@ def _by_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: A
     return counted
 
 
-def shapes_in(value: Any) -> tuple[tuple[int, ...], ...]:
+def tensor_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the tensors in a value."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))

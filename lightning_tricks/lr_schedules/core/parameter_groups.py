@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._shared.patterns import Pattern, unwrapped
+from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks.lr_schedules.core.specs import NO_DECAY_WORDS, OptimizerSpec
 
 _PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -101,13 +101,13 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
     # a pattern for what is frozen is no misspelling
-    _refuse_unmatched([*patterns, *undecayed], [unwrapped(name) for name, _ in module.named_parameters()])
+    _refuse_unmatched([*patterns, *undecayed], [strip_compile_prefix(name) for name, _ in module.named_parameters()])
     norms = _names_in_norms(module)
     layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
 
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in trainable.items():
-        plain = unwrapped(name)
+        plain = strip_compile_prefix(name)
         pattern = next((pattern.text for pattern in patterns if pattern.matches(plain)), None)
         options: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
         options.update((spec.groups or {}).get(pattern or "", {}))

@@ -17,8 +17,8 @@ from lightning_tricks._shared.checks import (
     check_count,
     check_not_negative,
     check_number,
-    nearest,
-    proposes_names,
+    did_you_mean,
+    suggests_argument_names,
 )
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.lr_schedules.core import schedules as functional
@@ -48,7 +48,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch)s?\s*")
 Factor = Callable[[float], float]
 
 
-@proposes_names(" The optimizer's own arguments go into kwargs={...}.")
+@suggests_argument_names(" The optimizer's own arguments go into kwargs={...}.")
 @dataclass(frozen=True)
 class OptimizerSpec:
     """An optimizer of `torch.optim` and what its parameter groups get.
@@ -132,11 +132,11 @@ class OptimizerSpec:
                 raise ValueError(f"{where} must not hold {option!r}: it is a field of OptimizerSpec.")
             if option not in known:
                 raise ValueError(
-                    f"{where}: {self.name} has no {option!r}, it takes {', '.join(known)}.{nearest(option, known)}"
+                    f"{where}: {self.name} has no {option!r}, it takes {', '.join(known)}.{did_you_mean(option, known)}"
                 )
 
 
-@proposes_names()
+@suggests_argument_names()
 @dataclass(frozen=True)
 class ScheduleSpec:
     """A learning rate schedule, with durations in steps, epochs or shares of the run.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_tricks._shared.checks import check_choice, nearest
+from lightning_tricks._shared.checks import check_choice, did_you_mean
 from lightning_tricks.metrics.core.expected_names import ExpectedNames
 
 STAGES = ("train", "val", "test")
@@ -52,7 +52,7 @@ class LoggedKeys:
         """Refuse keys that no stage of a fit logs.
 
         Raises:
-            ValueError: With the nearest key that there is.
+            ValueError: With the did_you_mean key that there is.
         """
         for key, mode in best.items():
             check_choice(f"best[{key!r}]", mode, ("min", "max"))
@@ -98,7 +98,7 @@ class LoggedKeys:
         listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.of(stage, name) for name in listed)) if there is None else list(there)
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
-        return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{nearest(key, keys)}"
+        return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{did_you_mean(key, keys)}"
 
     def _parts(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; no stage where the prefix is missing."""

@@ -102,7 +102,7 @@ def multiclass_metrics(
         >>> {name: round(value.item(), 2) for name, value in metrics.compute().items() if name in ("acc", "recall")}
         {'acc': 0.75, 'recall': 0.83}
     """
-    check_count("num_classes", num_classes, least=2)
+    check_count("num_classes", num_classes, minimum=2)
     common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
     macro = {**common, "average": "macro"}
     metrics: dict[str, Metric] = {
@@ -146,7 +146,7 @@ def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: in
         >>> metrics.compute()["exact_match"]
         tensor(0.5000)
     """
-    check_count("num_labels", num_labels, least=2)
+    check_count("num_labels", num_labels, minimum=2)
     common: dict[str, Any] = {"num_labels": num_labels, "ignore_index": ignore_index}
     decided = {**common, "threshold": threshold}
     macro = {**decided, "average": "macro"}
@@ -241,7 +241,7 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
         >>> round(metrics.compute()["miou"].item(), 4)
         0.5833
     """
-    check_count("num_classes", num_classes, least=2)
+    check_count("num_classes", num_classes, minimum=2)
     common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
     metrics = {
         "pixel_acc": tm.MulticlassAccuracy(average="micro", **common),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 _log = logging.getLogger("lightning.pytorch.tricks.model_report")
 
-NO_DOT = (
+DOT_NOT_INSTALLED = (
     "graph.dot is written, but no picture of it: graphviz's program `dot` is not installed (on Debian: apt install "
     "graphviz)."
 )
@@ -37,14 +37,14 @@ def dot_source(output: Tensor, model: nn.Module, **options: Any) -> str:
         return str(make_dot(output, params=dict(model.named_parameters()), **options).source)
 
 
-def draw(source: Path) -> list[Path]:
+def render_graph(source: Path) -> list[Path]:
     """Draw a DOT file as SVG and PNG beside it, or say that `dot` is not there.
 
     Returns:
         The pictures.
     """
     if shutil.which("dot") is None:
-        _log.info(NO_DOT)
+        _log.info(DOT_NOT_INSTALLED)
         return []
     import graphviz
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._shared.patterns import unwrapped
+from lightning_tricks._shared.patterns import strip_compile_prefix
 
 # in evaluation they take another path where a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -30,7 +30,7 @@ class Tensors:
                 for name, value in held.items():
                     if value is not None and id(value) not in seen:
                         seen.add(id(value))
-                        self._places[unwrapped(f"{prefix}.{name}" if prefix else name)] = (held, name)
+                        self._places[strip_compile_prefix(f"{prefix}.{name}" if prefix else name)] = (held, name)
 
     def __call__(self) -> dict[str, Tensor]:
         """Return what is in the places now."""

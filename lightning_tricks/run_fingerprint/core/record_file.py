@@ -253,8 +253,8 @@ def _origin(path: Path, line: bytes, budget: Budget) -> Origin:
         origin = Origin(**header)
         check_choice("detail", origin.detail, ("step", "layer"))
         check_count("every_n_train_steps", origin.every_n_train_steps)
-        check_count("rank", origin.rank, least=0)
-        check_count("world_size", origin.world_size, least=origin.rank + 1)
+        check_count("rank", origin.rank, minimum=0)
+        check_count("world_size", origin.world_size, minimum=origin.rank + 1)
     except (TypeError, ValueError) as error:
         raise RecordError(f"{path} has a damaged header: {str(error)[:200]}") from None
     return origin

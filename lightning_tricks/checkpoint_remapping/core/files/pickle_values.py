@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks._shared.text import shape_text
+from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 
 MAX_NAME_LENGTH = 1000  # characters of a qualified name, of a tensor or of a class
@@ -60,7 +60,7 @@ def describe_value(value: Any, longest: int = 80) -> str:
     if isinstance(value, str | bytes | bytearray):
         return repr(value[:longest]) + "..." * (len(value) > longest)
     if isinstance(value, torch.Tensor):
-        return f"<tensor of {shape_text(value.shape) or 'one number'}, {value.dtype}>"
+        return f"<tensor of {format_shape(value.shape) or 'one number'}, {value.dtype}>"
     plain = value is None or isinstance(value, bool | float | complex | torch.dtype | torch.device)
     if plain or (isinstance(value, int) and value.bit_length() < 256):
         return repr(value)

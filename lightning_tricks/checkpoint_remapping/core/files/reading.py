@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._shared.checks import nearest
+from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.files import NotAFileError
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks.checkpoint_remapping.core.errors import (
@@ -166,7 +166,7 @@ def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key
 def _similar_file(path: Path) -> str:
     """Return a sentence that names a file with nearly the name of one that is not there."""
     folder = path.parent
-    return nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else ""
+    return did_you_mean(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else ""
 
 
 def _describe_directory(path: Path) -> str:

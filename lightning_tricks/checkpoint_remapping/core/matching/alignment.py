@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks._shared.text import shape_text
-from lightning_tricks._shared.units import si
+from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
@@ -49,9 +49,8 @@ class Mismatch:
     target_shape: Shape
 
     def __str__(self) -> str:
-        return (
-            f"{self.target} ({shape_text(self.target_shape)} in the model, {shape_text(self.source_shape)} in the file)"
-        )
+        shapes = f"{format_shape(self.target_shape)} in the model, {format_shape(self.source_shape)} in the file"
+        return f"{self.target} ({shapes})"
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,10 @@ class Alignment:
         for column in ("in the file", "in the model", "why"):
             table.add_column(column, overflow="fold")
         for match in self.matches[:limit]:
-            shape = f", reshaped to {shape_text(match.shape)}" if match.shape else ", transposed" * match.transpose
+            shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
             table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape)
         for mismatch in self.mismatched:
-            shapes = f"{shape_text(mismatch.source_shape)} and {shape_text(mismatch.target_shape)}"
+            shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
             table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
         for name in self.missing:
             table.add_row("", name, "MISSING" + ", the model computes it itself" * is_computed(name))
@@ -160,7 +159,8 @@ class Alignment:
     def summary(self) -> str:
         """Return the counts in a line."""
         return (
-            f"{self.loaded}/{self.total} tensors, {si(self.loaded_parameters)}/{si(self.total_parameters)} parameters; "
+            f"{self.loaded}/{self.total} tensors, "
+            f"{format_si(self.loaded_parameters)}/{format_si(self.total_parameters)} parameters; "
             f"{len(self.renamed)} renamed, {len(self.reshaped)} reshaped, {len(self.missing)} missing, "
             f"{len(self.unexpected)} unexpected, {len(self.mismatched)} mismatched"
         )

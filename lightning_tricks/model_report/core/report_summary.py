@@ -1,4 +1,4 @@
-"""`ModelSummary`: what is known of a model, as numbers, as tables and as files."""
+"""`ModelReportSummary`: what is known of a model, as numbers, as tables and as files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.text import printed, shape_text
-from lightning_tricks._shared.units import byte_size
-from lightning_tricks.model_report.core.autograd_graph import draw
+from lightning_tricks._shared.text import format_shape, render_text
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks.model_report.core.autograd_graph import render_graph
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -42,7 +42,7 @@ class ParameterRow:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ModelMemory:
     """Sizes in bytes, on this rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class ModelSummary:
+class ModelReportSummary:
     """What `summarize_model` found out. Printed, it is tables.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModelSummary:
 
     model: str
     parameters: tuple[ParameterRow, ...]
-    memory: Memory
+    memory: ModelMemory
     layers: str | None
     graph: str | None
     notes: tuple[str, ...]
@@ -95,7 +95,8 @@ class ModelSummary:
         from rich.text import Text
 
         memory = ", ".join(
-            f"{field.name.replace('_', ' ')} {byte_size(getattr(self.memory, field.name))}" for field in fields(Memory)
+            f"{field.name.replace('_', ' ')} {format_bytes(getattr(self.memory, field.name))}"
+            for field in fields(ModelMemory)
         )
         table = Table(title=f"Parameters of {self.model}", caption=f"memory: {memory}", caption_justify="left")
         for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
@@ -104,7 +105,7 @@ class ModelSummary:
             table.add_column(heading, justify="right" if numeric else "left", no_wrap=not squeezed, overflow="ellipsis")
         for row in self.parameters:
             numbers = ["" if n is None else f"{n:.3g}" for n in (row.mean, row.std, row.grad_norm)]
-            shape = "lazy" if row.shape is None else shape_text(row.shape) or "scalar"
+            shape = "lazy" if row.shape is None else format_shape(row.shape) or "scalar"
             table.add_row(*map(Text, (row.name, shape, row.dtype, "yes" if row.trainable else "no", *numbers)))
         return table
 
@@ -123,7 +124,7 @@ class ModelSummary:
             texts["graph.dot"] = self.graph
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        pictures = draw(folder / "graph.dot") if self.graph is not None else []
+        pictures = render_graph(folder / "graph.dot") if self.graph is not None else []
         return [*(folder / name for name in texts), *pictures]
 
     def __rich__(self) -> Group:
@@ -134,12 +135,12 @@ class ModelSummary:
         return Group(self.table(), *([layers] if self.layers else []), *map(Text, self.notes))
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
     def _csv(self) -> str:
         file = io.StringIO()
         writer = csv.DictWriter(file, [field.name for field in fields(ParameterRow)], lineterminator="\n")
         writer.writeheader()
         for row in self.parameters:
-            writer.writerow(asdict(row) | {"shape": shape_text(row.shape or ())})
+            writer.writerow(asdict(row) | {"shape": format_shape(row.shape or ())})
         return file.getvalue()

@@ -9,15 +9,17 @@ from typing import Any
 from torch import nn
 
 
-def thop_macs(twin: nn.Module, run: Callable[[], None], custom: Mapping[type, Any]) -> dict[nn.Module, float]:
+def thop_macs(model_copy: nn.Module, run: Callable[[], None], custom: Mapping[type, Any]) -> dict[nn.Module, float]:
     """Return what `thop.profile` counts for each module that it looks into.
 
     Args:
-        twin: A copy of a model. It keeps thop's buffers where something raises.
+        model_copy: A copy of a model. It keeps thop's buffers where something raises.
         run: Runs the copy.
         custom: Rules by module class, as `thop.profile(custom_ops=...)` takes them.
     """
-    _, _, layers = load_thop().profile(_Shim(twin, run), (), dict(custom), verbose=False, ret_layer_info=True)
+    _, _, layers = load_thop().profile(
+        _RunAdapter(model_copy, run), (), dict(custom), verbose=False, ret_layer_info=True
+    )
     macs: dict[nn.Module, float] = {}
 
     def visit(module: nn.Module, children: dict[str, Any]) -> None:
@@ -26,8 +28,8 @@ def thop_macs(twin: nn.Module, run: Callable[[], None], custom: Mapping[type, An
             macs[child] = operations
             visit(child, below)
 
-    macs[twin], _, below = layers["model"]
-    visit(twin, below)
+    macs[model_copy], _, below = layers["model"]
+    visit(model_copy, below)
     return macs
 
 
@@ -47,7 +49,7 @@ def load_thop() -> Any:
     return thop
 
 
-class _Shim(nn.Module):
+class _RunAdapter(nn.Module):
     """Lets thop, which only passes positional arguments to a module, run anything."""
 
     def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks._shared.dry_run.calls import Call, find_call
-from lightning_tricks._shared.dry_run.model_copy import bare, is_sharded
-from lightning_tricks._shared.dry_run.runner import NothingToDifferentiateError, loss_in, rehearse
-from lightning_tricks._shared.dry_run.trainer_stub import backward_of, backward_through
+from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
+from lightning_tricks._shared.dry_run.model_copy import is_sharded, unwrap_model
+from lightning_tricks._shared.dry_run.runner import NoGradientError, dry_run, find_loss
+from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.model_report.core.autograd_graph import dot_source
-from lightning_tricks.model_report.core.result import Memory, ModelSummary, ParameterRow
+from lightning_tricks.model_report.core.report_summary import ModelMemory, ModelReportSummary, ParameterRow
 
 
 def summarize_model(
@@ -27,7 +27,7 @@ def summarize_model(
     depth: int = 3,
     graph: bool | Mapping[str, Any] = True,
     optimizers: Optimizer | Iterable[Optimizer] = (),
-) -> ModelSummary:
+) -> ModelReportSummary:
     """Describe a model: parameters, layers, memory, and the graph of one call.
 
     The model stays as it is: layers and graph are those of a copy without data, or with data where the model looks at
@@ -42,7 +42,7 @@ def summarize_model(
         optimizers: Whose state counts as memory.
 
     Returns:
-        A `ModelSummary`, which prints as tables and writes files.
+        A `ModelReportSummary`, which prints as tables and writes files.
 
     Raises:
         TypeError: If `model` is no module.
@@ -59,38 +59,44 @@ def summarize_model(
 
 def summarize_call(
     model: nn.Module,
-    call: Call | None,
+    call: ModelCall | None,
     *,
     depth: int = 3,
     graph: bool | Mapping[str, Any] = True,
     optimizers: Optimizer | Iterable[Optimizer] = (),
-) -> ModelSummary:
+) -> ModelReportSummary:
     """Describe a model and one call of it; see `summarize_model`."""
-    model = bare(model)
+    model = unwrap_model(model)
     notes: list[str] = []
     layers = dot = None
     if call is None:
         notes.append("no layers and no graph: there are no inputs and no example_input_array")
     else:
-        if _installed("torchinfo", "no summary of the layers", notes):
+        if _is_installed("torchinfo", "no summary of the layers", notes):
             try:
-                layers, how = rehearse(model, call, lambda twin, values, _: _layers(twin, values, depth))
+                layers, how = dry_run(
+                    model, call, lambda model_copy, values, _: _torchinfo_layers(model_copy, values, depth)
+                )
                 notes += how
             except Exception as error:
-                rehearse(model, call, lambda twin, values, _: values.run(twin))  # raises where it is the model's fault
+                dry_run(
+                    model, call, lambda model_copy, values, _: values.run(model_copy)
+                )  # raises where it is the model's fault
                 notes.append(
                     f"no summary of the layers: torchinfo cannot take this model ({str(error).splitlines()[0]})"
                 )
-        if graph is not False and _installed("torchviz", "no graph", notes):
+        if graph is not False and _is_installed("torchviz", "no graph", notes):
             options = {} if graph is True else dict(graph)
             try:
-                dot, _ = rehearse(model, call, lambda twin, values, _: _graph(twin, values, options))
-            except NothingToDifferentiateError:
+                dot, _ = dry_run(
+                    model, call, lambda model_copy, values, _: _autograd_graph(model_copy, values, options)
+                )
+            except NoGradientError:
                 notes.append("no graph: nothing that the model returned requires a gradient")
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    return ModelSummary(
+    return ModelReportSummary(
         model=type(model).__name__,
-        parameters=tuple(_rows(model)),
+        parameters=tuple(_parameter_rows(model)),
         memory=_memory(model, optimizers),
         layers=layers,
         graph=dot,
@@ -98,26 +104,26 @@ def summarize_call(
     )
 
 
-def _installed(package: str, what: str, notes: list[str]) -> bool:
+def _is_installed(package: str, what: str, notes: list[str]) -> bool:
     if find_spec(package) is None:
         notes.append(f"{what}: {package} is not installed (pip install 'lightning-tricks[reports]')")
         return False
     return True
 
 
-def _layers(twin: nn.Module, call: Call, depth: int) -> str:
+def _torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
     import torchinfo
 
     data, keywords = (list(call.args), call.kwargs) if call.args else (dict(call.kwargs), {})
     columns = ("input_size", "output_size", "num_params")
-    called = twin
+    called = model_copy
     if call.method == "training_step":
-        called, data = TrainingStep(twin, call), list(call.args[:1])
+        called, data = TrainingStep(model_copy, call), list(call.args[:1])
         if hasattr(data[0], "_fields"):  # torchinfo would rebuild a named tuple from one argument
             data = [tuple(data[0])]
     vars(called).update(train=lambda mode=True: called, eval=lambda: called)  # torchinfo would set the mode everywhere
     try:
-        with torch.enable_grad(), backward_through(twin, backward_of):
+        with torch.enable_grad(), redirect_backward(model_copy, run_backward):
             statistics = torchinfo.summary(
                 called, input_data=data, depth=depth, col_names=columns, verbose=0, **keywords
             )
@@ -138,7 +144,7 @@ class TrainingStep(nn.Module):
         call: The call of the step.
     """
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: ModelCall) -> None:
         super().__init__()
         self.module = module
         self.call = call
@@ -150,19 +156,19 @@ class TrainingStep(nn.Module):
         return self.module.training_step(batch, *self.call.args[1:])  # type: ignore[operator]
 
 
-def _graph(twin: nn.Module, call: Call, options: Mapping[str, Any]) -> str:
+def _autograd_graph(model_copy: nn.Module, call: ModelCall, options: Mapping[str, Any]) -> str:
     losses: list[Tensor] = []
-    with torch.enable_grad(), backward_through(twin, lambda loss, *_, **__: losses.append(loss)):
-        out = call.run(twin)
-    return dot_source(losses[0] if losses else loss_in(out, call), twin, **options)
+    with torch.enable_grad(), redirect_backward(model_copy, lambda loss, *_, **__: losses.append(loss)):
+        out = call.run(model_copy)
+    return dot_source(losses[0] if losses else find_loss(out, call), model_copy, **options)
 
 
-def _rows(model: nn.Module) -> list[ParameterRow]:
+def _parameter_rows(model: nn.Module) -> list[ParameterRow]:
     parameters = dict(model.named_parameters())
     known = {name: p for name, p in parameters.items() if not is_lazy(p) and not p.is_meta and p.numel()}
-    statistics = dict(zip(known, _read([_mean_and_std(p) for p in known.values()]), strict=True))
+    statistics = dict(zip(known, _read_to_host([_mean_and_std(p) for p in known.values()]), strict=True))
     graded = {name: p.grad for name, p in known.items() if p.grad is not None}
-    norms = dict(zip(graded, _read([_norm(grad) for grad in graded.values()]), strict=True))
+    norms = dict(zip(graded, _read_to_host([_norm(grad) for grad in graded.values()]), strict=True))
     rows = []
     for name, parameter in parameters.items():
         mean, std = statistics.get(name, (None, None))
@@ -191,7 +197,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return whole
 
 
-def _read(values: list[Tensor]) -> list[list[float]]:
+def _read_to_host(values: list[Tensor]) -> list[list[float]]:
     """Read small tensors with one transfer for each device."""
     found: dict[int, list[float]] = {}
     for device in {value.device for value in values}:
@@ -200,17 +206,17 @@ def _read(values: list[Tensor]) -> list[list[float]]:
     return [found[place] for place in range(len(values))]
 
 
-def _memory(model: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
+def _memory(model: nn.Module, optimizers: Iterable[Optimizer]) -> ModelMemory:
     parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
-    return Memory(
-        weights=_size(parameters),
-        buffers=_size(buffer for buffer in model.buffers() if not is_lazy(buffer)),
-        gradients=_size(parameter.grad for parameter in parameters if parameter.grad is not None),
-        optimizer_state=_size(t for optimizer in optimizers for t in tensors_in(list(optimizer.state.values()))),
+    return ModelMemory(
+        weights=_local_bytes(parameters),
+        buffers=_local_bytes(buffer for buffer in model.buffers() if not is_lazy(buffer)),
+        gradients=_local_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        optimizer_state=_local_bytes(t for optimizer in optimizers for t in tensors_in(list(optimizer.state.values()))),
     )
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
+def _local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's part of some tensors."""
     local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
-from lightning_tricks.flops.core.operator_costs import rule_for
+from lightning_tricks.flops.core.operator_costs import find_rule
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=12, deadline=None)
@@ -299,12 +299,12 @@ def test_other_flops_of_bags_and_transforms():
 
 def test_operators_of_other_devices():
     x, weight = torch.empty(2, 6, 5, 5, device="meta"), torch.empty(6, 4, 3, 3, device="meta")
-    transposed = rule_for(torch.ops.aten.cudnn_convolution_transpose.default, {})
+    transposed = find_rule(torch.ops.aten.cudnn_convolution_transpose.default, {})
     assert transposed.cost(torch.empty(2, 4, 7, 7, device="meta"), x, weight) == 2 * 6 * 25 * 4 * 9
-    plain = rule_for(torch.ops.aten.cudnn_convolution.default, {})
+    plain = find_rule(torch.ops.aten.cudnn_convolution.default, {})
     assert plain.cost(torch.empty(2, 6, 3, 3, device="meta"), x[:, :4], weight) == 2 * 6 * 9 * 4 * 9
     sequence, weights = torch.empty(7, 2, 8), [torch.empty(64, 8), torch.empty(64, 16), torch.empty(64)]
-    recurrent = rule_for(torch.ops.aten._cudnn_rnn.default, {})
+    recurrent = find_rule(torch.ops.aten._cudnn_rnn.default, {})
     assert recurrent.cost(None, sequence, weights) == 7 * 2 * 64 * (8 + 16)
 
 
@@ -339,8 +339,8 @@ def test_fused_attention_whose_values_have_another_size(kind):
     out = torch.empty(2, 3, 4, 16, device="meta")
     forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
     backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward")
-    assert rule_for(forward.default, {}).cost((out,), query, key, value) == 2 * 3 * 4 * 7 * (8 + 16)
-    found = rule_for(backward.default, {}).cost((query, key, value), out, query, key, value)
+    assert find_rule(forward.default, {}).cost((out,), query, key, value) == 2 * 3 * 4 * 7 * (8 + 16)
+    found = find_rule(backward.default, {}).cost((query, key, value), out, query, key, value)
     assert found == sdpa_backward_flop_count(out.shape, query.shape, key.shape, value.shape) / 2
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks._shared.dry_run.calls import Call, find_call
-from lightning_tricks._shared.dry_run.input_advice import example_for
-from lightning_tricks._shared.dry_run.model_copy import bare
-from lightning_tricks._shared.dry_run.runner import Copies, loss_in, rehearse
-from lightning_tricks._shared.dry_run.trainer_stub import backward_of, backward_through
-from lightning_tricks.flops.core.operator_counter import OperatorCounter, Tally
-from lightning_tricks.flops.core.result import FlopsCount, FlopsRow
-from lightning_tricks.flops.core.thop_rules import has_thop_rule, thop_macs
+from lightning_tricks._shared.dry_run.input_advice import example_input_code
+from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
+from lightning_tricks._shared.dry_run.model_copy import unwrap_model
+from lightning_tricks._shared.dry_run.runner import Copies, dry_run, find_loss
+from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
+from lightning_tricks.flops.core.flops_count import FlopsCount, FlopsRow
+from lightning_tricks.flops.core.operator_counter import ModuleCost, OperatorCounter
+from lightning_tricks.flops.core.thop_backend import has_thop_rule, thop_macs
 
 Backend = Literal["torch", "thop"]
 
@@ -73,14 +73,14 @@ def count_flops(
     """
     call = find_call(model, inputs)
     if call is None:
-        name, own = type(bare(model)).__name__, example_for(bare(model))
+        name, own = type(unwrap_model(model)).__name__, example_input_code(unwrap_model(model))
         raise ValueError(f"inputs=None needs an example_input_array, and {name} has none: give inputs, such as {own}.")
     return count_call(model, call, backend=backend, backward=backward, custom_ops=custom_ops, compare=compare)
 
 
 def count_call(
     model: nn.Module,
-    call: Call,
+    call: ModelCall,
     *,
     backend: str = "torch",
     backward: bool = False,
@@ -89,14 +89,14 @@ def count_call(
 ) -> FlopsCount:
     """Count the FLOPs of a given call; see `count_flops`."""
     check_backend(backend, backward)
-    modules, operators = _by_key(custom_ops or {})
+    modules, operators = _split_custom_ops(custom_ops or {})
     present = {type(module) for module in model.modules()}
     _warn_about_unused(model, [key.__name__ for key in modules if key not in present], "module")
     if backend == "torch":
-        count = _count_operators(model, call, backward, modules, operators)
-        return replace(count, peer=_count_thop(model, call, modules)) if compare else count
-    count = _count_thop(model, call, modules)
-    return replace(count, peer=_count_operators(model, call, False, {}, operators)) if compare else count
+        count = _count_with_torch(model, call, backward, modules, operators)
+        return replace(count, peer=_count_with_thop(model, call, modules)) if compare else count
+    count = _count_with_thop(model, call, modules)
+    return replace(count, peer=_count_with_torch(model, call, False, {}, operators)) if compare else count
 
 
 def check_backend(backend: object, backward: bool) -> None:
@@ -106,74 +106,85 @@ def check_backend(backend: object, backward: bool) -> None:
         raise ValueError('backward=True needs backend="torch": thop has no rules for a backward pass.')
 
 
-def _count_operators(
-    model: nn.Module, call: Call, backward: bool, modules: Mapping[type, Any], operators: Mapping[Any, Any]
+def _count_with_torch(
+    model: nn.Module, call: ModelCall, backward: bool, modules: Mapping[type, Any], operators: Mapping[Any, Any]
 ) -> FlopsCount:
-    def play(twin: nn.Module, values: Call, copies: Copies) -> tuple[nn.Module, OperatorCounter]:
-        counter = OperatorCounter(twin, copies.call, operators, modules)
-        with counter, counter.attributed():
-            _run(twin, values, counter, backward)
-        return twin, counter
+    def action(model_copy: nn.Module, values: ModelCall, copies: Copies) -> tuple[nn.Module, OperatorCounter]:
+        counter = OperatorCounter(model_copy, copies.call, operators, modules)
+        with counter, counter.attribute_to_modules():
+            _run(model_copy, values, counter, backward)
+        return model_copy, counter
 
-    (twin, counter), notes = rehearse(model, call, play)
+    (model_copy, counter), notes = dry_run(model, call, action)
     for note in notes:
-        _log.info("FLOPs of %s: %s.", type(twin).__name__, note)
-    _warn_about_unused(model, [str(key) for key in operators if key not in counter.seen], "operator")
+        _log.info("FLOPs of %s: %s.", type(model_copy).__name__, note)
+    _warn_about_unused(model, [str(key) for key in operators if key not in counter.seen_operators], "operator")
     step = 2 * (counter.total.macs + counter.backward_macs) if backward else None
-    return _assembled(twin, counter.total, counter.tallies, dict(counter.uncounted), step, notes)
+    return _build_count(model_copy, counter.total, counter.module_costs, dict(counter.uncounted), step, notes)
 
 
-def _count_thop(model: nn.Module, call: Call, modules: Mapping[type, Any]) -> FlopsCount:
-    def play(
-        twin: nn.Module, values: Call, copies: Copies
+def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, Any]) -> FlopsCount:
+    def action(
+        model_copy: nn.Module, values: ModelCall, copies: Copies
     ) -> tuple[nn.Module, OperatorCounter, dict[nn.Module, float]]:
-        counter = OperatorCounter(twin, copies.call)
-        with counter, counter.attributed():  # to see what thop does not
-            macs = thop_macs(twin, lambda: _run(twin, values, counter, backward=False), modules)
-        return twin, counter, macs
+        counter = OperatorCounter(model_copy, copies.call)
+        with counter, counter.attribute_to_modules():  # to see what thop does not
+            macs = thop_macs(model_copy, lambda: _run(model_copy, values, counter, backward=False), modules)
+        return model_copy, counter, macs
 
-    (twin, counter, macs), _ = rehearse(model, call, play, real=True)
-    tallies: dict[nn.Module, Tally] = {}
-    unruled: set[nn.Module] = set()
+    (model_copy, counter, macs), _ = dry_run(model, call, action, real=True)
+    module_costs: dict[nn.Module, ModuleCost] = {}
+    without_rule: set[nn.Module] = set()
     uncounted: dict[str, int] = {}
-    for module, tally in counter.tallies.items():
+    for module, module_cost in counter.module_costs.items():
         kind = type(module).__name__
-        if tally.own_macs and not has_thop_rule(module, modules):
-            unruled.add(module)
-            uncounted[kind] = uncounted.get(kind, 0) + tally.calls
-        tallies[module] = replace(tally, macs=macs.get(module, 0), other_flops=0)
-    return _assembled(twin, Tally(macs=macs[twin]), tallies, uncounted, None, (), backend="thop", unruled=unruled)
+        if module_cost.own_macs and not has_thop_rule(module, modules):
+            without_rule.add(module)
+            uncounted[kind] = uncounted.get(kind, 0) + module_cost.calls
+        module_costs[module] = replace(module_cost, macs=macs.get(module, 0), other_flops=0)
+    return _build_count(
+        model_copy,
+        ModuleCost(macs=macs[model_copy]),
+        module_costs,
+        uncounted,
+        None,
+        (),
+        backend="thop",
+        without_rule=without_rule,
+    )
 
 
-def _run(twin: nn.Module, call: Call, counter: OperatorCounter, backward: bool) -> None:
+def _run(model_copy: nn.Module, call: ModelCall, counter: OperatorCounter, backward: bool) -> None:
     def backward_pass(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with counter.backward_pass():
-            backward_of(loss, *args, **kwargs)
+            run_backward(loss, *args, **kwargs)
 
-    steps_itself = call.method == "training_step" and not getattr(twin, "automatic_optimization", True)
+    steps_itself = call.method == "training_step" and not getattr(model_copy, "automatic_optimization", True)
     with torch.enable_grad() if backward else contextlib.nullcontext():
-        with backward_through(twin, backward_pass) if steps_itself else contextlib.nullcontext():
-            out = call.run(twin)
+        with redirect_backward(model_copy, backward_pass) if steps_itself else contextlib.nullcontext():
+            out = call.run(model_copy)
         if backward and not steps_itself:
             with counter.backward_pass():
-                loss_in(out, call).backward()
+                find_loss(out, call).backward()
 
 
-def _assembled(
-    twin: nn.Module,
-    total: Tally,
-    tallies: Mapping[nn.Module, Tally],
+def _build_count(
+    model_copy: nn.Module,
+    total: ModuleCost,
+    module_costs: Mapping[nn.Module, ModuleCost],
     uncounted: dict[str, int],
     train_step_flops: float | None,
     notes: tuple[str, ...],
     backend: str = "torch",
-    unruled: set[nn.Module] | None = None,
+    without_rule: set[nn.Module] | None = None,
 ) -> FlopsCount:
     rows = []
-    for name, module in twin.named_modules():
-        tally = tallies.get(module, Tally())
-        if module is twin:
-            tally = replace(tally, macs=total.macs, other_flops=total.other_flops, calls=tally.calls or 1)
+    for name, module in model_copy.named_modules():
+        module_cost = module_costs.get(module, ModuleCost())
+        if module is model_copy:
+            module_cost = replace(
+                module_cost, macs=total.macs, other_flops=total.other_flops, calls=module_cost.calls or 1
+            )
         parameters = list(module.parameters())
         rows.append(
             FlopsRow(
@@ -181,18 +192,18 @@ def _assembled(
                 type(module).__name__,
                 params=sum(p.numel() for p in parameters),
                 trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
-                macs=_whole(tally.macs),
-                flops=_whole(2 * tally.macs),
-                other_flops=_whole(tally.other_flops),
-                share=tally.macs / total.macs if total.macs else 0.0,
-                calls=tally.calls,
-                input_shapes=tally.input_shapes,
-                output_shapes=tally.output_shapes,
-                has_rule=module not in (unruled or ()),
+                macs=_as_int_if_whole(module_cost.macs),
+                flops=_as_int_if_whole(2 * module_cost.macs),
+                other_flops=_as_int_if_whole(module_cost.other_flops),
+                share=module_cost.macs / total.macs if total.macs else 0.0,
+                calls=module_cost.calls,
+                input_shapes=module_cost.input_shapes,
+                output_shapes=module_cost.output_shapes,
+                has_rule=module not in (without_rule or ()),
             )
         )
     whole = rows[0]
-    step = None if train_step_flops is None else _whole(train_step_flops)
+    step = None if train_step_flops is None else _as_int_if_whole(train_step_flops)
     return FlopsCount(
         macs=whole.macs,
         flops=whole.flops,
@@ -207,7 +218,7 @@ def _assembled(
     )
 
 
-def _by_key(custom_ops: Mapping[Any, Callable[..., Any]]) -> tuple[dict[type, Any], dict[Any, Any]]:
+def _split_custom_ops(custom_ops: Mapping[Any, Callable[..., Any]]) -> tuple[dict[type, Any], dict[Any, Any]]:
     modules, operators = {}, {}
     for key, rule in custom_ops.items():
         if not callable(rule):
@@ -230,5 +241,5 @@ def _warn_about_unused(model: nn.Module, names: list[str], what: str) -> None:
         )
 
 
-def _whole(value: float) -> float:
+def _as_int_if_whole(value: float) -> float:
     return int(value) if value == int(value) else value

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import summarize_model
-from lightning_tricks.model_report.core.autograd_graph import NO_DOT, draw
+from lightning_tricks.model_report.core.autograd_graph import DOT_NOT_INSTALLED, render_graph
 from tests.contract.lab import same
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
 from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier
@@ -155,7 +155,7 @@ def test_what_torchinfo_cannot_take_is_a_note():
 @pytest.mark.parametrize(("package", "what"), [("torchinfo", "no summary of the layers"), ("torchviz", "no graph")])
 def test_without_the_extra(package, what, monkeypatch):
     monkeypatch.setattr(
-        "lightning_tricks.model_report.core.summarizing.find_spec", lambda name: None if name == package else sys
+        "lightning_tricks.model_report.core.summarize_model.find_spec", lambda name: None if name == package else sys
     )
     summary = summarize_model(nn.Linear(8, 4), ROWS)
     assert summary.notes == (f"{what}: {package} is not installed (pip install 'lightning-tricks[reports]')",)
@@ -177,8 +177,8 @@ class TestFiles:
         assert report == summary.to_dict()
         assert report["memory"]["weights"] == summary.memory.weights
         assert written[3].read_text() == summary.graph
-        assert NO_DOT in [message for _, message in lightning_log]
-        assert "apt install graphviz" in NO_DOT
+        assert DOT_NOT_INSTALLED in [message for _, message in lightning_log]
+        assert "apt install graphviz" in DOT_NOT_INSTALLED
 
     def test_pictures(self, tmp_path, monkeypatch):
         program = tmp_path / "bin" / "dot"
@@ -193,7 +193,7 @@ class TestFiles:
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent), prepend=":")
         (tmp_path / "graph.dot").write_text("digraph {}")
-        pictures = draw(tmp_path / "graph.dot")
+        pictures = render_graph(tmp_path / "graph.dot")
         assert [path.name for path in pictures] == ["graph.svg", "graph.png"]
         assert "digraph {}" in Path(pictures[0]).read_text()
 

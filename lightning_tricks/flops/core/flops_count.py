@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import check_choice
-from lightning_tricks._shared.text import printed, shape_text
-from lightning_tricks._shared.units import si
+from lightning_tricks._shared.text import format_shape, render_text
+from lightning_tricks._shared.units import format_si
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,7 +98,7 @@ class FlopsCount:
 
     def clever_format(self, format: str = "%.2f") -> tuple[str, str]:  # noqa: A002  # thop's name
         """Return MACs and parameters as `thop.clever_format` writes them, such as `("4.09G", "25.56M")`."""
-        from lightning_tricks.flops.core.thop_rules import load_thop
+        from lightning_tricks.flops.core.thop_backend import load_thop
 
         macs, params = load_thop().clever_format([self.macs, self.params], format)
         return macs, params
@@ -120,7 +120,7 @@ class FlopsCount:
             table.add_column(
                 heading, justify="left" if place < 2 else "right", no_wrap=not squeezed, overflow="ellipsis"
             )
-        for row in self._shown(depth):
+        for row in self._visible_rows(depth):
             indent = "  " * row.depth
             cells = [value(row) for _, value in columns]
             cells[0] = indent + (row.name.rpartition(".")[2] or "(model)")
@@ -129,16 +129,17 @@ class FlopsCount:
 
     def summary(self) -> list[str]:
         """Return the totals in a few lines."""
-        forward = f"forward {si(self.macs, 'MAC')} = {si(self.flops, 'FLOP')} in matrix products and convolutions"
+        macs, flops = format_si(self.macs, "MAC"), format_si(self.flops, "FLOP")
+        forward = f"forward {macs} = {flops} in matrix products and convolutions"
         if self.backend == "torch":
-            forward += f", {si(self.other_flops, 'FLOP')} in all else"
+            forward += f", {format_si(self.other_flops, 'FLOP')} in all else"
         lines = [forward]
         if self.train_step_flops is not None:
             ratio = f" ({self.train_step_flops / self.flops:.2f}x forward)" if self.flops else ""
-            lines.append(f"training step {si(self.train_step_flops, 'FLOP')}{ratio}")
-        lines.append(f"parameters {si(self.params)}, trainable {si(self.trainable_params)}")
+            lines.append(f"training step {format_si(self.train_step_flops, 'FLOP')}{ratio}")
+        lines.append(f"parameters {format_si(self.params)}, trainable {format_si(self.trainable_params)}")
         if self.peer is not None:
-            lines.append(f"{self.peer.backend} counts {si(self.peer.macs, 'MAC')}{_difference(self.peer, self)}")
+            lines.append(f"{self.peer.backend} counts {format_si(self.peer.macs, 'MAC')}{_difference(self.peer, self)}")
         for count in filter(None, (self, self.peer)):
             if count.uncounted:
                 listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(count.uncounted.items()))
@@ -167,14 +168,14 @@ class FlopsCount:
         file = io.StringIO()
         rows = [asdict(row) for row in self.rows]
         if self.peer is not None:
-            theirs = {row.name: row.macs for row in self.peer.rows}
+            peer_rows = {row.name: row.macs for row in self.peer.rows}
             for row in rows:
-                row[f"{self.peer.backend}_macs"] = theirs.get(row["name"], "")
+                row[f"{self.peer.backend}_macs"] = peer_rows.get(row["name"], "")
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:
             for key in ("input_shapes", "output_shapes"):
-                row[key] = " ".join(shape_text(shape) for shape in row[key])
+                row[key] = " ".join(format_shape(shape) for shape in row[key])
             writer.writerow(row)
         return file.getvalue()
 
@@ -186,9 +187,9 @@ class FlopsCount:
         return self.table()
 
     def __str__(self) -> str:
-        return printed(self)
+        return render_text(self)
 
-    def _shown(self, depth: int | None) -> list[FlopsRow]:
+    def _visible_rows(self, depth: int | None) -> list[FlopsRow]:
         return [
             row
             for row in self.rows
@@ -199,22 +200,22 @@ class FlopsCount:
         columns: list[tuple[str, Callable[[FlopsRow], str]]] = [
             ("module", lambda row: row.name or "(model)"),
             ("class", lambda row: row.kind),
-            ("params", lambda row: si(row.params) + " (frozen)" * (row.params > 0 == row.trainable_params)),
-            ("MACs", lambda row: "no rule" if not row.has_rule and not row.macs else si(row.macs)),
+            ("params", lambda row: format_si(row.params) + " (frozen)" * (row.params > 0 == row.trainable_params)),
+            ("MACs", lambda row: "no rule" if not row.has_rule and not row.macs else format_si(row.macs)),
             ("share", lambda row: f"{row.share:.1%}"),
-            ("other FLOPs", lambda row: si(row.other_flops)),
-            ("output", lambda row: _shown_shapes(row.output_shapes)),
+            ("other FLOPs", lambda row: format_si(row.other_flops)),
+            ("output", lambda row: _format_shapes(row.output_shapes)),
         ]
         if self.backend != "torch":
             columns.pop(5)
         if self.peer is not None:
-            theirs = {row.name: row for row in self.peer.rows}
+            peer_rows = {row.name: row for row in self.peer.rows}
 
             def peer_macs(row: FlopsRow) -> str:
-                other = theirs.get(row.name)
+                other = peer_rows.get(row.name)
                 if other is None:
                     return ""
-                return si(other.macs) + ("" if other.has_rule else " (no rule)")
+                return format_si(other.macs) + ("" if other.has_rule else " (no rule)")
 
             columns.insert(4, (f"{self.peer.backend}'s MACs", peer_macs))
         return columns
@@ -227,8 +228,8 @@ def check_path(path: str | Path) -> Path:
     return path
 
 
-def _shown_shapes(shapes: Shapes) -> str:
-    text = ", ".join(shape_text(shape) or "scalar" for shape in shapes[:2])
+def _format_shapes(shapes: Shapes) -> str:
+    text = ", ".join(format_shape(shape) or "scalar" for shape in shapes[:2])
     return text + ", ..." * (len(shapes) > 2)
 
 
@@ -236,15 +237,15 @@ def _difference(count: FlopsCount, reference: FlopsCount) -> str:
     return f", {count.macs / reference.macs - 1:+.1%}" if reference.macs else ""
 
 
-def _markdown(count: FlopsCount) -> str:
+def _to_markdown(count: FlopsCount) -> str:
     columns = count._columns()
     lines = [[heading for heading, _ in columns], ["---"] * 2 + ["---:"] * (len(columns) - 2)]
-    lines += [[value(row).replace("|", "\\|") for _, value in columns] for row in count._shown(None)]
+    lines += [[value(row).replace("|", "\\|") for _, value in columns] for row in count._visible_rows(None)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"# FLOPs of {count.rows[0].kind}\n\n{table}\n\n" + "".join(f"- {line}\n" for line in count.summary())
 
 
-def _html(count: FlopsCount) -> str:
+def _to_html(count: FlopsCount) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=160, record=True)
@@ -255,6 +256,6 @@ def _html(count: FlopsCount) -> str:
 _WRITERS: dict[str, Callable[[FlopsCount], str]] = {
     ".csv": FlopsCount.to_csv,
     ".json": FlopsCount.to_json,
-    ".md": _markdown,
-    ".html": _html,
+    ".md": _to_markdown,
+    ".html": _to_html,
 }
