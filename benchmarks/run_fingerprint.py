@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import RunFingerprint, seed_everything
 from lightning_tricks.run_fingerprint import fingerprint
-from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
+from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
 LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-HOOKS = ("batch_starts", "backward_starts", "optimizer_steps", "batch_ends")
+HOOKS = ("on_batch_start", "on_backward_start", "on_optimizer_step", "on_batch_end")
 
 
 class Classifier(LightningModule):
@@ -86,7 +86,7 @@ def fit(net: nn.Module, batch: tuple[int, ...], steps: int, detail: str | None) 
     x, y = torch.rand(batch, generator=generator), torch.randint(10, batch[:1], generator=generator)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         for name in HOOKS:
-            patches.enter_context(patch.object(FitRecording, name, clock.timed(getattr(FitRecording, name))))
+            patches.enter_context(patch.object(StepRecorder, name, clock.timed(getattr(StepRecorder, name))))
         seen = [RunFingerprint(Path(folder) / "run.jsonl", detail=detail)] if detail else []
         trainer = Trainer(max_epochs=1, callbacks=[clock, *seen], enable_checkpointing=False, **LEAN)
         trainer.fit(Classifier(net), DataLoader([(x, y)] * steps, batch_size=None))

@@ -14,7 +14,7 @@ import torch
 
 MAX_SEED = 2**32 - 1  # numpy's limit, the narrowest of the three libraries
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")
-_STREAMS = ("python", "numpy", "torch", "cuda")
+_RNGS = ("python", "numpy", "torch", "cuda")
 
 
 def check_seed(seed: object) -> int:
@@ -38,7 +38,7 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
-def seed_streams(seed: int) -> None:
+def seed_global_rngs(seed: int) -> None:
     """Start the global streams from `seed` and touch nothing else (no environment variable, no switch).
 
     Args:
@@ -128,7 +128,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If a stream is missing from `state`; no stream is changed then.
     """
-    missing = [stream for stream in _STREAMS if stream not in state]
+    missing = [stream for stream in _RNGS if stream not in state]
     if missing:
         raise ValueError(f"the random state lacks {missing}; it must be what capture_rng_state() returned.")
     version, words, gauss = state["python"]

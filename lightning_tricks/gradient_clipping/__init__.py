@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.adaptive_thresholds import PercentileThreshold as PercentileThreshold
     from lightning_tricks.gradient_clipping.core.adaptive_thresholds import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
-    from lightning_tricks.gradient_clipping.core.clipping import UnitClipping as UnitClipping
+    from lightning_tricks.gradient_clipping.core.clipping import UnitClipResult as UnitClipResult
     from lightning_tricks.gradient_clipping.core.clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         "GradientNorms",
         "PercentileClip",
         "PercentileThreshold",
-        "UnitClipping",
+        "UnitClipResult",
         "ZScoreClip",
         "ZScoreThreshold",
         "adaptive_clip_grad_",
@@ -71,7 +71,7 @@ else:  # or a type checker would take any name for one of the package
             "callback": ("GradientClipping",),
             "core.clipping": (
                 "GradientNorms",
-                "UnitClipping",
+                "UnitClipResult",
                 "adaptive_clip_grad_",
                 "clip_grad_norm_",
                 "clip_grad_value_",

@@ -18,7 +18,7 @@ from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
-from lightning_tricks.gradient_clipping.core.clip_groups import Part, Partition
+from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroup, ClipGroups
 from lightning_tricks.gradient_clipping.core.clipping import (
     GradientNorms,
     check_max_norm,
@@ -35,10 +35,10 @@ from lightning_tricks.gradient_clipping.core.step_skipping import (
 )
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
-    agreed_by_ranks,
-    leaves_unscaling_to_step,
-    may_have_overflowed,
-    refuse_hidden_gradients,
+    on_any_rank,
+    refuse_unsupported_strategies,
+    scale_may_have_overflowed,
+    unscales_in_step,
 )
 
 
@@ -117,18 +117,18 @@ class GradientClipping(TrickCallback):
         for name in ("max_consecutive_skips", "hold_lr_on_skip"):
             if getattr(self, name) and on_nonfinite != "skip":
                 raise ValueError(f'{name}={getattr(self, name)!r} needs on_nonfinite="skip", got {on_nonfinite!r}.')
-        self._partition = Partition(check_groups(groups), self.method or ClipNorm(self.max_norm))
+        self._clip_groups = ClipGroups(check_groups(groups), self.method or ClipNorm(self.max_norm))
         self._counts: dict[int, StepCounts] = {}
         self._thresholds: dict[str, Threshold] = {}
-        self._forget_fit()
+        self._close()
 
-    def _forget_fit(self) -> None:
+    def _close(self) -> None:
         """Let go of what belongs to one fit: parameters, optimizers, schedulers, hooks."""
         for handle in getattr(self, "_hooks", ()):
             handle.remove()
         self._hooks: list[RemovableHandle] = []
         self._names: dict[Tensor, str] = {}
-        self._parts: dict[int, tuple[list[int], list[Part]]] = {}
+        self._groups: dict[int, tuple[list[int], list[ClipGroup]]] = {}
         self._finite: dict[int, Tensor] = {}  # which gradients were, when a step was last left out
         self._held: dict[int, HeldSchedulers] = {}
         self._seen: set[int] = set()
@@ -136,7 +136,9 @@ class GradientClipping(TrickCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # in the middle of a fit, too, a copy takes neither parameters nor hooks along
-        empty = {name: type(vars(self)[name])() for name in ("_hooks", "_names", "_parts", "_finite", "_held", "_seen")}
+        empty = {
+            name: type(vars(self)[name])() for name in ("_hooks", "_names", "_groups", "_finite", "_held", "_seen")
+        }
         return super().__getstate__() | empty
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -144,23 +146,23 @@ class GradientClipping(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        refuse_hidden_gradients(trainer)
+        refuse_unsupported_strategies(trainer)
         if trainer.gradient_clip_val:
             own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
             rank_zero_warn(
                 f"GradientClipping({own}) and Trainer(gradient_clip_val={trainer.gradient_clip_val}) are both set: "
                 "gradients are clipped twice. Remove one."
             )
-        self._forget_fit()
+        self._close()
         self._counts, self._thresholds = {}, {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report what the patterns match, refuse what cannot be skipped, and watch for steps that go past Lightning."""
         self._names = _names(pl_module)
-        if not self._partition.is_trivial:
+        if not self._clip_groups.is_single:
             sizes = {name: parameter.numel() for parameter, name in self._names.items()}
             try:
-                rank_zero_info(f"GradientClipping, {self._partition.report(sizes)}.")
+                rank_zero_info(f"GradientClipping, {self._clip_groups.report(sizes)}.")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
         for index, optimizer in enumerate(trainer.optimizers):
@@ -183,33 +185,35 @@ class GradientClipping(TrickCallback):
         """Clip the gradients of this optimizer, log their norms, and see to those that are not finite."""
         index = trainer.optimizers.index(optimizer)
         self._seen.add(index)
-        self._put_back_schedulers(index)
+        self._restore_schedulers(index)
         scaler = active_scaler(trainer)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
             return  # `training_step` returned None: Lightning has unscaled nothing and leaves the step out
-        if scaler is not None and leaves_unscaling_to_step(scaler, optimizer):
+        if scaler is not None and unscales_in_step(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer would do it inside its step, so Lightning has not
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return
         norms = gradient_norms(parameters, self.norm_type)
-        after, happened = self._clip(pl_module, index, parameters, norms)
+        after, was_clipped = self._clip(pl_module, index, parameters, norms)
 
-        nonfinite = agreed_by_ranks(trainer, parameters, ~norms.total.isfinite())
-        broken = nonfinite if scaler is None else nonfinite & ~may_have_overflowed(scaler).to(nonfinite.device)
-        self._counts.setdefault(index, StepCounts()).add(happened & ~nonfinite, nonfinite, broken)
+        nonfinite = on_any_rank(trainer, parameters, ~norms.total.isfinite())
+        truly_nonfinite = (
+            nonfinite if scaler is None else nonfinite & ~scale_may_have_overflowed(scaler).to(nonfinite.device)
+        )
+        self._counts.setdefault(index, StepCounts()).add(was_clipped & ~nonfinite, nonfinite, truly_nonfinite)
         if self._log and not trainer.barebones:
             self._log_norms(trainer, pl_module, index, norms.total, after)
         if self.log_layers and logs_at_this_step(trainer):
             names = self._names_of(pl_module, parameters)
             layers = {f"grad_norm/{name}": norm for name, norm in zip(names, norms.per_parameter, strict=True)}
             pl_module.log_dict(layers, batch_size=1)
-        if self.on_nonfinite == "raise" and broken:
+        if self.on_nonfinite == "raise" and truly_nonfinite:
             why, finite = 'on_nonfinite="raise"', norms.per_parameter.isfinite()
             raise _nonfinite_error(trainer, self._names_of(pl_module, parameters), finite, why)
         if self.on_nonfinite == "skip":
             known = self._skip(trainer, optimizer, index, nonfinite, by_scaler=scaler is not None)
-            if self._is_one_too_many(index, norms, known):
+            if self._too_many_skips(index, norms, known):
                 why = f"more than max_consecutive_skips={self.max_consecutive_skips} steps in a row were skipped"
                 raise _nonfinite_error(trainer, self._names_of(pl_module, parameters), self._finite[index], why)
 
@@ -218,7 +222,7 @@ class GradientClipping(TrickCallback):
     ) -> None:
         """Put the schedulers of skipped steps back."""
         for index in list(self._held):
-            self._put_back_schedulers(index)
+            self._restore_schedulers(index)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so when there was nothing to clip."""
@@ -229,11 +233,11 @@ class GradientClipping(TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind."""
-        self._forget_fit()
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
-        self._forget_fit()
+        self._close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each optimizer, and what the thresholds have learnt."""
@@ -248,7 +252,7 @@ class GradientClipping(TrickCallback):
             self._counts[index] = StepCounts()
             self._counts[index].load_state_dict(counts)
         for key, state in state_dict["thresholds"].items():
-            threshold = self._partition.new_threshold(key.partition(":")[2])
+            threshold = self._clip_groups.new_threshold(key.partition(":")[2])
             if threshold.state_dict().keys() <= state.keys() and not isinstance(threshold, NoThreshold):
                 threshold.load_state_dict(state)
                 self._thresholds[key] = threshold
@@ -259,30 +263,34 @@ class GradientClipping(TrickCallback):
         self, pl_module: LightningModule, index: int, parameters: list[Tensor], norms: GradientNorms
     ) -> tuple[Tensor, Tensor]:
         """Clip each part; return the norm of all gradients after it and whether anything was clipped."""
-        after, happened = [], []
-        for part in self._parts_of(pl_module, index, parameters):
-            total = part.total(norms, self.norm_type)
-            if part.method is None:
+        after, was_clipped = [], []
+        for group in self._groups_of(pl_module, index, parameters):
+            total = group.norm(norms, self.norm_type)
+            if group.method is None:
                 after.append(total)
                 continue
-            threshold = self._thresholds.setdefault(f"{index}:{part.label}", part.method.new_threshold())
-            clipped = part.method.clip_(part.parameters, total, self.norm_type, threshold)
-            measured = gradient_norms(part.parameters, self.norm_type).total if clipped.after is None else clipped.after
+            threshold = self._thresholds.setdefault(f"{index}:{group.label}", group.method.new_threshold())
+            clipped = group.method.clip_(group.parameters, total, self.norm_type, threshold)
+            measured = (
+                gradient_norms(group.parameters, self.norm_type).total
+                if clipped.norm_after is None
+                else clipped.norm_after
+            )
             after.append(measured)
-            happened.append(clipped.happened)
+            was_clipped.append(clipped.was_clipped)
         if len(after) == 1:
-            return after[0], happened[0] if happened else torch.zeros_like(norms.total, dtype=torch.bool)
-        return torch.linalg.vector_norm(torch.stack(after), self.norm_type), torch.stack(happened).any()
+            return after[0], was_clipped[0] if was_clipped else torch.zeros_like(norms.total, dtype=torch.bool)
+        return torch.linalg.vector_norm(torch.stack(after), self.norm_type), torch.stack(was_clipped).any()
 
-    def _parts_of(self, pl_module: LightningModule, index: int, parameters: list[Tensor]) -> list[Part]:
+    def _groups_of(self, pl_module: LightningModule, index: int, parameters: list[Tensor]) -> list[ClipGroup]:
         """Divide the parameters of an optimizer, anew only when others than before have a gradient."""
         identities = [id(parameter) for parameter in parameters]
-        known, parts = self._parts.get(index, ([], []))
+        known, groups = self._groups.get(index, ([], []))
         if identities != known:
-            names = [] if self._partition.is_trivial else self._names_of(pl_module, parameters)
-            parts = self._partition.parts(parameters, names)
-            self._parts[index] = identities, parts
-        return parts
+            names = [] if self._clip_groups.is_single else self._names_of(pl_module, parameters)
+            groups = self._clip_groups.split(parameters, names)
+            self._groups[index] = identities, groups
+        return groups
 
     def _names_of(self, pl_module: LightningModule, parameters: list[Tensor]) -> list[str]:
         if any(parameter not in self._names for parameter in parameters):
@@ -306,7 +314,7 @@ class GradientClipping(TrickCallback):
             skip_step_(optimizer)
         return True
 
-    def _is_one_too_many(self, index: int, norms: GradientNorms, known_to_be_skipped: bool) -> bool:
+    def _too_many_skips(self, index: int, norms: GradientNorms, known_to_be_skipped: bool) -> bool:
         """Whether too many steps in a row were left out; read from the device only every so many steps."""
         limit, counts = self.max_consecutive_skips, self._counts[index]
         if limit is None:
@@ -315,13 +323,13 @@ class GradientClipping(TrickCallback):
         before = self._finite.get(index, finite)
         # a step that was not left out says nothing about the layers
         self._finite[index] = (
-            torch.where(counts.in_a_row > 0, finite, before) if before.shape == finite.shape else finite
+            torch.where(counts.consecutive > 0, finite, before) if before.shape == finite.shape else finite
         )
-        return (known_to_be_skipped or counts.steps % limit == 0) and bool(counts.most_in_a_row > limit)
+        return (known_to_be_skipped or counts.steps % limit == 0) and bool(counts.most_consecutive > limit)
 
-    def _put_back_schedulers(self, index: int) -> None:
+    def _restore_schedulers(self, index: int) -> None:
         if index in self._held:
-            self._held.pop(index).put_back()
+            self._held.pop(index).restore()
 
     def _refuse_unseen_step(self, index: int) -> Callable[..., None]:
         """Make the hook that stops training after a step of an optimizer of which Lightning has said nothing."""

@@ -15,28 +15,28 @@ def active_scaler(trainer: Trainer) -> GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def leaves_unscaling_to_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def unscales_in_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether the gradients are still scaled because the (fused) optimizer unscales them itself."""
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
 
 
-def may_have_overflowed(scaler: GradScaler) -> Tensor:
+def scale_may_have_overflowed(scaler: GradScaler) -> Tensor:
     """Whether the scale may be what made the gradients overflow; the scaler then looks for a lower one; shape ()."""
     return scaler._scale > 1  # type: ignore[operator, return-value]
 
 
-def agreed_by_ranks(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
+def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
     """Return what the ranks must hold alike; only gradients that nobody has reduced can differ between them."""
-    strategies = _bases(trainer.strategy)
+    strategies = _base_names(trainer.strategy)
     if trainer.world_size == 1 or "DDPStrategy" in strategies or all(hasattr(p, "full_tensor") for p in parameters):
         return nonfinite
     return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
 
 
-def refuse_hidden_gradients(trainer: Trainer) -> None:
+def refuse_unsupported_strategies(trainer: Trainer) -> None:
     """Refuse the strategies under which no rank sees the whole gradient."""
-    strategies = _bases(trainer.strategy)
+    strategies = _base_names(trainer.strategy)
     if "DeepSpeedStrategy" in strategies:
         remedy = "set `gradient_clipping` in DeepSpeed's own configuration"
     elif "FSDPStrategy" in strategies:
@@ -48,5 +48,5 @@ def refuse_hidden_gradients(trainer: Trainer) -> None:
     )
 
 
-def _bases(strategy: object) -> set[str]:
+def _base_names(strategy: object) -> set[str]:
     return {base.__name__ for base in type(strategy).__mro__}  # by name: of `lightning` and `pytorch_lightning` alike

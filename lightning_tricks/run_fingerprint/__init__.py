@@ -7,7 +7,7 @@ What it sees that a sum or a norm does not: the order of elements, and each sing
 tensor once, on its device, and nothing is fetched before a block of steps is done.
 
 Caveats: equal means bit for bit. Runs with other numbers of ranks, devices, precisions or versions of libraries part at
-the first step, by no fault of theirs. A GPU needs `torch.use_deterministic_algorithms` for equal runs.
+the first step, through no fault of theirs. A GPU needs `torch.use_deterministic_algorithms` for equal runs.
 
 Source: the mixing is that of MurmurHash3's finalizer (Austin Appleby, public domain).
 """
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
     from lightning_tricks.run_fingerprint.core.comparison import Comparison as Comparison
-    from lightning_tricks.run_fingerprint.core.comparison import Parting as Parting
+    from lightning_tricks.run_fingerprint.core.comparison import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.comparison import compare as compare
     from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint as fingerprint
-    from lightning_tricks.run_fingerprint.core.record_file import RecordError as RecordError
+    from lightning_tricks.run_fingerprint.core.record_file import FingerprintRecordError as FingerprintRecordError
     from lightning_tricks.run_fingerprint.core.record_file import read_ranks as read_ranks
     from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
 
     __all__ = [
         "Comparison",
-        "Parting",
-        "RecordError",
+        "Divergence",
+        "FingerprintRecordError",
         "RunFingerprint",
         "assert_reproducible",
         "compare",
@@ -41,9 +41,9 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("RunFingerprint",),
-            "core.comparison": ("Comparison", "Parting", "compare"),
+            "core.comparison": ("Comparison", "Divergence", "compare"),
             "core.fingerprint": ("fingerprint",),
-            "core.record_file": ("RecordError", "read_ranks"),
+            "core.record_file": ("FingerprintRecordError", "read_ranks"),
             "reproducibility": ("assert_reproducible",),
         },
     )

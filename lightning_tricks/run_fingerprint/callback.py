@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
-from lightning_tricks.run_fingerprint.core.record_file import Origin, path_of_rank
-from lightning_tricks.run_fingerprint.core.row_writer import Recorder
-from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
+from lightning_tricks.run_fingerprint.core.record_file import RecordHeader, rank_path
+from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
+from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
 
 class RunFingerprint(TrickCallback):
@@ -68,17 +68,17 @@ class RunFingerprint(TrickCallback):
         self.path = check_path("path", path, "a file")
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
-        self._rows = 0
-        self._rows_to_keep: int | None = None  # of the file in which a resumed fit goes on
-        self._fit: FitRecording | None = None  # between the start of training and its end
+        self._num_rows = 0
+        self._num_rows_to_keep: int | None = None  # of the file in which a resumed fit goes on
+        self._recorder: StepRecorder | None = None  # between the start of training and its end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a path that cannot be written."""
         super().setup(trainer, pl_module, stage)
-        self._release()
+        self._close()
         if stage != "fit":
             return
-        self._rows_to_keep = None
+        self._num_rows_to_keep = None
         path, problem = Path(self.path), ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,102 +96,102 @@ class RunFingerprint(TrickCallback):
         if is_fast_dev_run(trainer):
             rank_zero_info("RunFingerprint: a fast_dev_run is not recorded.")
             return
-        origin = Origin(
+        header = RecordHeader(
             detail=self.detail,
             every_n_train_steps=self.every_n_train_steps,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        recorder = Recorder(path_of_rank(self.path, trainer.global_rank), origin)
-        fit = self._fit = FitRecording(recorder, pl_module)
-        with self._recording(fit):
-            if self._rows_to_keep is None or not recorder.go_on(self._rows_to_keep):
-                if recorder.path.exists():
-                    rank_zero_info(f"RunFingerprint replaces what is in {recorder.path}.")
-                fit.begin(trainer.global_step, trainer.current_epoch)
+        writer = RowWriter(rank_path(self.path, trainer.global_rank), header)
+        recorder = self._recorder = StepRecorder(writer, pl_module)
+        with self._stops_on_oserror(recorder):
+            if self._num_rows_to_keep is None or not writer.resume_file(self._num_rows_to_keep):
+                if writer.path.exists():
+                    rank_zero_info(f"RunFingerprint replaces what is in {writer.path}.")
+                recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Write down what `AutoResume` could not restore: `fingerprint diff` names it where the runs diverge."""
-        fit = self._fit
-        if fit is not None and not_restored:
-            with self._recording(fit):
-                fit.recorder.note_resume(trainer.global_step, trainer.current_epoch, not_restored)
+        recorder = self._recorder
+        if recorder is not None and not_restored:
+            with self._stops_on_oserror(recorder):
+                recorder.writer.add_resume(trainer.global_step, trainer.current_epoch, not_restored)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find layers and weights anew."""
-        if self._fit is not None:
-            self._fit.look_up()
+        if self._recorder is not None:
+            self._recorder.find_layers()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch, and from here on at the layers."""
-        if self._fit is not None and trainer.global_step % self.every_n_train_steps == 0:
-            self._fit.batch_starts(trainer.global_step, trainer.current_epoch, batch_idx, batch)
+        if self._recorder is not None and trainer.global_step % self.every_n_train_steps == 0:
+            self._recorder.on_batch_start(trainer.global_step, trainer.current_epoch, batch_idx, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Look at the loss."""
-        if self._fit is not None:
-            self._fit.backward_starts(loss)
+        if self._recorder is not None:
+            self._recorder.on_backward_start(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients."""
-        if self._fit is not None:
-            self._fit.optimizer_steps(optimizer)
+        if self._recorder is not None:
+            self._recorder.on_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Look at the weights."""
-        fit = self._fit
-        if fit is not None:
+        recorder = self._recorder
+        if recorder is not None:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            with self._recording(fit):
-                fit.batch_ends(loss, may_have_stepped=not pl_module.automatic_optimization)
+            with self._stops_on_oserror(recorder):
+                recorder.on_batch_end(loss, may_have_stepped=not pl_module.automatic_optimization)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what is left."""
-        self._write()
+        self._flush()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is, of the step that broke off as well."""
-        fit = self._fit
-        if fit is not None:
-            with suppress(RuntimeError), self._recording(fit):  # of a device that is lost
-                fit.breaks_off()
-        self._release()
+        recorder = self._recorder
+        if recorder is not None:
+            with suppress(RuntimeError), self._stops_on_oserror(recorder):  # of a device that is lost
+                recorder.on_exception()
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
-        self._release()
+        self._close()
 
     def state_dict(self) -> dict[str, Any]:
         """Write what there is, and return how many rows the file has."""
-        self._write()
-        return {"rows": self._rows}
+        self._flush()
+        return {"rows": self._num_rows}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Note where to go on in the file."""
-        self._rows_to_keep = self._rows = state_dict["rows"]
+        self._num_rows_to_keep = self._num_rows = state_dict["rows"]
 
-    def _write(self) -> None:
-        fit = self._fit
-        if fit is not None:
-            with self._recording(fit):
-                fit.recorder.write()
+    def _flush(self) -> None:
+        recorder = self._recorder
+        if recorder is not None:
+            with self._stops_on_oserror(recorder):
+                recorder.writer.flush()
 
     @contextmanager
-    def _recording(self, fit: FitRecording) -> Iterator[None]:
+    def _stops_on_oserror(self, recorder: StepRecorder) -> Iterator[None]:
         """Count rows that are recorded here; where the file cannot be written, training goes on without it."""
         try:
             yield
-            self._rows = fit.recorder.rows
+            self._num_rows = recorder.writer.num_rows
         except OSError as error:
             warnings.warn(f"RunFingerprint stops recording, {self.path} cannot be written: {error}.", stacklevel=2)
-            self._release()
+            self._close()
 
-    def _release(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.stop_watching()
+    def _close(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.stop_watching()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None}
+        return {**super().__getstate__(), "_recorder": None}

@@ -22,11 +22,11 @@ def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     from rich.console import Console
 
     from lightning_tricks.run_fingerprint.core.comparison import compare
-    from lightning_tricks.run_fingerprint.core.record_file import RecordError, read_ranks
+    from lightning_tricks.run_fingerprint.core.record_file import FingerprintRecordError, read_ranks
 
     try:
         comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
-    except (OSError, RecordError) as error:
+    except (OSError, FingerprintRecordError) as error:
         parser.error(str(error))
     Console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
-    return int(comparison.parting is not None)
+    return int(comparison.divergence is not None)

@@ -13,7 +13,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
 from lightning_tricks.run_fingerprint.core.comparison import Comparison, compare
-from lightning_tricks.run_fingerprint.core.record_file import Record, read_ranks
+from lightning_tricks.run_fingerprint.core.record_file import FingerprintRecord, read_ranks
 
 
 def assert_reproducible(
@@ -56,21 +56,21 @@ def assert_reproducible(
     """
     with TemporaryDirectory() as folder, isolated_rng():
         first, second = (
-            _recorded_run(Path(folder) / f"{run}.jsonl", make_trainer, make_module, make_data, detail) for run in "AB"
+            _record_run(Path(folder) / f"{run}.jsonl", make_trainer, make_module, make_data, detail) for run in "AB"
         )
         comparison = compare(first, second)
-    if comparison.parting is not None:
+    if comparison.divergence is not None:
         raise AssertionError(f"Training is not reproducible. {comparison}")
     return comparison
 
 
-def _recorded_run(
+def _record_run(
     path: Path,
     make_trainer: Callable[[], Trainer],
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], Any] | None,
     detail: Literal["step", "layer"],
-) -> list[Record]:
+) -> list[FingerprintRecord]:
     trainer, module = make_trainer(), make_module()
     callbacks: list[Any] = callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, RunFingerprint)]

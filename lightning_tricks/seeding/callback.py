@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
 from lightning_tricks._lightning_compat.loaders import repeats_worker_streams
-from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_streams
+from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_global_rngs
 from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
 
@@ -68,8 +68,8 @@ class SeedEverything(TrickCallback):
         self.benchmark = benchmark
         self.per_rank = per_rank
         self._is_first_fit = True
-        self._uncovered = 0  # parameter tensors whose initial values this seed does not cover
-        self._in_batches = False
+        self._num_unseeded = 0  # parameter tensors whose initial values this seed does not cover
+        self._has_rank_seed = False
 
     def before_module_init(self) -> None:
         """Seed now, as `setup` will do again."""
@@ -82,12 +82,12 @@ class SeedEverything(TrickCallback):
         super().setup(trainer, pl_module, stage)
         is_covered = self.added_by_mixin or torch.initial_seed() == self.seed
         if stage == "fit" and self._is_first_fit and not is_covered:
-            self._uncovered = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
+            self._num_unseeded = sum(not is_lazy(p) and not p.is_meta for p in pl_module.parameters())
         self.before_module_init()
         if stage == "fit":
             rank_zero_info(f"Seed set to {self.seed}")
-            self._is_first_fit = self._in_batches = False
-            self._continue_at(trainer.global_step)
+            self._is_first_fit = self._has_rank_seed = False
+            self._seed_for_step(trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue with the streams of the step that the run resumes at."""
@@ -96,18 +96,18 @@ class SeedEverything(TrickCallback):
         saved_seed = checkpoint["callbacks"].get(self.state_key, {}).get("seed", self.seed)
         if saved_seed != self.seed:
             rank_zero_warn(f"The checkpoint's run was seeded with {saved_seed}, this one goes on with {self.seed}.")
-        self._uncovered = 0
-        self._continue_at(checkpoint["global_step"])
+        self._num_unseeded = 0
+        self._seed_for_step(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note once what is not covered; record the seed and the switches in the loggers' hyper-parameters."""
-        if self._uncovered:
+        if self._num_unseeded:
             rank_zero_info(
-                f"SeedEverything({self.seed}): {self._uncovered} parameter tensors existed before `setup`, so their "
+                f"SeedEverything({self.seed}): {self._num_unseeded} parameter tensors existed before `setup`, so their "
                 f"initial values are not covered by this seed. Call lightning_tricks.seed_everything({self.seed}) "
                 "before building the model, build it in `configure_model`, or use TricksMixin."
             )
-            self._uncovered = 0
+            self._num_unseeded = 0
         if trainer.loggers and getattr(trainer, "enable_autolog_hparams", True):
             # with the module's own, which follow in a moment: TensorBoard shows the first record alone
             record = hyperparameters_for_loggers(trainer)
@@ -132,15 +132,15 @@ class SeedEverything(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the streams of each rank when the loaders have drawn theirs."""
-        if self.per_rank and not self._in_batches:
-            self._in_batches = True
-            self._start_stream_of(1 + _data_rank(trainer), trainer)
+        if self.per_rank and not self._has_rank_seed:
+            self._has_rank_seed = True
+            self._seed_for_rank(1 + _data_parallel_rank(trainer), trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go back to one stream for all ranks, for the loaders of the next epoch."""
-        if self._in_batches:
-            self._in_batches = False
-            self._start_stream_of(0, trainer)
+        if self._has_rank_seed:
+            self._has_rank_seed = False
+            self._seed_for_rank(0, trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the switches as they are now, for the checkpoint."""
@@ -148,21 +148,21 @@ class SeedEverything(TrickCallback):
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return whether this rank draws from a stream of its own by now."""
-        return {"in_batches": self._in_batches}
+        return {"in_batches": self._has_rank_seed}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
         """Do not start that stream once more."""
-        self._in_batches = state["in_batches"]
+        self._has_rank_seed = state["in_batches"]
 
-    def _continue_at(self, global_step: int) -> None:
+    def _seed_for_step(self, global_step: int) -> None:
         if global_step > 0:
-            seed_streams(derive_seed(self.seed, global_step, 0, 0))
+            seed_global_rngs(derive_seed(self.seed, global_step, 0, 0))
 
-    def _start_stream_of(self, place: int, trainer: Trainer) -> None:
-        seed_streams(derive_seed(self.seed, trainer.global_step, 1 + trainer.current_epoch, place))
+    def _seed_for_rank(self, place: int, trainer: Trainer) -> None:
+        seed_global_rngs(derive_seed(self.seed, trainer.global_step, 1 + trainer.current_epoch, place))
 
 
-def _data_rank(trainer: Trainer) -> int:
+def _data_parallel_rank(trainer: Trainer) -> int:
     """Return the rank among those that read different samples; tensor-parallel ranks read the same ones."""
     sharing: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return sharing.get("rank", trainer.global_rank)

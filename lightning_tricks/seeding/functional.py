@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from lightning_tricks._shared.rng import MAX_SEED, check_seed, seed_streams
+from lightning_tricks._shared.rng import MAX_SEED, check_seed, seed_global_rngs
 
 Deterministic = bool | Literal["warn"] | None
 
@@ -69,7 +69,7 @@ def seed_everything(
     set_determinism(deterministic, benchmark)
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
-    seed_streams(seed)
+    seed_global_rngs(seed)
     if verbose:
         _log.info("Seed set to %d", seed)
     return seed

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lightning_tricks.checkpoint_remapping import CheckpointError, read_checkpoint, read_rules
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import truncated_repr
-from lightning_tricks.run_fingerprint import RecordError, read_ranks
+from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, RECORDS, RULES, Files, archive, honest, number, text
 
 SECONDS = 10.0  # of the processor
@@ -44,7 +44,7 @@ def read(kind: str, path: Path) -> str:
         checkpoint = read_checkpoint(path, mmap=path.stat().st_size % 2 == 0)
         truncated_repr(checkpoint.metadata)
         return f"{len(checkpoint.state_dict)} tensors"
-    except (CheckpointError, RecordError) as error:
+    except (CheckpointError, FingerprintRecordError) as error:
         if len(str(error)) > 5000:
             raise AssertionError("an error of very many words") from error
         return str(error)

@@ -23,7 +23,7 @@ from lightning_tricks.checkpoint_remapping import (
 from lightning_tricks.checkpoint_remapping.core import rules
 from lightning_tricks.checkpoint_remapping.core.files import download as downloading
 from lightning_tricks.checkpoint_remapping.core.files import reading
-from lightning_tricks.run_fingerprint import RecordError, read_ranks
+from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping import fuzz, hostile
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, PICKLES, RULES
 
@@ -134,7 +134,7 @@ def test_what_is_no_file_is_refused_at_once(kind):
         read_checkpoint("f")
     with pytest.raises(CheckpointError, match=f"f is a {kind}, not a file"):
         read_rules("f")
-    with pytest.raises(RecordError, match=f"f is a {kind}, not a file"):
+    with pytest.raises(FingerprintRecordError, match=f"f is a {kind}, not a file"):
         read_ranks("f")
     Path("index.json").write_text('{"weight_map": {"a": "f"}}')
     with pytest.raises(NotACheckpointError, match=r"shard f is missing"):

@@ -63,7 +63,7 @@ def test_z_score_equals_the_slow_twin(z, decay, warmup_steps):
 @pytest.mark.trap("gradient_clipping: one NaN poisons ZClip's averages for ever")
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 7), lambda: ZScoreThreshold(1.0, 0.9, 3)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_learnt(make, bad):
+def test_nonfinite_norms_are_not_learnt(make, bad):
     norms = [1.0, 2.0, 1.5, 0.5, 9.0, 1.0, 2.0, 3.0, 1.0, 20.0]
     clean, spoilt = make(), make()
     spoilt.update(torch.tensor(bad))
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_not_learnt(make, bad):
 @settings(deadline=None, derandomize=True)
 @given(norms=st.lists(st.one_of(st.floats(2**-10, 2**10, width=32), st.just(math.nan), st.just(math.inf)), max_size=60))
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 4), lambda: ZScoreThreshold(1.0, 0.9, 3)])
-def test_what_is_not_finite_takes_no_place_among_the_norms(make, norms):
+def test_nonfinite_norms_take_no_place_in_the_history(make, norms):
     clean, spoilt = make(), make()
     for norm in norms:
         threshold = spoilt.update(torch.tensor(norm))
@@ -89,7 +89,7 @@ def test_what_is_not_finite_takes_no_place_among_the_norms(make, norms):
 @pytest.mark.trap("gradient_clipping: ZClip's callback has no state_dict")
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 5), lambda: ZScoreThreshold(1.0, 0.9, 3)])
 @pytest.mark.parametrize("stop", [0, 2, 9])
-def test_goes_on_from_its_state(make, stop):
+def test_resumes_from_its_state(make, stop):
     norms = [1.0, 2.0, 1.5, 0.5, 9.0, 1.0, 2.0, 3.0, 1.0, 20.0, 2.0, 7.0]
     whole, first, second = make(), make(), make()
     expected = _updates(whole, norms)

@@ -120,7 +120,7 @@ def test_neutral_values_are_absence(lab, method, setting):
 
 
 @pytest.mark.parametrize("method", [PercentileClip(50, history=5), ZScoreClip(z=0.1, decay=0.5, warmup_steps=2)])
-def test_thresholds_go_on_after_a_resume(lab, method):
+def test_thresholds_are_restored_by_a_resume(lab, method):
     whole, first, second = (GradientClipping(method=method) for _ in range(3))
     (long,) = lab.fit([whole])
     lab.fit([first], max_epochs=1, save_to=lab.folder / "one.ckpt")
@@ -136,7 +136,7 @@ def test_one_clipped_unit_is_a_clipping(units):
     weight.grad = torch.full((3, 4), 1e-6)
     weight.grad[:units] = 1.0
     method = AGC(0.01)
-    assert method.clip_([weight], weight.grad.norm(), 2.0, method.new_threshold()).happened.item() == (units > 0)
+    assert method.clip_([weight], weight.grad.norm(), 2.0, method.new_threshold()).was_clipped.item() == (units > 0)
 
 
 @pytest.mark.parametrize("method", [m for m in _METHODS.values() if m], ids=str)

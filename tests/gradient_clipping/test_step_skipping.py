@@ -58,7 +58,7 @@ def test_a_loop_that_skips_is_a_loop_without_those_batches(name, bad_steps):
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_puts_back_what_an_optimizer_counts_in_its_groups():
+def test_restores_what_an_optimizer_counts_in_its_groups():
     class Counts(torch.optim.SGD):
         """As schedule-free optimizers do."""
 
@@ -333,7 +333,7 @@ def test_a_second_fit_sees_no_trace(lab):
     assert not callback._hooks
 
 
-def test_resume_goes_on_counting(lab):
+def test_counts_are_restored_by_a_resume(lab):
     whole, first, second = (GradientClipping(on_nonfinite="skip", max_consecutive_skips=9) for _ in range(3))
     lab.fit([whole], module=_Poisons())
     lab.fit([first], module=_Poisons(), max_epochs=1, save_to=lab.folder / "one.ckpt")

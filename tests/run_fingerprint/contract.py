@@ -27,11 +27,11 @@ def verify(lab: Lab, setting: Setting, callback: type = RunFingerprint) -> None:
         lab.fit([callback(path, detail="layer"), *fault], setting, net=net)
         records[name] = read_ranks(path)
     equal = compare(records["first"], records["second"])
-    assert (equal.parting, equal.batches) == (None, 20)
-    parting = compare(records["first"], records["flipped"]).parting
-    assert (parting.epoch, parting.batch, parting.kind) == (1, 3, "forward")
-    assert parting.rank == (0 if setting.sharded else setting.ranks - 1)  # shards are gathered on all
-    assert parting.layer == ("net" if setting.net.get("compiled") else "net.4")
+    assert (equal.divergence, equal.equal_batches) == (None, 20)
+    divergence = compare(records["first"], records["flipped"]).divergence
+    assert (divergence.epoch, divergence.batch_idx, divergence.kind) == (1, 3, "forward")
+    assert divergence.rank == (0 if setting.sharded else setting.ranks - 1)  # shards are gathered on all
+    assert divergence.layer == ("net" if setting.net.get("compiled") else "net.4")
 
 
 CASES = (
@@ -41,7 +41,7 @@ CASES = (
         kind="observer",
         neutral=None,
         why_no_neutral="it changes nothing in any setting",
-        of_one_fit=("path", "_rows", "_rows_to_keep"),
+        of_one_fit=("path", "_num_rows", "_num_rows_to_keep"),
         instances=1,
         writes_to="path",
         verify=verify,

@@ -134,14 +134,14 @@ def test_injected_faults_are_named(tmp_path, fault, detail):
     changes, step, kind, layer = FAULTS[fault]
     whole = record(tmp_path / "whole.jsonl", detail=detail)
     comparison = compare(whole, record(tmp_path / "again.jsonl", detail=detail))
-    assert (comparison.parting, comparison.batches) == (None, 20)
-    parting = compare(whole, record(tmp_path / "faulty.jsonl", detail=detail, **changes)).parting
-    assert parting.step == step
+    assert (comparison.divergence, comparison.equal_batches) == (None, 20)
+    divergence = compare(whole, record(tmp_path / "faulty.jsonl", detail=detail, **changes)).divergence
+    assert divergence.step == step
     if detail == "layer":
-        assert (parting.kind, parting.layer) == (kind, layer)
+        assert (divergence.kind, divergence.layer) == (kind, layer)
     else:  # one bit may not reach the rounded loss, but it reaches the weights
-        assert parting.kind in (kind, "gradient", "update")
-        assert parting.layer is None
+        assert divergence.kind in (kind, "gradient", "update")
+        assert divergence.layer is None
 
 
 class Backward(torch.autograd.Function):
@@ -167,9 +167,9 @@ def test_a_backward_that_differs_is_named_at_the_layer_nearest_to_the_loss(tmp_p
     whole = record(tmp_path / "a.jsonl", net=Inexact)
     monkeypatch.setattr(Backward, "wrong", False)
     faulty = AtStep(4, lambda module: monkeypatch.setattr(Backward, "wrong", True))
-    parting = compare(whole, record(tmp_path / "b.jsonl", [faulty], net=Inexact)).parting
-    assert (parting.step, parting.kind, parting.layer) == (4, "gradient", "net.2.bias")
-    assert (parting.differing, parting.compared) == (4, 6)
+    divergence = compare(whole, record(tmp_path / "b.jsonl", [faulty], net=Inexact)).divergence
+    assert (divergence.step, divergence.kind, divergence.layer) == (4, "gradient", "net.2.bias")
+    assert (divergence.num_differing, divergence.num_compared) == (4, 6)
 
 
 class Adversaries(Net):
@@ -207,8 +207,8 @@ def test_several_optimizers_in_a_step_are_seen_in_their_order(tmp_path):
         return Adversaries(optimization="manual")
 
     whole = record(tmp_path / "a.jsonl", net=make)
-    parting = compare(whole, record(tmp_path / "b.jsonl", [Wrong()], net=make)).parting
-    assert (parting.step, parting.kind, parting.layer) == (6, "gradient", "discriminator.0.weight")
+    divergence = compare(whole, record(tmp_path / "b.jsonl", [Wrong()], net=make)).divergence
+    assert (divergence.step, divergence.kind, divergence.layer) == (6, "gradient", "discriminator.0.weight")
     kinds = [kind for kind, _ in groupby(column.kind for column in whole[0].blocks[-1][0])]
     assert kinds == ["data", *["forward", "loss", "gradient"] * 2, "weights"]
 
@@ -233,11 +233,13 @@ def test_a_resume_that_is_not_exact_is_found(tmp_path):
     (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
     resumed = record(tmp_path / "b.jsonl", seed=5, ckpt_path=tmp_path / "mid.ckpt")
     assert len(resumed[0]) == 21, "the rows up to the checkpoint, and those of the resumed run"
-    assert compare(whole, resumed).parting.step == 13
+    assert compare(whole, resumed).divergence.step == 13
     elsewhere = record(tmp_path / "c.jsonl", seed=5, ckpt_path=tmp_path / "mid.ckpt")
     comparison = compare(whole, elsewhere)
-    assert comparison.parting.kind in ("data", "forward"), "the weights with which it began are those of the checkpoint"
-    assert comparison.parting.step == 13
+    assert comparison.divergence.kind in ("data", "forward"), (
+        "the weights with which it began are those of the checkpoint"
+    )
+    assert comparison.divergence.step == 13
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -262,7 +264,7 @@ def test_an_exact_resume_leaves_the_file_of_one_run(tmp_path, every):
 
 
 @pytest.mark.filterwarnings("ignore:AutoResume:UserWarning")  # which is about what the file says
-def test_what_a_resume_could_not_restore_stands_in_the_file(tmp_path):
+def test_what_a_resume_could_not_restore_is_recorded(tmp_path):
     class Weighted(ConvNet):
         def __init__(self):
             super().__init__()
@@ -290,10 +292,10 @@ def test_what_a_resume_could_not_restore_stands_in_the_file(tmp_path):
             run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"), Stops())
     run(tmp_path / "killed.jsonl", AutoResume(tmp_path / "saved"))
     comparison = compare(read_ranks(tmp_path / "whole.jsonl"), read_ranks(tmp_path / "killed.jsonl"))
-    assert comparison.parting.step == 13
-    assert comparison.parting.kind == "forward"
+    assert comparison.divergence.step == 13
+    assert comparison.divergence.kind == "forward"
     assert "\nB was resumed at step 13, where this was not restored: module.weights (generator).\n" in str(comparison)
-    assert [one.step for one in read_record(tmp_path / "killed.jsonl").resumes] == [13, 16]
+    assert [one.step for one in read_record(tmp_path / "killed.jsonl").incomplete_resumes] == [13, 16]
 
 
 def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
@@ -307,11 +309,11 @@ def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
     with pytest.raises(SystemExit), patch("lightning_tricks.auto_resume.core.rank_agreement._SECONDS", 0.0):
         record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved"), Stops()], **ddp)
     resumed = record(tmp_path / "killed.jsonl", [AutoResume(tmp_path / "saved")], **ddp)
-    for ours, theirs in zip(whole, resumed, strict=True):
-        assert [(row.key, row.as_dict()) for row in ours] == [(row.key, row.as_dict()) for row in theirs]
+    for record_a, record_b in zip(whole, resumed, strict=True):
+        assert [(row.key, row.as_dict()) for row in record_a] == [(row.key, row.as_dict()) for row in record_b]
 
 
-def test_checkpoints_and_ends_write_what_is_there(tmp_path):
+def test_rows_are_flushed_at_checkpoints_and_at_the_end(tmp_path):
     sizes = []
 
     class Looks(Callback):
@@ -327,7 +329,7 @@ def test_only_every_nth_step_and_whole_accumulations(tmp_path):
     seen = RunFingerprint(tmp_path / "a.jsonl", every_n_train_steps=2)
     trainer = Trainer(callbacks=[seen], accumulate_grad_batches=3, **{"max_epochs": 2, **QUIET})
     trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4))
-    rows = [(row.step, row.epoch, row.batch, len(row.as_dict())) for row in read_record(tmp_path / "a.jsonl")]
+    rows = [(row.step, row.epoch, row.batch_idx, len(row.as_dict())) for row in read_record(tmp_path / "a.jsonl")]
     first = [(0, 0, -1, 1), (0, 0, 0, 2), (0, 0, 1, 2), (0, 0, 2, 4), (2, 0, 6, 2), (2, 0, 7, 2), (2, 0, 8, 4)]
     assert rows == [*first, (4, 1, 0, 2), (4, 1, 1, 2), (4, 1, 2, 4), (6, 1, 6, 2), (6, 1, 7, 2), (6, 1, 8, 4)]
 
@@ -341,12 +343,12 @@ def test_the_batches_of_each_rank_are_compared(tmp_path):
     ddp = {"strategy": "ddp_fork", "devices": 2}
     whole = record(tmp_path / "a.jsonl", **ddp)
     assert (len(whole), [len(each) for each in whole]) == (2, [11, 11])
-    assert compare(whole, record(tmp_path / "b.jsonl", **ddp)).parting is None
-    parting = compare(whole, record(tmp_path / "c.jsonl", [OnLastRank()], **ddp)).parting
-    assert (parting.rank, parting.step, parting.kind, parting.layer) == (1, 3, "forward", "net.1")
+    assert compare(whole, record(tmp_path / "b.jsonl", **ddp)).divergence is None
+    divergence = compare(whole, record(tmp_path / "c.jsonl", [OnLastRank()], **ddp)).divergence
+    assert (divergence.rank, divergence.step, divergence.kind, divergence.layer) == (1, 3, "forward", "net.1")
 
 
-def test_the_step_that_broke_off_is_recorded(tmp_path):
+def test_the_interrupted_step_is_recorded(tmp_path):
     class Fails(ConvNet):
         def on_before_optimizer_step(self, optimizer):
             if self.global_step == 4:
@@ -360,7 +362,7 @@ def test_the_step_that_broke_off_is_recorded(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_that_is_left_out_has_data_alone(tmp_path):
+def test_a_skipped_step_has_only_data(tmp_path):
     class Skips(ConvNet):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 2 else super().training_step(batch, batch_idx)
@@ -370,7 +372,7 @@ def test_a_step_that_is_left_out_has_data_alone(tmp_path):
 
     record(tmp_path / "a.jsonl", net=Skips, detail="step")
     rows = list(read_record(tmp_path / "a.jsonl"))
-    assert [row.batch for row in rows] == [-1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+    assert [row.batch_idx for row in rows] == [-1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
     assert "loss" not in {column.kind for column in rows[3].as_dict()}
 
 
@@ -435,7 +437,7 @@ def test_blocks_are_fetched_once(tmp_path):
 def test_a_model_that_is_counted_on_a_copy_is_not_seen_twice(tmp_path):
     """FlopsReport runs a copy of the model, hooks and all, in the first batch."""
     whole = record(tmp_path / "a.jsonl")
-    assert compare(whole, record(tmp_path / "b.jsonl", [FlopsReport(backward=True)])).parting is None
+    assert compare(whole, record(tmp_path / "b.jsonl", [FlopsReport(backward=True)])).divergence is None
 
 
 def test_activation_checkpointing_shows_layers_twice(tmp_path):
@@ -445,7 +447,7 @@ def test_activation_checkpointing_shows_layers_twice(tmp_path):
             return nn.functional.cross_entropy(self.net[5:](features), batch[1])
 
     whole = record(tmp_path / "a.jsonl", net=Checkpointed)
-    assert compare(whole, record(tmp_path / "b.jsonl", net=Checkpointed)).parting is None
+    assert compare(whole, record(tmp_path / "b.jsonl", net=Checkpointed)).divergence is None
     calls = [c.call for c in whole[0].blocks[-1][0] if (c.kind, c.name) == ("forward", "net.1")]
     assert calls == [1, 2]
 

@@ -21,7 +21,7 @@ def test_equal_runs(runs, capsys):
     assert capsys.readouterr().out == "No difference: 20 batches are equal, bit for bit.\n"
 
 
-def test_where_two_runs_part(runs):
+def test_diff_names_the_divergence(runs):
     command = [sys.executable, "-c", "from lightning_tricks.cli import main; raise SystemExit(main())"]
     done = subprocess.run([*command, "fingerprint", "diff", *runs], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")

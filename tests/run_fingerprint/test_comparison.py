@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lightning_tricks.run_fingerprint import RecordError, compare
-from lightning_tricks.run_fingerprint.core.record_file import Column, Origin, Record
+from lightning_tricks.run_fingerprint import FingerprintRecordError, compare
+from lightning_tricks.run_fingerprint.core.record_file import Column, FingerprintRecord, RecordHeader
 
 COLUMNS = (
     Column("data", "0"),
@@ -18,7 +18,7 @@ COLUMNS = (
 )
 
 
-def record(steps=range(5), changed=(), columns=COLUMNS, start=True, epochs_of=100, **origin):
+def record(steps=range(5), changed=(), columns=COLUMNS, start=True, epochs_of=100, **header):
     """A run whose values differ at (step, column) in `changed`, and in all that follows in time."""
     rows, poisoned = [], False
     for step in ([-1] if start else []) + list(steps):
@@ -27,15 +27,15 @@ def record(steps=range(5), changed=(), columns=COLUMNS, start=True, epochs_of=10
             poisoned = poisoned or (step, column) in changed
             values.append(0 if step < 0 and column.kind != "weights" else 1000 * (first - (step < 0)) + 7 + poisoned)
         rows.append([first, first // epochs_of, -1 if step < 0 else first % epochs_of, *values])
-    return [Record(Origin(**{"detail": "layer", **origin}), [(columns, np.array(rows, np.int64))])]
+    return [FingerprintRecord(RecordHeader(**{"detail": "layer", **header}), [(columns, np.array(rows, np.int64))])]
 
 
 def test_equal_runs_have_no_difference():
     comparison = compare(record(), record())
-    assert (comparison.parting, comparison.batches, comparison.longer) == (None, 5, "")
+    assert (comparison.divergence, comparison.equal_batches, comparison.longer_run) == (None, 5, "")
     assert str(comparison) == "No difference: 5 batches are equal, bit for bit."
     longer = compare(record(), record(range(9)))
-    assert (longer.parting, longer.batches, longer.longer) == (None, 5, "B")
+    assert (longer.divergence, longer.equal_batches, longer.longer_run) == (None, 5, "B")
     assert str(longer).endswith("B goes on after that.")
 
 
@@ -64,8 +64,14 @@ def test_equal_runs_have_no_difference():
 def test_the_first_difference_is_named(column, kind, layer, words):
     """What a step makes later differs as well; of gradients the one nearest to the loss is the first that was made."""
     comparison = compare(record(), record(changed={(3, column)}))
-    parting = comparison.parting
-    assert (parting.step, parting.epoch, parting.batch, parting.kind, parting.layer) == (3, 0, 3, kind, layer)
+    divergence = comparison.divergence
+    assert (divergence.step, divergence.epoch, divergence.batch_idx, divergence.kind, divergence.layer) == (
+        3,
+        0,
+        3,
+        kind,
+        layer,
+    )
     assert words in str(comparison)
     assert str(comparison).startswith("The runs part at step 3, in epoch 0, batch 3: ")
     assert str(comparison).endswith("3 batches are equal before it.")
@@ -73,79 +79,96 @@ def test_the_first_difference_is_named(column, kind, layer, words):
 
 def test_weights_that_differ_before_the_first_batch():
     comparison = compare(record(), record(changed={(-1, COLUMNS[-2])}))
-    assert (comparison.parting.kind, comparison.parting.layer, comparison.batches) == ("start", "conv.weight", 0)
+    assert (comparison.divergence.kind, comparison.divergence.layer, comparison.equal_batches) == (
+        "start",
+        "conv.weight",
+        0,
+    )
     assert "before the first batch: start. conv.weight differs (2 of 2 differ)." in str(comparison)
 
 
 def test_without_layers_the_remedy_is_named():
     columns = tuple(Column(kind) for kind in ("data", "loss", "gradient", "weights"))
-    ours = record(columns=columns, detail="step")
+    run_a = record(columns=columns, detail="step")
     for column, kind, words in zip(
         columns,
         ("data", "forward", "gradient", "update"),
         ("The batch differs.", "The loss differs.", "The gradients differ.", "The weights differ after the update."),
         strict=True,
     ):
-        parting = compare(ours, record(columns=columns, changed={(2, column)}, detail="step")).parting
-        assert (parting.kind, parting.layer) == (kind, None)
-        assert words in str(parting)
-        assert ('detail="layer" tells' in str(parting)) == (kind != "data")
+        divergence = compare(run_a, record(columns=columns, changed={(2, column)}, detail="step")).divergence
+        assert (divergence.kind, divergence.layer) == (kind, None)
+        assert words in str(divergence)
+        assert ('detail="layer" tells' in str(divergence)) == (kind != "data")
 
 
 def test_a_run_that_began_later_is_compared_from_there():
     whole = record(range(9))
-    assert compare(whole, record(range(3, 9))).batches == compare(record(range(3, 9)), whole).batches == 6
-    parting = compare(whole, record(range(3, 9), changed={(-1, COLUMNS[-1])})).parting
-    assert (parting.step, parting.kind, parting.layer) == (3, "start", "fc.weight")
+    assert compare(whole, record(range(3, 9))).equal_batches == compare(record(range(3, 9)), whole).equal_batches == 6
+    divergence = compare(whole, record(range(3, 9), changed={(-1, COLUMNS[-1])})).divergence
+    assert (divergence.step, divergence.kind, divergence.layer) == (3, "start", "fc.weight")
 
 
 def test_runs_of_which_not_every_step_was_recorded():
     columns = COLUMNS
     every, third = record(range(12)), record(range(0, 12, 3), every_n_train_steps=3)
-    assert compare(every, third).batches == 4
-    parting = compare(every, record(range(0, 12, 3), changed={(6, columns[0])}, every_n_train_steps=3)).parting
-    assert (parting.step, parting.since) == (6, 3)
-    assert "It began after step 3: every_n_train_steps=1 records the steps between as well." in str(parting)
-    assert compare(every, record(range(1, 12, 3), every_n_train_steps=3)).batches == 4
+    assert compare(every, third).equal_batches == 4
+    divergence = compare(every, record(range(0, 12, 3), changed={(6, columns[0])}, every_n_train_steps=3)).divergence
+    assert (divergence.step, divergence.last_equal_step) == (6, 3)
+    assert "It began after step 3: every_n_train_steps=1 records the steps between as well." in str(divergence)
+    assert compare(every, record(range(1, 12, 3), every_n_train_steps=3)).equal_batches == 4
 
 
-def test_epochs_of_other_lengths_part_where_the_numbers_do():
-    parting = compare(record(range(12), epochs_of=10), record(range(12), epochs_of=8)).parting
-    assert (parting.step, parting.epoch, parting.batch, parting.kind, parting.lacking) == (8, 0, 8, "data", "B")
-    assert "B has none there." in str(parting)
+def test_epochs_of_other_lengths_diverge_where_the_numbers_do():
+    divergence = compare(record(range(12), epochs_of=10), record(range(12), epochs_of=8)).divergence
+    assert (divergence.step, divergence.epoch, divergence.batch_idx, divergence.kind, divergence.missing_in) == (
+        8,
+        0,
+        8,
+        "data",
+        "B",
+    )
+    assert "B has none there." in str(divergence)
 
 
 def test_what_only_one_run_has_is_a_difference():
     table = record()[0].blocks[0][1].copy()
     table[3, 3 + 5] = 0
-    parting = compare(record(), [Record(Origin(detail="layer"), [(COLUMNS, table)])]).parting
-    assert (parting.step, parting.kind, parting.layer, parting.lacking) == (2, "gradient", "fc.weight", "B")
+    divergence = compare(record(), [FingerprintRecord(RecordHeader(detail="layer"), [(COLUMNS, table)])]).divergence
+    assert (divergence.step, divergence.kind, divergence.layer, divergence.missing_in) == (
+        2,
+        "gradient",
+        "fc.weight",
+        "B",
+    )
 
 
 def test_the_first_of_several_ranks_is_named():
     def ranks(*changed):
         return [record(changed=each, rank=rank, world_size=2)[0] for rank, each in enumerate(changed)]
 
-    parting = compare(ranks((), ()), ranks({(3, COLUMNS[0])}, {(2, COLUMNS[4])})).parting
-    assert (parting.rank, parting.step, parting.kind) == (1, 2, "gradient")
-    parting = compare(ranks((), ()), ranks({(2, COLUMNS[4])}, {(2, COLUMNS[0])})).parting
-    assert (parting.rank, parting.kind) == (1, "data"), "gradients are shared: the data of the other rank came first"
-    assert " on rank 1: data." in str(parting)
+    divergence = compare(ranks((), ()), ranks({(3, COLUMNS[0])}, {(2, COLUMNS[4])})).divergence
+    assert (divergence.rank, divergence.step, divergence.kind) == (1, 2, "gradient")
+    divergence = compare(ranks((), ()), ranks({(2, COLUMNS[4])}, {(2, COLUMNS[0])})).divergence
+    assert (divergence.rank, divergence.kind) == (1, "data"), (
+        "gradients are shared: the data of the other rank came first"
+    )
+    assert " on rank 1: data." in str(divergence)
 
 
 def test_calls_are_told_apart():
     columns = (Column("forward", "cell"), Column("forward", "cell", 2), Column("forward", "cell", 3), Column("loss"))
-    parting = compare(record(columns=columns), record(columns=columns, changed={(1, columns[1])})).parting
-    assert (parting.layer, parting.call) == ("cell", 2)
-    assert "The output of cell differs at its call 2 within the batch (2 of 3 differ)." in str(parting)
+    divergence = compare(record(columns=columns), record(columns=columns, changed={(1, columns[1])})).divergence
+    assert (divergence.layer, divergence.call) == ("cell", 2)
+    assert "The output of cell differs at its call 2 within the batch (2 of 3 differ)." in str(divergence)
 
 
 def test_what_cannot_be_compared_is_refused():
-    for ours, theirs, words in (
+    for run_a, run_b, words in (
         (record(), record(detail="step"), "A has detail='layer' and B 'step'"),
         (record(), record(world_size=2) * 2, "A has world_size=1 and B 2"),
         (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B steps 7 to 8"),
         (record(), record(range(0)), "B none"),
     ):
-        with pytest.raises(RecordError, match=words):
-            compare(ours, theirs)
+        with pytest.raises(FingerprintRecordError, match=words):
+            compare(run_a, run_b)

@@ -160,7 +160,7 @@ Pair = namedtuple("Pair", "left right")
 )
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse CSR:UserWarning", "ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-def test_whatever_holds_tensors(make):
+def test_any_container_of_tensors(make):
     base = number(make(torch.tensor([1.0, 2.0]), "a"))
     assert base == number(make(torch.tensor([1.0, 2.0]), "a"))
     assert base != number(make(torch.tensor([1.0, 3.0]), "a"))

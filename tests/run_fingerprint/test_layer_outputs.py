@@ -7,17 +7,17 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_tricks.run_fingerprint.core.layer_outputs import Outputs, Tensors
-from lightning_tricks.run_fingerprint.core.record_file import Origin, read_record
-from lightning_tricks.run_fingerprint.core.row_writer import Recorder
-from lightning_tricks.run_fingerprint.core.step_recorder import FitRecording
+from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs, ModelTensors
+from lightning_tricks.run_fingerprint.core.record_file import RecordHeader, read_record
+from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
+from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 from tests.contract.lab import traces
 
 
 def seen(model, run):
     outputs = []
     before = traces(model)
-    end = Outputs(model).watch(lambda name, output: outputs.append((name, output)))
+    end = LayerOutputs(model).watch(lambda name, output: outputs.append((name, output)))
     try:
         run(model)
     finally:
@@ -26,7 +26,7 @@ def seen(model, run):
     return [name for name, _ in outputs]
 
 
-def test_leaves_and_modules_with_tensors_of_their_own_in_the_order_of_execution():
+def test_hooks_leaves_and_modules_with_own_tensors_in_order_of_execution():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -41,7 +41,7 @@ def test_leaves_and_modules_with_tensors_of_their_own_in_the_order_of_execution(
     assert names == [f"blocks.{n}{part}" for n in (0, 1) for part in (".first", ".second", "")]
 
 
-def test_copies_are_not_looked_at():
+def test_copies_of_the_model_are_not_recorded():
     model = nn.Sequential(nn.Linear(4, 4))
     assert seen(model, lambda m: copy.deepcopy(m)(torch.ones(1, 4))) == []
 
@@ -87,10 +87,10 @@ def test_compiled_parts_compile_as_they_would(compiled):
     assert graphs == bare * (1 if compiled in ("module", "in place") else 2)
 
 
-def test_tensors_are_those_in_their_places_now():
+def test_model_tensors_are_the_current_ones():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LazyLinear(3))
     model.add_module("tied", model[0])
-    tensors = Tensors(model)
+    tensors = ModelTensors(model)
     names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert list(tensors()) == names
     model[1].running_mean = torch.ones(2)
@@ -103,7 +103,7 @@ def test_tensors_are_those_in_their_places_now():
 
 def test_names_are_those_without_the_compiler():
     model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
-    assert list(Tensors(model)()) == ["0.weight", "0.bias"]
+    assert list(ModelTensors(model)()) == ["0.weight", "0.bias"]
 
 
 def test_a_hugging_face_model_shows_its_layers():
@@ -120,10 +120,10 @@ def test_an_optimizer_shows_the_gradients_of_its_own_parameters(tmp_path, first)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     net(torch.ones(1, 3)).sum().backward()
     net[first].bias.grad = None
-    recording = FitRecording(Recorder(tmp_path / "run.jsonl", Origin(detail="layer")), net)
-    recording.begin(0, 0)
-    recording.batch_starts(0, 0, 0, torch.ones(1, 3))
-    recording.optimizer_steps(torch.optim.SGD(net[first].parameters(), lr=0.1))
-    recording.breaks_off()
+    recorder = StepRecorder(RowWriter(tmp_path / "run.jsonl", RecordHeader(detail="layer")), net)
+    recorder.record_initial_weights(0, 0)
+    recorder.on_batch_start(0, 0, 0, torch.ones(1, 3))
+    recorder.on_optimizer_step(torch.optim.SGD(net[first].parameters(), lr=0.1))
+    recorder.on_exception()
     *_, row = read_record(tmp_path / "run.jsonl")
     assert [column.name for column in row.as_dict() if column.kind == "gradient"] == [f"{first}.weight"]

@@ -4,24 +4,24 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_tricks.run_fingerprint import RecordError, read_ranks
-from lightning_tricks.run_fingerprint.core.record_file import Column, Origin, path_of_rank, read_record
-from lightning_tricks.run_fingerprint.core.row_writer import Recorder
+from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
+from lightning_tricks.run_fingerprint.core.record_file import Column, RecordHeader, rank_path, read_record
+from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 
 
-def recorded(path, steps, each=lambda step: {"loss": step}, origin=None, begin=0):
-    recorder = Recorder(path, origin or Origin(detail="step"))
+def recorded(path, steps, each=lambda step: {"loss": step}, header=None, begin=0):
+    writer = RowWriter(path, header or RecordHeader(detail="step"))
     if not begin:
-        recorder.begin()
-    elif not recorder.go_on(begin):
+        writer.start_file()
+    elif not writer.resume_file(begin):
         return None
     for step in range(begin, steps):
-        recorder.start_row(step, step // 100, step % 100)
+        writer.start_row(step, step // 100, step % 100)
         for kind, value in each(step).items():
-            recorder.add(kind, value)
-        recorder.end_row()
-    recorder.write()
-    return recorder
+            writer.add(kind, value)
+        writer.end_row()
+    writer.flush()
+    return writer
 
 
 def test_rows_come_back_in_their_order(tmp_path):
@@ -49,28 +49,28 @@ def test_columns_that_come_later_stand_where_the_step_made_them(tmp_path):
     assert blocks[-1][1].shape == (2, 8)
 
 
-def test_what_comes_twice_in_a_step_is_kept_twice(tmp_path):
-    recorder = recorded(tmp_path / "run.jsonl", 0)
-    recorder.start_row(0, 0, 0)
+def test_repeated_calls_get_columns_of_their_own(tmp_path):
+    writer = recorded(tmp_path / "run.jsonl", 0)
+    writer.start_row(0, 0, 0)
     for value in (1, 2, 1):
-        recorder.add("forward", torch.tensor(value), "net.0")
-    recorder.end_row()
-    recorder.write()
+        writer.add("forward", torch.tensor(value), "net.0")
+    writer.end_row()
+    writer.flush()
     (row,) = read_record(tmp_path / "run.jsonl")
     assert row.columns == tuple(Column("forward", "net.0", call) for call in (1, 2, 3))
     assert row.values[0] == row.values[2] != row.values[1]
 
 
 @pytest.mark.parametrize("keep", [1, 127, 128, 129, 200, 300])
-def test_going_on_leaves_the_file_that_one_run_writes(tmp_path, keep):
+def test_a_resumed_file_equals_that_of_one_run(tmp_path, keep):
     def each(step):
         return {"loss": step} if step < 150 else {"loss": step, "weights": -step}
 
     recorded(tmp_path / "whole.jsonl", 300, each)
     path = tmp_path / "run.jsonl"
     path.write_bytes((tmp_path / "whole.jsonl").read_bytes())
-    recorder = recorded(path, 300, each, begin=keep)
-    assert recorder.rows == 300
+    writer = recorded(path, 300, each, begin=keep)
+    assert writer.num_rows == 300
     rows, whole = list(read_record(path)), list(read_record(tmp_path / "whole.jsonl"))
     assert [(row.key, row.as_dict()) for row in rows] == [(row.key, row.as_dict()) for row in whole]
 
@@ -87,34 +87,34 @@ def test_a_file_that_was_cut_keeps_its_whole_lines(tmp_path):
     assert recorded(path, 400, begin=250).rows == len(read_record(path)) == 400
 
 
-def test_a_record_of_another_kind_is_not_gone_on_with(tmp_path):
+def test_a_record_with_another_header_is_not_resumed(tmp_path):
     path = tmp_path / "run.jsonl"
     assert recorded(path, 10, begin=5) is None
     recorded(path, 10)
-    assert recorded(path, 10, begin=5, origin=Origin(detail="layer")) is None
+    assert recorded(path, 10, begin=5, header=RecordHeader(detail="layer")) is None
     assert len(read_record(path)) == 10
 
 
-def test_other_files_are_refused_in_words(tmp_path):
+def test_other_files_are_refused_with_an_error(tmp_path):
     path = tmp_path / "run.jsonl"
     for content in (b"", b"\n", b"[1, 2]\n", b'{"format": "x"}\n', b"\xff\xfe\x00", b"torch"):
         path.write_bytes(content)
-        with pytest.raises(RecordError, match=r"run.jsonl is no file of RunFingerprint"):
+        with pytest.raises(FingerprintRecordError, match=r"run.jsonl is no file of RunFingerprint"):
             read_record(path)
     recorded(path, 10)
     text = path.read_text()
     path.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(RecordError, match="version 2, this reads 1: update"):
+    with pytest.raises(FingerprintRecordError, match="version 2, this reads 1: update"):
         read_record(path)
     path.write_text(text.replace('"rows": "', '"rows": "?'))
-    with pytest.raises(RecordError, match="damaged in line 3"):
+    with pytest.raises(FingerprintRecordError, match="damaged in line 3"):
         read_record(path)
 
 
 def test_ranks_have_files_of_their_own(tmp_path):
     for rank in (0, 1):
-        origin = Origin(detail="step", rank=rank, world_size=2)
-        recorded(path_of_rank(tmp_path / "run.jsonl", rank), 3 + rank, origin=origin)
+        header = RecordHeader(detail="step", rank=rank, world_size=2)
+        recorded(rank_path(tmp_path / "run.jsonl", rank), 3 + rank, header=header)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.jsonl", "run.rank1.jsonl"]
     assert [len(record) for record in read_ranks(tmp_path / "run.jsonl")] == [3, 4]
     (tmp_path / "run.rank1.jsonl").unlink()

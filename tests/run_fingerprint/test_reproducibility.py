@@ -29,7 +29,7 @@ def data():
 @pytest.mark.parametrize("detail", ["step", "layer"])
 def test_a_seeded_run_is_reproducible(detail):
     comparison = assert_reproducible(trainer, net, data, detail=detail)
-    assert (comparison.parting, comparison.batches) == (None, 10)
+    assert (comparison.divergence, comparison.equal_batches) == (None, 10)
     assert str(comparison) == "No difference: 10 batches are equal, bit for bit."
 
 
@@ -41,8 +41,8 @@ def test_data_may_be_a_datamodule_or_the_modules_own():
         def train_dataloader(self):
             return data()
 
-    assert assert_reproducible(trainer, net, Data).batches == 10
-    assert assert_reproducible(trainer, WithData).batches == 10
+    assert assert_reproducible(trainer, net, Data).equal_batches == 10
+    assert assert_reproducible(trainer, WithData).equal_batches == 10
 
 
 def test_an_unseeded_run_is_named():
@@ -77,14 +77,14 @@ def test_the_streams_of_the_process_are_left_as_they_were():
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
-def test_a_fingerprint_of_the_users_own_is_left_alone(tmp_path):
+def test_the_users_own_fingerprint_is_not_written(tmp_path):
     def recorded():
         return trainer(callbacks=[SeedEverything(1, workers=False), RunFingerprint(tmp_path / "own.jsonl")])
 
-    assert assert_reproducible(recorded, net, data).batches == 10
+    assert assert_reproducible(recorded, net, data).equal_batches == 10
     assert not (tmp_path / "own.jsonl").exists()
 
 
 def test_two_ranks():
     comparison = assert_reproducible(lambda: trainer(strategy="ddp_fork", devices=2), net, data)
-    assert comparison.batches == 10
+    assert comparison.equal_batches == 10

@@ -259,7 +259,7 @@ def test_workers_of_ranks_draw_their_own_numbers_in_each_epoch(workers):
         assert len(noise[..., library].unique()) == 80, "two epochs of 20 samples on each of two ranks"
 
 
-def test_one_trainer_that_fits_again_goes_on_with_new_numbers():
+def test_one_trainer_that_fits_again_draws_new_numbers():
     witness = _Witness(".")
     trainer = Trainer(max_epochs=1, callbacks=[SeedEverything(3), witness], **QUIET)
     net, loader = Net(), DataLoader(_Indexed(), batch_size=4, shuffle=True)

@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks._shared.rng import seed_streams
+from lightning_tricks._shared.rng import seed_global_rngs
 from lightning_tricks.ensembles.core.combination import derived_seed
 
 _ORDER, _BOOTSTRAP, _WORKERS = 1, 2, 3  # purposes of seeds
@@ -200,7 +200,7 @@ class _SeededBatches(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         seed, *rows = indices
         if get_worker_info() is not None:
-            seed_streams(seed)
+            seed_global_rngs(seed)
         whole = getattr(self.dataset, "__getitems__", None)
         return list(whole(rows)) if whole is not None else [self.dataset[row] for row in rows]
 

@@ -14,14 +14,14 @@ from lightning_tricks.gradient_clipping.core.clipping import GradientNorms
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod
 
 
-class Part(NamedTuple):
+class ClipGroup(NamedTuple):
     """Parameters that are clipped together.
 
     Attributes:
         label: The pattern that they match, or what stands for the rest.
         method: How they are clipped; None where they are left alone.
         parameters: Those of the part that have a gradient.
-        indices: Their places among all with a gradient, shape (n,); None where they are all.
+        indices: Their indices_by_label among all with a gradient, shape (n,); None where they are all.
     """
 
     label: str
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     parameters: list[Tensor]
     indices: Tensor | None
 
-    def total(self, norms: GradientNorms, norm_type: float) -> Tensor:
+    def norm(self, norms: GradientNorms, norm_type: float) -> Tensor:
         """Return the norm of the part's gradients, of `norms` those of all; shape ()."""
         if self.indices is None:
             return norms.total
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return total
 
 
-class Partition:
+class ClipGroups:
     """Sorts qualified names by the first pattern that they match, and by what a method excludes.
 
     Args:
@@ -53,11 +53,11 @@ class Partition:
         self._excludes = {label: [Pattern(text) for text in m.exclude] for label, m in self._methods.items()}
 
     @property
-    def is_trivial(self) -> bool:
+    def is_single(self) -> bool:
         """Whether all parameters are always clipped together."""
         return not self._patterns and not self._excludes[self.REST]
 
-    def label(self, name: str) -> tuple[str, bool]:
+    def label_of(self, name: str) -> tuple[str, bool]:
         """Return the label of a name, and whether its method excludes it."""
         label = next((pattern.text for pattern in self._patterns if pattern.matches(name)), self.REST)
         return label, any(pattern.matches(name) for pattern in self._excludes[label])
@@ -75,7 +75,7 @@ class Partition:
         Raises:
             ValueError: If a pattern matches nothing, or nothing that an earlier one has not taken.
         """
-        labels = {name: self.label(name) for name in sizes}
+        labels = {name: self.label_of(name) for name in sizes}
         for label, method in self._methods.items():
             patterns = [label] * (label != self.REST) + list(method.exclude)
             for pattern in patterns:
@@ -94,19 +94,19 @@ class Partition:
         left = [name for name, (_, excluded) in labels.items() if excluded]
         return "; ".join(said + [f"excluded: {', '.join(left)}"] * bool(left))
 
-    def parts(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[Part]:
+    def split(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[ClipGroup]:
         """Divide parameters, all of which have a gradient, by their qualified names."""
-        if self.is_trivial:
-            return [Part(self.REST, self._methods[self.REST], list(parameters), None)]
-        places: dict[tuple[str, bool], list[int]] = {}
-        for place, name in enumerate(names):
-            places.setdefault(self.label(name), []).append(place)
+        if self.is_single:
+            return [ClipGroup(self.REST, self._methods[self.REST], list(parameters), None)]
+        indices_by_label: dict[tuple[str, bool], list[int]] = {}
+        for index, name in enumerate(names):
+            indices_by_label.setdefault(self.label_of(name), []).append(index)
         return [
-            Part(
+            ClipGroup(
                 label,
                 None if excluded else self._methods[label],
-                [parameters[place] for place in members],
+                [parameters[index] for index in members],
                 torch.tensor(members, device=parameters[0].device),
             )
-            for (label, excluded), members in places.items()
+            for (label, excluded), members in indices_by_label.items()
         ]

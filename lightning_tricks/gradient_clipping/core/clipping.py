@@ -155,7 +155,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 @torch.no_grad()
 def adaptive_clip_grad_(
     parameters: Tensor | Iterable[Tensor], clip_factor: float = 0.01, eps: float = 1e-3
-) -> UnitClipping:
+) -> UnitClipResult:
     """Scale the gradient of each unit in place to at most `clip_factor` times the norm of the unit's weights (AGC).
 
     A unit is what one output sees: the slice of a weight at one index of its first dimension (a row of a Linear, a
@@ -182,7 +182,7 @@ def adaptive_clip_grad_(
         >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
         >>> weight.grad = torch.tensor([[30.0, 40.0], [0.0, 1e-6]])
         >>> adaptive_clip_grad_(weight, clip_factor=0.1)
-        UnitClipping(norm=tensor(0.5000), clipped=tensor(1))
+        UnitClipResult(norm=tensor(0.5000), num_clipped=tensor(1))
         >>> weight.grad
         tensor([[3.0000e-01, 4.0000e-01],
                 [0.0000e+00, 1.0000e-06]])
@@ -194,28 +194,28 @@ def adaptive_clip_grad_(
     gradients = _gradients(parameters)
     _refuse_sparse("adaptive_clip_grad_", gradients)
     if not gradients:
-        return UnitClipping(torch.tensor(0.0), torch.tensor(0))
+        return UnitClipResult(torch.tensor(0.0), torch.tensor(0))
     device = gradients[0].device
     after, clipped = [], []
     for batch, indices in _foreach_batches(gradients):
         weights = [parameters[index] for index in indices]
-        for clip, run in _runs(batch):
+        for clip, run in _split_by_strategy(batch):
             norms, counts = clip([batch[i] for i in run], [weights[i] for i in run], clip_factor, eps)
             after.append(norms.to(device))
             clipped.append(counts.to(device))
-    return UnitClipping(torch.linalg.vector_norm(torch.cat(after)), torch.cat(clipped).sum())
+    return UnitClipResult(torch.linalg.vector_norm(torch.cat(after)), torch.cat(clipped).sum())
 
 
-class UnitClipping(NamedTuple):
+class UnitClipResult(NamedTuple):
     """What `adaptive_clip_grad_` did.
 
     Attributes:
         norm: The 2-norm of all gradients after clipping; shape ().
-        clipped: How many units were clipped, int64; shape ().
+        num_clipped: How many units were clipped, int64; shape ().
     """
 
     norm: Tensor
-    clipped: Tensor
+    num_clipped: Tensor
 
 
 def check_max_norm(value: object) -> float:
@@ -238,7 +238,7 @@ def check_clip_factor(value: object) -> float:
     return check_number("clip_factor", value, above=0, note=_NEUTRAL)
 
 
-def _runs(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:
+def _split_by_strategy(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:
     """Split a batch by how it is clipped: with few launches on an accelerator, tensor by tensor in a CPU's cache."""
     vectors = [position for position, gradient in enumerate(gradients) if gradient.ndim <= 1]
     others = [position for position, gradient in enumerate(gradients) if gradient.ndim > 1]
@@ -246,7 +246,7 @@ def _runs(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:
     if vectors:
         yield _clip_vectors_, vectors
     if others:
-        yield (_clip_together_ if together else _clip_one_by_one_), others
+        yield (_clip_units_foreach_ if together else _clip_units_one_by_one_), others
 
 
 # Each takes gradients, their weights, `clip_factor` and `eps`, and returns norms after clipping, of units or of whole
@@ -264,7 +264,7 @@ def _clip_vectors_(
     return after, after < norms
 
 
-def _clip_together_(
+def _clip_units_foreach_(
     gradients: list[Tensor], weights: list[Tensor], clip_factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     by_tensor = [_unit_norms(gradient) for gradient in gradients]
@@ -277,7 +277,7 @@ def _clip_together_(
     return after, after < norms
 
 
-def _clip_one_by_one_(
+def _clip_units_one_by_one_(
     gradients: list[Tensor], weights: list[Tensor], clip_factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     norms, factors = [], []

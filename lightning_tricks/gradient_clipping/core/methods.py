@@ -30,16 +30,16 @@ from lightning_tricks.gradient_clipping.core.clipping import (
 )
 
 
-class Clipped(NamedTuple):
+class ClipResult(NamedTuple):
     """What a method did to the gradients that it was given.
 
     Attributes:
-        after: Their norm after clipping, shape (); None where it would take another pass to know it.
-        happened: Whether anything was clipped, a bool, shape ().
+        norm_after: Their norm after clipping, shape (); None where it would take another pass to know it.
+        was_clipped: Whether anything was clipped, a bool, shape ().
     """
 
-    after: Tensor | None
-    happened: Tensor
+    norm_after: Tensor | None
+    was_clipped: Tensor
 
 
 class ClipMethod(ABC):
@@ -56,8 +56,8 @@ class ClipMethod(ABC):
         return NoThreshold()
 
     @abstractmethod
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
-        """Clip the gradients of `parameters` in place, whose common norm, of `norm_type`, is `total`."""
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
+        """Clip the gradients of `parameters` in place, whose common norm, of `norm_type`, is `total_norm`."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class ClipNorm(ClipMethod):
     def __post_init__(self) -> None:
         check_max_norm(self.max_norm)
 
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
         """Clip to `max_norm`."""
-        return _clip_to_norm_(parameters, self.max_norm, total)
+        return _clip_to_norm_(parameters, self.max_norm, total_norm)
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class ClipValue(ClipMethod):
     def __post_init__(self) -> None:
         check_clip_value(self.clip_value)
 
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
         """Clamp."""
-        happened = gradient_norms(parameters, inf).total > self.clip_value
+        was_clipped = gradient_norms(parameters, inf).total > self.clip_value
         clip_grad_value_(parameters, self.clip_value)
-        return Clipped(None, happened)
+        return ClipResult(None, was_clipped)
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ class AGC(ClipMethod):
             Pattern(pattern)
         object.__setattr__(self, "exclude", patterns)
 
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
         """Clip unit by unit."""
         done = adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
-        return Clipped(done.norm if norm_type == 2 else None, done.clipped > 0)
+        return ClipResult(done.norm if norm_type == 2 else None, done.num_clipped > 0)
 
 
 class _ClipToThreshold(ClipMethod):
@@ -147,9 +147,9 @@ class _ClipToThreshold(ClipMethod):
     def __post_init__(self) -> None:
         self.new_threshold()  # refuses wrong values
 
-    def clip_(self, parameters: list[Tensor], total: Tensor, norm_type: float, threshold: Threshold) -> Clipped:
+    def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
         """Clip to what the threshold makes of this norm."""
-        return _clip_to_norm_(parameters, threshold.update(total), total)
+        return _clip_to_norm_(parameters, threshold.update(total_norm), total_norm)
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, C
     return methods
 
 
-def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total: Tensor) -> Clipped:
-    above = total > max_norm
+def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total_norm: Tensor) -> ClipResult:
+    above = total_norm > max_norm
     if isinstance(max_norm, Tensor):
         max_norm = torch.where(above, max_norm, torch.inf)  # a norm at its own threshold stays bit-identical
-    factor = clip_grads_with_norm_(parameters, max_norm, total)
-    return Clipped(total * factor, above)
+    factor = clip_grads_with_norm_(parameters, max_norm, total_norm)
+    return ClipResult(total_norm * factor, above)

@@ -31,13 +31,13 @@ def skip_step_(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-    options = options_of_groups(optimizer)
+    options = copy_group_options(optimizer)
 
-    def put_back(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         handle.remove()
-        set_options_of_groups(optimizer, options)
+        restore_group_options(optimizer, options)
 
-    handle = optimizer.register_step_post_hook(put_back)
+    handle = optimizer.register_step_post_hook(restore)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -78,7 +78,7 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> None:
     handle = optimizer.register_step_post_hook(forget)
 
 
-def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copy what an optimizer keeps in its parameter groups beside the parameters."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -87,8 +87,8 @@ def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def set_options_of_groups(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
-    """Put back what `options_of_groups` copied; groups that were added since stay as they are."""
+def restore_group_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
+    """Put back what `copy_group_options` copied; groups that were added since stay as they are."""
     for group, values in zip(optimizer.param_groups, options, strict=False):
         for name, value in values.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
@@ -102,18 +102,18 @@ class HeldSchedulers:
 
     Args:
         optimizer: The one whose step is left out.
-        schedulers: Those of its schedulers that may be stepped before `put_back`.
+        schedulers: Those of its schedulers that may be stepped before `restore`.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: list[Any]) -> None:
-        self._optimizer, self._options = optimizer, options_of_groups(optimizer)
+        self._optimizer, self._options = optimizer, copy_group_options(optimizer)
         self._states = [(scheduler, dict(scheduler.state_dict())) for scheduler in schedulers]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what the schedulers did since."""
         for scheduler, state in self._states:
             scheduler.load_state_dict(state)
-        set_options_of_groups(self._optimizer, self._options)
+        restore_group_options(self._optimizer, self._options)
 
 
 class StepCounts:
@@ -123,8 +123,8 @@ class StepCounts:
         steps: All of them.
         clipped: Those in which something was clipped; shape ().
         skipped: Those that were left out; shape ().
-        in_a_row: How many were broken up to now, one after the other; shape ().
-        most_in_a_row: The most that ever were; shape ().
+        consecutive: How many steps in a row were truly nonfinite up to now; shape ().
+        most_consecutive: The most that ever were; shape ().
     """
 
     def __init__(self) -> None:
@@ -133,17 +133,17 @@ class StepCounts:
 
     clipped = property(lambda self: self._counts[0])
     skipped = property(lambda self: self._counts[1])
-    in_a_row = property(lambda self: self._counts[2])
-    most_in_a_row = property(lambda self: self._counts[3])
+    consecutive = property(lambda self: self._counts[2])
+    most_consecutive = property(lambda self: self._counts[3])
 
     @torch.no_grad()
-    def add(self, clipped: Tensor, skipped: Tensor, broken: Tensor) -> None:
+    def add(self, clipped: Tensor, skipped: Tensor, truly_nonfinite: Tensor) -> None:
         """Count a step; the arguments are bools of shape ()."""
         self.steps += 1
         before = self._counts.to(clipped.device)
-        in_a_row = (before[2] + 1) * broken
+        consecutive = (before[2] + 1) * truly_nonfinite
         self._counts = torch.stack(
-            [before[0] + clipped, before[1] + skipped, in_a_row, torch.maximum(before[3], in_a_row)]
+            [before[0] + clipped, before[1] + skipped, consecutive, torch.maximum(before[3], consecutive)]
         )
 
     def state_dict(self) -> dict[str, Any]:

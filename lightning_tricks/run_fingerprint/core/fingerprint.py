@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.run_fingerprint.core.value_parts import parts_of
+from lightning_tricks.run_fingerprint.core.value_parts import tensors_of
 
-_ROW = 32_749  # words; a prime, so that no row of a matrix and no sample of a batch is a multiple of it
-_GOLDEN, _MIXER, _FOLDER = -0x61C8864680B583EB, -0x00AE502812AA7333, 0x2545F4914F6CDD1D  # odd: no bit gets lost
+_ROW_LENGTH = 32_749  # words; a prime, so that no row of a matrix and no sample of a batch is a multiple of it
+_GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = (
+    -0x61C8864680B583EB,
+    -0x00AE502812AA7333,
+    0x2545F4914F6CDD1D,
+)  # odd: no bit gets lost
 
 
 @torch.no_grad()
@@ -40,7 +44,7 @@ def fingerprint(value: Any) -> Tensor:
     """
     groups: dict[torch.device, list[Tensor]] = {}
     description: list[Hashable] = []
-    for name, tensor in parts_of(value):
+    for name, tensor in tensors_of(value):
         dense = _dense(tensor)
         shape = tuple(each.shape for each in dense) if tensor.is_nested else tensor.shape
         description.append((name, shape, tensor.dtype))
@@ -50,7 +54,7 @@ def fingerprint(value: Any) -> Tensor:
     device = next((device for device in groups if device.type != "cpu"), hashes[0].device)
     whole = hashes[0].to(device, non_blocking=True)
     for other in hashes[1:]:
-        whole = torch.add(other.to(device, non_blocking=True), whole, alpha=_FOLDER)
+        whole = torch.add(other.to(device, non_blocking=True), whole, alpha=_COMBINE_FACTOR)
     return whole + _hash_of_description(tuple(description))
 
 
@@ -59,30 +63,30 @@ def _hash(tensors: Iterable[Tensor]) -> Tensor:
     short: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        if flat.nbytes > 8 * _ROW:
+        if flat.nbytes > 8 * _ROW_LENGTH:
             long.append(flat)
         else:
             short.setdefault(flat.dtype, []).append(flat)
     words = [_words([flat]) for flat in long]
     if short:
         words.append(_words([torch.cat(flats) for flats in short.values()]))
-    rows = words[0] if len(words) == 1 and len(words[0]) <= _ROW else _sum_of_rows(words)
-    numbered = torch.add(rows, torch.arange(len(rows), device=rows.device), alpha=_GOLDEN)
-    numbered.bitwise_xor_(numbered >> 32).mul_(_MIXER)
+    rows = words[0] if len(words) == 1 and len(words[0]) <= _ROW_LENGTH else _sum_of_rows(words)
+    numbered = torch.add(rows, torch.arange(len(rows), device=rows.device), alpha=_GOLDEN_RATIO)
+    numbered.bitwise_xor_(numbered >> 32).mul_(_MURMUR_FACTOR)
     return numbered.bitwise_xor_(numbered >> 29).sum()
 
 
 def _sum_of_rows(words: Sequence[Tensor]) -> Tensor:
     """Add up the rows of what lies one after another, without laying it there."""
-    total = words[0].new_zeros(_ROW)
+    total = words[0].new_zeros(_ROW_LENGTH)
     start = 0
     for part in words:
-        whole = len(part) // _ROW * _ROW
-        row = part[:whole].view(-1, _ROW).sum(0)
+        whole = len(part) // _ROW_LENGTH * _ROW_LENGTH
+        row = part[:whole].view(-1, _ROW_LENGTH).sum(0)
         row[: len(part) - whole] += part[whole:]
-        total[start:] += row[: _ROW - start]
-        total[:start] += row[_ROW - start :]
-        start = (start + len(part)) % _ROW
+        total[start:] += row[: _ROW_LENGTH - start]
+        total[:start] += row[_ROW_LENGTH - start :]
+        start = (start + len(part)) % _ROW_LENGTH
     return total
 
 

@@ -15,7 +15,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-class Tensors:
+class ModelTensors:
     """The parameters and buffers of a model, by qualified name; their places are found once, and looked up each time.
 
     Args:
@@ -38,7 +38,7 @@ class Tensors:
         return {name: tensor for name, tensor in found.items() if tensor is not None and not is_lazy(tensor)}
 
 
-class Outputs:
+class LayerOutputs:
     """The layers of a model whose outputs are looked at: those without children, or with tensors of their own.
 
     Of what `torch.compile` has compiled the whole is looked at; modules that compile in place, and those of

@@ -14,22 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
+from lightning_tricks._shared.files import NotAFileError, open_file, atomic_write
 from lightning_tricks._shared.read_budget import Budget, parse_json
 
 _FORMAT = "lightning_tricks.run_fingerprint"
-_KEY = 3  # numbers that say which row it is: step, epoch, batch
+_KEY_LENGTH = 3  # numbers that say which row it is: step, epoch, batch
 _INTEGER = np.dtype("<i8")
-_KINDS = ("data", "forward", "loss", "gradient", "weights")
+_COLUMN_KINDS = ("data", "forward", "loss", "gradient", "weights")
 _LONGEST_HEADER = 10_000  # characters
 
 
-class RecordError(ValueError):
+class FingerprintRecordError(ValueError):
     """A file is not of RunFingerprint, or two are not of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class RecordHeader:
     """Of which run a record is.
 
     Attributes:
@@ -68,28 +68,28 @@ class Row:
     Attributes:
         step: Optimizer steps that were done when the batch began.
         epoch: Its epoch.
-        batch: Its number in the epoch; -1 for the weights with which a fit began.
+        batch_idx: Its number in the epoch; -1 for the weights with which a fit began.
         columns: What is looked at in a step, in this order.
         values: A fingerprint for each of them; 0 where there was none.
     """
 
     step: int
     epoch: int
-    batch: int
+    batch_idx: int
     columns: tuple[Column, ...]
     values: NDArray[np.int64]
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Step, epoch and batch."""
-        return self.step, self.epoch, self.batch
+        return self.step, self.epoch, self.batch_idx
 
     def as_dict(self) -> dict[Column, int]:
         """Return the fingerprints that there are."""
         return {column: int(value) for column, value in zip(self.columns, self.values, strict=True) if value}
 
 
-class Resume(NamedTuple):
+class IncompleteResume(NamedTuple):
     """A resume that could not restore all.
 
     Attributes:
@@ -106,12 +106,12 @@ class Resume(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
-    """What was recorded of a rank: its origin, in blocks of equal columns its rows, and resumes that lack something."""
+class FingerprintRecord:
+    """What was recorded of a rank: its header, in blocks of equal columns its rows, and the incomplete resumes."""
 
-    origin: Origin
+    header: RecordHeader
     blocks: list[tuple[tuple[Column, ...], NDArray[np.int64]]] = field(default_factory=list)
-    resumes: list[Resume] = field(default_factory=list)
+    incomplete_resumes: list[IncompleteResume] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(len(table) for _, table in self.blocks)
@@ -119,26 +119,28 @@ class Record:
     def __iter__(self) -> Iterator[Row]:
         for columns, table in self.blocks:
             for line in table:
-                step, epoch, batch = (int(number) for number in line[:_KEY])
-                yield Row(step, epoch, batch, columns, line[_KEY:])
+                step, epoch, batch = (int(number) for number in line[:_KEY_LENGTH])
+                yield Row(step, epoch, batch, columns, line[_KEY_LENGTH:])
 
-    def first(self, rows: int) -> Record:
+    def first(self, rows: int) -> FingerprintRecord:
         """Return the record as it was after so many rows."""
         blocks, left = [], rows
         for columns, table in self.blocks:
             if left > 0:
                 blocks.append((columns, table[:left]))
                 left -= len(table)
-        return replace(self, blocks=blocks, resumes=[resume for resume in self.resumes if resume.rows < rows])
+        return replace(
+            self, blocks=blocks, incomplete_resumes=[resume for resume in self.incomplete_resumes if resume.rows < rows]
+        )
 
 
-def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
+def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
     """Return where a rank records: rank zero in the file itself, rank 1 of `run.jsonl` in `run.rank1.jsonl`."""
     path = Path(path)
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: FingerprintRecord) -> None:
     """Write a record whole, in place of what is there.
 
     Raises:
@@ -146,115 +148,119 @@ def write_record(path: Path, record: Record) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as staged, staged.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"format": _FORMAT, **asdict(record.origin)}) + "\n")
-        file.writelines(_line_of_resume(resume) for resume in record.resumes)
+        file.write(json.dumps({"format": _FORMAT, **asdict(record.header)}) + "\n")
+        file.writelines(_format_resume(resume) for resume in record.incomplete_resumes)
         before: tuple[Column, ...] = ()
         for columns, table in record.blocks:
-            file.write(_lines(columns, table, before))
+            file.write(_format_rows(columns, table, before))
             before = columns
 
 
 def append_rows(path: Path, columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> None:
     """Append a block of rows; its columns are written where they are others than those `before`."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(_lines(columns, table, before))
+        file.write(_format_rows(columns, table, before))
 
 
-def append_resume(path: Path, resume: Resume) -> None:
+def append_resume(path: Path, resume: IncompleteResume) -> None:
     """Append what a resumed run lacks."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(_line_of_resume(resume))
+        file.write(_format_resume(resume))
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> FingerprintRecord:
     """Read what was recorded of one rank; a last line that was cut off is left out.
 
     Raises:
         OSError: If there is no such file.
-        RecordError: If it is no fingerprint, is damaged, is of a later version, or asks for far more memory or time
-            than its size explains.
+        FingerprintRecordError: If it is no fingerprint, is damaged, is of a later version, or asks for far more memory
+            or time than its size explains.
     """
     try:
         with open_file(path) as stream:
             budget = Budget(os.fstat(stream.fileno()).st_size)
-            record = Record(_origin(path, stream.readline(_LONGEST_HEADER), budget))
+            record = FingerprintRecord(_parse_header(path, stream.readline(_LONGEST_HEADER), budget))
             columns: tuple[Column, ...] = ()
             for number, line in enumerate(stream, 2):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    columns = _take_line(line, columns, record, budget)
+                    columns = _parse_line(line, columns, record, budget)
                 except (ValueError, TypeError, KeyError) as error:
-                    raise RecordError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
+                    raise FingerprintRecordError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
     except NotAFileError as error:
-        raise RecordError(f"{error}.") from error
+        raise FingerprintRecordError(f"{error}.") from error
     return record
 
 
-def read_ranks(path: str | os.PathLike[str]) -> list[Record]:
+def read_ranks(path: str | os.PathLike[str]) -> list[FingerprintRecord]:
     """Read the records of all ranks of a run.
 
     Raises:
         OSError: If a file is missing.
-        RecordError: If one is no fingerprint.
+        FingerprintRecordError: If one is no fingerprint.
     """
     first = read_record(Path(path))
-    return [first, *(read_record(path_of_rank(path, rank)) for rank in range(1, first.origin.world_size))]
+    return [first, *(read_record(rank_path(path, rank)) for rank in range(1, first.header.world_size))]
 
 
-def _lines(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> str:
+def _format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> str:
     rows = json.dumps({"rows": b64encode(table.astype(_INTEGER).tobytes()).decode()}) + "\n"
     return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
 
 
-def _line_of_resume(resume: Resume) -> str:
+def _format_resume(resume: IncompleteResume) -> str:
     return json.dumps({"resume": resume}) + "\n"
 
 
-def _take_line(line: bytes, columns: tuple[Column, ...], record: Record, budget: Budget) -> tuple[Column, ...]:
+def _parse_line(
+    line: bytes, columns: tuple[Column, ...], record: FingerprintRecord, budget: Budget
+) -> tuple[Column, ...]:
     """Add a line's rows to a record; return the columns of those that follow."""
     budget.spend(512)
     content = parse_json(line, budget)
     if "resume" in content:
-        record.resumes.append(_resume(*content["resume"]))
+        record.incomplete_resumes.append(_parse_resume(*content["resume"]))
         return columns
     if "columns" in content:
-        return tuple(_column(*column) for column in content["columns"])
+        return tuple(_parse_column(*column) for column in content["columns"])
     table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
-    record.blocks.append((columns, table.reshape(-1, _KEY + len(columns))))
+    record.blocks.append((columns, table.reshape(-1, _KEY_LENGTH + len(columns))))
     return columns
 
 
-def _column(kind: Any, name: Any = "", call: Any = 1) -> Column:
-    if kind not in _KINDS or not isinstance(name, str) or type(call) is not int:
+def _parse_column(kind: Any, name: Any = "", call: Any = 1) -> Column:
+    if kind not in _COLUMN_KINDS or not isinstance(name, str) or type(call) is not int:
         raise ValueError("a column that is none")
     return Column(kind, name, call)
 
 
-def _resume(rows: Any, step: Any, epoch: Any, not_restored: Any) -> Resume:
+def _parse_resume(rows: Any, step: Any, epoch: Any, not_restored: Any) -> IncompleteResume:
     if not all(type(number) is int for number in (rows, step, epoch)):
         raise ValueError("a resume that is none")
-    return Resume(rows, step, epoch, tuple(str(place)[:200] for place in not_restored))
+    return IncompleteResume(rows, step, epoch, tuple(str(place)[:200] for place in not_restored))
 
 
-def _origin(path: Path, line: bytes, budget: Budget) -> Origin:
+def _parse_header(path: Path, line: bytes, budget: Budget) -> RecordHeader:
     try:
-        header = parse_json(line, budget)
-        if header.pop("format") != _FORMAT:
+        fields = parse_json(line, budget)
+        if fields.pop("format") != _FORMAT:
             raise ValueError
-        version = header["version"]
-        if type(version) is not int or not all(isinstance(value, str | int) for value in header.values()):
+        version = fields["version"]
+        if type(version) is not int or not all(isinstance(value, str | int) for value in fields.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RecordError(f"{path} is no file of RunFingerprint.") from None
-    if version > Origin.version:
-        raise RecordError(f"{path} is of version {version}, this reads {Origin.version}: update lightning_tricks.")
+        raise FingerprintRecordError(f"{path} is no file of RunFingerprint.") from None
+    if version > RecordHeader.version:
+        raise FingerprintRecordError(
+            f"{path} is of version {version}, this reads {RecordHeader.version}: update lightning_tricks."
+        )
     try:
-        origin = Origin(**header)
-        check_choice("detail", origin.detail, ("step", "layer"))
-        check_count("every_n_train_steps", origin.every_n_train_steps)
-        check_count("rank", origin.rank, minimum=0)
-        check_count("world_size", origin.world_size, minimum=origin.rank + 1)
+        header = RecordHeader(**fields)
+        check_choice("detail", header.detail, ("step", "layer"))
+        check_count("every_n_train_steps", header.every_n_train_steps)
+        check_count("rank", header.rank, minimum=0)
+        check_count("world_size", header.world_size, minimum=header.rank + 1)
     except (TypeError, ValueError) as error:
-        raise RecordError(f"{path} has a damaged header: {str(error)[:200]}") from None
-    return origin
+        raise FingerprintRecordError(f"{path} has a damaged header: {str(error)[:200]}") from None
+    return header

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
 from lightning_tricks.run_fingerprint.core.record_file import (
     Column,
-    Origin,
-    Record,
-    RecordError,
-    Resume,
+    FingerprintRecord,
+    FingerprintRecordError,
+    IncompleteResume,
+    RecordHeader,
     append_resume,
     append_rows,
     read_record,
@@ -27,20 +27,20 @@ from lightning_tricks.run_fingerprint.core.record_file import (
 _ROWS = 128  # in a block
 
 
-class Recorder:
+class RowWriter:
     """Collects the fingerprints of one rank and writes them to its file.
 
     Args:
         path: Of the file; `begin` replaces what is there.
-        origin: Of the run.
+        header: Of the run.
 
     Attributes:
         rows: How many rows are done, written or not.
     """
 
-    def __init__(self, path: Path, origin: Origin) -> None:
-        self.path, self.origin = path, origin
-        self.rows = 0
+    def __init__(self, path: Path, header: RecordHeader) -> None:
+        self.path, self.header = path, header
+        self.num_rows = 0
         self._columns: dict[Column, None] = {}  # in the order in which steps make them
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
@@ -49,27 +49,27 @@ class Recorder:
         self._values: dict[Column, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()  # of each kind and name in the row
 
-    def begin(self) -> None:
+    def start_file(self) -> None:
         """Start the file anew."""
-        write_record(self.path, Record(self.origin))
+        write_record(self.path, FingerprintRecord(self.header))
 
-    def go_on(self, rows: int) -> bool:
+    def resume_file(self, rows: int) -> bool:
         """Keep the first rows of the file and go on behind them; False if they are not there."""
         try:
             record = read_record(self.path)
-        except (OSError, RecordError):
+        except (OSError, FingerprintRecordError):
             return False
-        if record.origin != self.origin or len(record) < rows:
+        if record.header != self.header or len(record) < rows:
             return False
         record = record.first(rows)
         write_record(self.path, record)
-        self.rows = rows
+        self.num_rows = rows
         self._written_columns = record.blocks[-1][0] if record.blocks else ()
         self._columns = dict.fromkeys(self._written_columns)
         return True
 
     @property
-    def is_in_row(self) -> bool:
+    def has_open_row(self) -> bool:
         """Whether a row was started."""
         return self._key is not None
 
@@ -95,7 +95,7 @@ class Recorder:
             self._columns = dict.fromkeys(_merged(self._columns, self._values))
         self._keys.append(self._key)
         self._block.append(self._stacked())
-        self.rows += 1
+        self.num_rows += 1
         self._key, self._values = None, {}
         if len(self._block) >= _ROWS:
             self.write()
@@ -114,13 +114,13 @@ class Recorder:
         append_rows(self.path, columns, table, self._written_columns)
         self._written_columns = columns
 
-    def note_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
+    def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
         """Write down what a resumed run lacks.
 
         Raises:
             OSError: If that fails.
         """
-        append_resume(self.path, Resume(self.rows, step, epoch, tuple(not_restored)))
+        append_resume(self.path, IncompleteResume(self.num_rows, step, epoch, tuple(not_restored)))
 
     def _stacked(self) -> Tensor:
         devices = {value.device for value in self._values.values()}

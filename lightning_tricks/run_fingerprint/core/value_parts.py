@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-def parts_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors in containers, dataclasses and other objects; what is plain comes as a tensor of bytes.
 
     Of objects their attributes count, of modules, functions and the like their type alone.
@@ -19,9 +19,9 @@ def parts_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     return _parts(value, name, ())
 
 
-def branches_of(value: Any) -> dict[str, Any]:
+def children_of(value: Any) -> dict[str, Any]:
     """Return what a value directly consists of, by name; itself where it is one thing."""
-    inner = None if isinstance(value, Tensor) else _inside(value)
+    inner = None if isinstance(value, Tensor) else _children(value)
     return {"batch": value} if inner is None else {str(name): part for name, part in inner.items()}
 
 
@@ -31,11 +31,11 @@ def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         yield name, torch.from_numpy(np.array(value))
     elif value is None or isinstance(value, str | bytes | int | float | complex | os.PathLike):
-        yield name, _bytes(value)
+        yield name, _as_bytes(value)
     elif id(value) not in around:
-        inner = _inside(value)
+        inner = _children(value)
         if inner is None:
-            yield name, _bytes(type(value).__qualname__)
+            yield name, _as_bytes(type(value).__qualname__)
         around = (*around, id(value))
         for key, part in (inner or {}).items():
             label = f"{name}.{key}" if name else str(key)
@@ -45,7 +45,7 @@ def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str
                 yield from _parts(part, label, around)
 
 
-def _inside(value: Any) -> Mapping[Any, Any] | None:
+def _children(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, Set):
@@ -57,5 +57,5 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
     return dict(vars(value))
 
 
-def _bytes(value: object) -> Tensor:
+def _as_bytes(value: object) -> Tensor:
     return torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
