@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
-    from lightning_tricks.run_fingerprint.core.comparison import Comparison as Comparison
-    from lightning_tricks.run_fingerprint.core.comparison import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.comparison import compare as compare
+    from lightning_tricks.run_fingerprint.core.divergence import Comparison as Comparison
+    from lightning_tricks.run_fingerprint.core.divergence import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint as fingerprint
-    from lightning_tricks.run_fingerprint.core.record_file import FingerprintRecordError as FingerprintRecordError
+    from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError as FingerprintRecordError
     from lightning_tricks.run_fingerprint.core.record_file import read_ranks as read_ranks
     from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
 
@@ -41,9 +41,11 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("RunFingerprint",),
-            "core.comparison": ("Comparison", "Divergence", "compare"),
+            "core.comparison": ("compare",),
+            "core.divergence": ("Comparison", "Divergence"),
             "core.fingerprint": ("fingerprint",),
-            "core.record_file": ("FingerprintRecordError", "read_ranks"),
+            "core.record": ("FingerprintRecordError",),
+            "core.record_file": ("read_ranks",),
             "reproducibility": ("assert_reproducible",),
         },
     )

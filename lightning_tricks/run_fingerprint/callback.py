@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
-from lightning_tricks.run_fingerprint.core.record_file import RecordHeader, rank_path
+from lightning_tricks.run_fingerprint.core.record import RecordHeader
+from lightning_tricks.run_fingerprint.core.record_file import rank_path
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
@@ -191,7 +192,7 @@ class RunFingerprint(TrickCallback):
     def _close(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.stop_watching()
+            recorder.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_recorder": None}

@@ -22,7 +22,8 @@ def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     from rich.console import Console
 
     from lightning_tricks.run_fingerprint.core.comparison import compare
-    from lightning_tricks.run_fingerprint.core.record_file import FingerprintRecordError, read_ranks
+    from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError
+    from lightning_tricks.run_fingerprint.core.record_file import read_ranks
 
     try:
         comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))

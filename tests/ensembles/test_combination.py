@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torchensemble.utils import operator
 
+from lightning_tricks._shared.rng import derive_seed
 from lightning_tricks.ensembles.core.combination import (
     classification_uncertainty,
-    derived_seed,
     log_mean_probabilities,
     majority,
     mean_probabilities,
@@ -181,6 +181,7 @@ def test_weights_that_cannot_be(weights):
 
 
 def test_seeds_of_different_purposes_differ():
-    seeds = {derived_seed(seed, *path) for seed in range(20) for path in [(0,), (1,), (0, 1), (1, 0), (0, 0, 1)]}
+    paths = [(0,), (1,), (0, 1), (1, 0), (0, 0, 1)]
+    seeds = {derive_seed(seed, *path, distinguish_lengths=True) for seed in range(20) for path in paths}
     assert len(seeds) == 100
-    assert derived_seed(3, 1) == derived_seed(3, 1)
+    assert derive_seed(3, 1, distinguish_lengths=True) == derive_seed(3, 1, distinguish_lengths=True)

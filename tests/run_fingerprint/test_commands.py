@@ -38,7 +38,7 @@ def test_files_that_cannot_be_compared_are_an_error(runs, tmp_path, capsys):
     record(tmp_path / "c.jsonl", detail="step")
     (tmp_path / "notes.txt").write_text("no record")
     for other, words in (
-        ("c.jsonl", "A has detail='layer' and B 'step'"),
+        ("c.jsonl", "A has detail='layer' and B has detail='step'"),
         ("notes.txt", "no file of RunFingerprint"),
         ("missing", "No such file"),
     ):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_tricks.run_fingerprint import FingerprintRecordError, compare
-from lightning_tricks.run_fingerprint.core.record_file import Column, FingerprintRecord, RecordHeader
+from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, RecordHeader
 
 COLUMNS = (
     Column("data", "0"),
@@ -165,10 +165,10 @@ def test_calls_are_told_apart():
 
 def test_what_cannot_be_compared_is_refused():
     for run_a, run_b, words in (
-        (record(), record(detail="step"), "A has detail='layer' and B 'step'"),
-        (record(), record(world_size=2) * 2, "A has world_size=1 and B 2"),
-        (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B steps 7 to 8"),
-        (record(), record(range(0)), "B none"),
+        (record(), record(detail="step"), "A has detail='layer' and B has detail='step'"),
+        (record(), record(world_size=2) * 2, "A has world_size=1 and B has world_size=2"),
+        (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B has steps 7 to 8"),
+        (record(), record(range(0)), "B has none"),
     ):
         with pytest.raises(FingerprintRecordError, match=words):
             compare(run_a, run_b)

@@ -7,8 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs, ModelTensors
-from lightning_tricks.run_fingerprint.core.record_file import RecordHeader, read_record
+from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs
+from lightning_tricks.run_fingerprint.core.model_tensors import ModelTensors
+from lightning_tricks.run_fingerprint.core.record import RecordHeader
+from lightning_tricks.run_fingerprint.core.record_file import read_record
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 from tests.contract.lab import traces
@@ -17,11 +19,8 @@ from tests.contract.lab import traces
 def seen(model, run):
     outputs = []
     before = traces(model)
-    end = LayerOutputs(model).watch(lambda name, output: outputs.append((name, output)))
-    try:
+    with LayerOutputs(model).hooked(lambda name, output: outputs.append((name, output))):
         run(model)
-    finally:
-        end()
     assert traces(model) == before
     return [name for name, _ in outputs]
 

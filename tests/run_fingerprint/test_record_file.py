@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
-from lightning_tricks.run_fingerprint.core.record_file import Column, RecordHeader, rank_path, read_record
+from lightning_tricks.run_fingerprint.core.record import Column, RecordHeader
+from lightning_tricks.run_fingerprint.core.record_file import rank_path, read_record
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -213,14 +212,3 @@ def normalized_weights(weights: Sequence[float] | None, n: int) -> Tensor | None
     if not (given.isfinite().all() and (given >= 0).all() and given.sum() > 0):
         raise ValueError(f"weights must be finite, none below 0 and not all 0, got {weights!r}.")
     return given / given.sum()
-
-
-def derived_seed(seed: int, *path: int) -> int:
-    """Return a seed in [0, 2**32) for one purpose of a run, independent of those for others.
-
-    Args:
-        seed: Of the whole, >= 0.
-        *path: Whole numbers that name the purpose.
-    """
-    # the number of parts is one of them: SeedSequence does not tell (1,) from (1, 0)
-    return int(np.random.SeedSequence([len(path), seed, *path]).generate_state(1)[0])

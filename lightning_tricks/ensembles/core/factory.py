@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.rng import derive_seed, isolated_rng
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
-from lightning_tricks.ensembles.core.combination import derived_seed
 
 Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str
@@ -139,7 +138,7 @@ def _made(factory: Any, arguments: Mapping[str, Any], seed: int, index: int) -> 
             "estimator must be a class or factory, a torch.nn.Module, or a list of modules or paths, got "
             f"{factory!r} ({type(factory).__name__})."
         )
-    with isolated_rng(derived_seed(seed, _WEIGHTS, index)):
+    with isolated_rng(derive_seed(seed, _WEIGHTS, index, distinguish_lengths=True)):
         made = factory(**arguments)
     if not isinstance(made, nn.Module):
         raise TypeError(f"estimator must make a torch.nn.Module, {factory!r} made {made!r}.")
@@ -150,7 +149,7 @@ def _copies(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list
     members, kept = [], []
     for index in range(n):
         member = copy.deepcopy(module)
-        with isolated_rng(derived_seed(seed, _WEIGHTS, index)):
+        with isolated_rng(derive_seed(seed, _WEIGHTS, index, distinguish_lengths=True)):
             kept = reset_parameters(member)
         members.append(member)
     kind = type(module).__name__

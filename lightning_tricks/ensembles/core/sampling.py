@@ -22,8 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks._shared.rng import seed_global_rngs
-from lightning_tricks.ensembles.core.combination import derived_seed
+from lightning_tricks._shared.rng import derive_seed, seed_global_rngs
 
 _ORDER, _BOOTSTRAP, _WORKERS = 1, 2, 3  # purposes of seeds
 
@@ -73,7 +72,7 @@ class MemberOrders:
         return torch.stack([self._of(member, abs(seed)) for member in range(self.n_members)])
 
     def _of(self, member: int, seed: int) -> Tensor:
-        own = torch.Generator().manual_seed(derived_seed(seed, _ORDER, self.epoch, member))
+        own = torch.Generator().manual_seed(derive_seed(seed, _ORDER, self.epoch, member, distinguish_lengths=True))
         sampled = self._sampled(own, member)
         order = sampled if isinstance(sampled, Tensor) else torch.tensor(list(sampled), dtype=torch.int64)
         rank, world = self.ranks
@@ -87,7 +86,7 @@ class MemberOrders:
         if sampler is None:
             return torch.randperm(self.size, generator=own)
         if isinstance(sampler, DistributedSampler):
-            twin.seed = derived_seed(sampler.seed, _ORDER, self.seed, member)
+            twin.seed = derive_seed(sampler.seed, _ORDER, self.seed, member, distinguish_lengths=True)
             twin.epoch = self.epoch
             return twin
         if hasattr(sampler, "generator"):
@@ -96,7 +95,7 @@ class MemberOrders:
         return sampler
 
     def _table(self, member: int) -> Tensor:
-        own = torch.Generator().manual_seed(derived_seed(self.seed, _BOOTSTRAP, member))
+        own = torch.Generator().manual_seed(derive_seed(self.seed, _BOOTSTRAP, member, distinguish_lengths=True))
         return torch.randint(self.size, (self.size,), generator=own)
 
 
@@ -187,7 +186,7 @@ class _Flat:
     def __iter__(self) -> Iterator[list[int]]:
         orders = self.loader.sampler
         for number, indices in enumerate(self.loader.batches(), self.loader.given):
-            seed = derived_seed(orders.seed, _WORKERS, orders.epoch, number, orders.ranks[0])
+            seed = derive_seed(orders.seed, _WORKERS, orders.epoch, number, orders.ranks[0], distinguish_lengths=True)
             yield [seed, *indices.flatten().tolist()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,21 +10,24 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 
-def skip_step_(optimizer: Optimizer) -> None:
+def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     """Drop the gradients, so that the next step does nothing.
 
     Zero gradients would not do: weight decay and momentum move the weights all the same. What an optimizer counts in
-    its parameter groups (schedule-free ones do) is put back after the step.
+    its parameter groups (schedule-free ones do) is restored after the step.
 
     Args:
-        optimizer: Any that passes over parameters without a gradient, as those of torch do, and evaluates no closure
-            more than once (LBFGS does).
+        optimizer: Any optimizer that ignores parameters without a gradient, as those of torch do, and evaluates no
+            closure more than once (LBFGS does).
+
+    Returns:
+        A function for a step that never comes: it removes the hook that waits for it. After the step it does nothing.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
         >>> optimizer = torch.optim.AdamW([weight])
         >>> weight.grad = torch.tensor([1.0, torch.nan])
-        >>> skip_step_(optimizer)
+        >>> close = skip_step_(optimizer)
         >>> optimizer.step()
         >>> weight, len(optimizer.state)
         (tensor([1., 1.], requires_grad=True), 0)
@@ -38,6 +42,7 @@ def skip_step_(optimizer: Optimizer) -> None:
         restore_group_options(optimizer, options)
 
     handle = optimizer.register_step_post_hook(restore)
+    return handle.remove
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -60,22 +65,27 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     )
 
 
-def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> None:
-    """Make the next step do nothing where `condition` holds, without reading it back to the host.
+def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[], None]:
+    """Make the next step do nothing where a condition holds, without reading it back to the host.
 
     Args:
-        optimizer: One for which `skips_on_device` holds.
+        optimizer: An optimizer for which `skips_on_device` holds.
         condition: A bool, shape ().
+
+    Returns:
+        A function for a step that never comes: it takes the condition back. After the step it does nothing.
     """
     # the way in which a GradScaler tells a fused optimizer that it found an overflow
     optimizer.found_inf = condition.float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
 
-    def forget(*_: Any) -> None:
-        handle.remove()
-        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    def close(*_: Any) -> None:
+        if handle.id in optimizer._optimizer_step_post_hooks:
+            handle.remove()
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
-    handle = optimizer.register_step_post_hook(forget)
+    handle = optimizer.register_step_post_hook(close)
+    return close
 
 
 def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -114,42 +124,3 @@ class HeldSchedulers:
         for scheduler, state in self._states:
             scheduler.load_state_dict(state)
         restore_group_options(self._optimizer, self._options)
-
-
-class StepCounts:
-    """Counts of an optimizer's steps, on the device where the answers are.
-
-    Attributes:
-        steps: All of them.
-        clipped: Those in which something was clipped; shape ().
-        skipped: Those that were left out; shape ().
-        consecutive: How many steps in a row were truly nonfinite up to now; shape ().
-        most_consecutive: The most that ever were; shape ().
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._counts = torch.zeros(4)
-
-    clipped = property(lambda self: self._counts[0])
-    skipped = property(lambda self: self._counts[1])
-    consecutive = property(lambda self: self._counts[2])
-    most_consecutive = property(lambda self: self._counts[3])
-
-    @torch.no_grad()
-    def add(self, clipped: Tensor, skipped: Tensor, truly_nonfinite: Tensor) -> None:
-        """Count a step; the arguments are bools of shape ()."""
-        self.steps += 1
-        before = self._counts.to(clipped.device)
-        consecutive = (before[2] + 1) * truly_nonfinite
-        self._counts = torch.stack(
-            [before[0] + clipped, before[1] + skipped, consecutive, torch.maximum(before[3], consecutive)]
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
-        return {"steps": self.steps, "counts": self._counts.cpu()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
-        self.steps, self._counts = state_dict["steps"], state_dict["counts"].clone()

@@ -1,69 +1,40 @@
-"""The layers of a model: what they put out, and what they hold."""
+"""The outputs of a model's layers, seen by forward hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
-from lightning_tricks._shared.patterns import strip_compile_prefix
-
-# in evaluation they take another path where a hook is on one of their modules
+# in evaluation these take a fast path, unless a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-class ModelTensors:
-    """The parameters and buffers of a model, by qualified name; their places are found once, and looked up each time.
-
-    Args:
-        model: Whose.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        seen: set[int] = set()
-        for prefix, module in model.named_modules():
-            for held in (module._parameters, module._buffers):
-                for name, value in held.items():
-                    if value is not None and id(value) not in seen:
-                        seen.add(id(value))
-                        self._places[strip_compile_prefix(f"{prefix}.{name}" if prefix else name)] = (held, name)
-
-    def __call__(self) -> dict[str, Tensor]:
-        """Return what is in the places now."""
-        found = {name: held.get(key) for name, (held, key) in self._places.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None and not is_lazy(tensor)}
-
-
 class LayerOutputs:
-    """The layers of a model whose outputs are looked at: those without children, or with tensors of their own.
+    """The outputs of the layers of a model: of modules without children, or with tensors of their own.
 
-    Of what `torch.compile` has compiled the whole is looked at; modules that compile in place, and those of
-    TorchScript, are left alone.
+    What `torch.compile` has compiled counts as one layer; modules that compile in place, and those of TorchScript, are
+    left alone.
 
     Args:
-        model: Whose.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(_layers_in(model))
 
-    def watch(self, see: Callable[[str, Any], None]) -> Callable[[], None]:
-        """Call `see` with the name and the output of each layer when it has run; return what ends that."""
-        handles = [
-            module.register_forward_hook(_hook(name, module, see))
-            for name, module, with_fast_path in self._layers
-            if all(_is_trained(outer) for outer in with_fast_path)
-        ]
-
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return end
+    @contextmanager
+    def hooked(self, on_output: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call `on_output` with the qualified name and the output of each layer that runs in the block."""
+        with ExitStack() as hooks:
+            for name, module, with_fast_path in self._layers:
+                # a hook would make torch leave the fast path of a module around it: only those in training get hooks
+                if all(_is_trained(outer) for outer in with_fast_path):
+                    hooks.enter_context(module.register_forward_hook(_hook(name, module, on_output)))
+            yield
 
 
 def _layers_in(
@@ -87,10 +58,10 @@ def _is_trained(module: nn.Module) -> bool:
     return module.training and any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _hook(name: str, layer: nn.Module, see: Callable[[str, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         # a copy of the model takes the hook along; the compiler would break its graph here
         if module is layer and not torch.compiler.is_compiling():
-            see(name, output)
+            on_output(name, output)
 
     return hook

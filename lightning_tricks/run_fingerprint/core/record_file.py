@@ -5,133 +5,29 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.files import NotAFileError, open_file, atomic_write
+from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
+from lightning_tricks.run_fingerprint.core.record import (
+    KEY_LENGTH,
+    Column,
+    FingerprintRecord,
+    FingerprintRecordError,
+    IncompleteResume,
+    RecordHeader,
+)
 
 _FORMAT = "lightning_tricks.run_fingerprint"
-_KEY_LENGTH = 3  # numbers that say which row it is: step, epoch, batch
 _INTEGER = np.dtype("<i8")
 _COLUMN_KINDS = ("data", "forward", "loss", "gradient", "weights")
 _LONGEST_HEADER = 10_000  # characters
-
-
-class FingerprintRecordError(ValueError):
-    """A file is not of RunFingerprint, or two are not of a kind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordHeader:
-    """Of which run a record is.
-
-    Attributes:
-        detail: "step" or "layer".
-        every_n_train_steps: Of how many steps one was recorded.
-        rank: Whose batches and gradients these are.
-        world_size: Of how many ranks.
-        version: Of the format.
-    """
-
-    detail: str
-    every_n_train_steps: int = 1
-    rank: int = 0
-    world_size: int = 1
-    version: int = 1
-
-
-class Column(NamedTuple):
-    """What was looked at.
-
-    Attributes:
-        kind: "data", "forward", "loss", "gradient" or "weights".
-        name: Of the part, layer or parameter; "" for all together.
-        call: The n-th of that kind and name at one batch.
-    """
-
-    kind: str
-    name: str = ""
-    call: int = 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """The fingerprints of a batch.
-
-    Attributes:
-        step: Optimizer steps that were done when the batch began.
-        epoch: Its epoch.
-        batch_idx: Its number in the epoch; -1 for the weights with which a fit began.
-        columns: What is looked at in a step, in this order.
-        values: A fingerprint for each of them; 0 where there was none.
-    """
-
-    step: int
-    epoch: int
-    batch_idx: int
-    columns: tuple[Column, ...]
-    values: NDArray[np.int64]
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Step, epoch and batch."""
-        return self.step, self.epoch, self.batch_idx
-
-    def as_dict(self) -> dict[Column, int]:
-        """Return the fingerprints that there are."""
-        return {column: int(value) for column, value in zip(self.columns, self.values, strict=True) if value}
-
-
-class IncompleteResume(NamedTuple):
-    """A resume that could not restore all.
-
-    Attributes:
-        rows: How many rows were recorded before it.
-        step: Optimizer steps that were done.
-        epoch: The epoch that was resumed.
-        not_restored: What is other than it was saved, such as "module.history".
-    """
-
-    rows: int
-    step: int
-    epoch: int
-    not_restored: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FingerprintRecord:
-    """What was recorded of a rank: its header, in blocks of equal columns its rows, and the incomplete resumes."""
-
-    header: RecordHeader
-    blocks: list[tuple[tuple[Column, ...], NDArray[np.int64]]] = field(default_factory=list)
-    incomplete_resumes: list[IncompleteResume] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return sum(len(table) for _, table in self.blocks)
-
-    def __iter__(self) -> Iterator[Row]:
-        for columns, table in self.blocks:
-            for line in table:
-                step, epoch, batch = (int(number) for number in line[:_KEY_LENGTH])
-                yield Row(step, epoch, batch, columns, line[_KEY_LENGTH:])
-
-    def first(self, rows: int) -> FingerprintRecord:
-        """Return the record as it was after so many rows."""
-        blocks, left = [], rows
-        for columns, table in self.blocks:
-            if left > 0:
-                blocks.append((columns, table[:left]))
-                left -= len(table)
-        return replace(
-            self, blocks=blocks, incomplete_resumes=[resume for resume in self.incomplete_resumes if resume.rows < rows]
-        )
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
@@ -225,7 +121,7 @@ def _parse_line(
     if "columns" in content:
         return tuple(_parse_column(*column) for column in content["columns"])
     table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
-    record.blocks.append((columns, table.reshape(-1, _KEY_LENGTH + len(columns))))
+    record.blocks.append((columns, table.reshape(-1, KEY_LENGTH + len(columns))))
     return columns
 
 

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
-from lightning_tricks.run_fingerprint.core.record_file import (
+from lightning_tricks.run_fingerprint.core.record import (
     Column,
     FingerprintRecord,
     FingerprintRecordError,
     IncompleteResume,
     RecordHeader,
-    append_resume,
-    append_rows,
-    read_record,
-    write_record,
 )
+from lightning_tricks.run_fingerprint.core.record_file import append_resume, append_rows, read_record, write_record
 
 _ROWS = 128  # in a block
 
@@ -91,16 +88,16 @@ class RowWriter:
         if self._key is None:
             return
         if not self._values.keys() <= self._columns.keys():
-            self.write()
+            self.flush()
             self._columns = dict.fromkeys(_merged(self._columns, self._values))
         self._keys.append(self._key)
         self._block.append(self._stacked())
         self.num_rows += 1
         self._key, self._values = None, {}
         if len(self._block) >= _ROWS:
-            self.write()
+            self.flush()
 
-    def write(self) -> None:
+    def flush(self) -> None:
         """Fetch the rows that are not written and append them to the file.
 
         Raises:

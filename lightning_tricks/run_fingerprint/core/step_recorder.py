@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs, ModelTensors
+from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs
+from lightning_tricks.run_fingerprint.core.model_tensors import ModelTensors
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 from lightning_tricks.run_fingerprint.core.value_parts import children_of
 
@@ -25,7 +27,7 @@ class StepRecorder:
         self.writer, self.model = writer, model
         self._by_layer = writer.header.detail == "layer"
         self._stepped = False
-        self._unwatch: Callable[[], None] | None = None
+        self._hooks = ExitStack()
         self.find_layers()
 
     def find_layers(self) -> None:
@@ -42,12 +44,12 @@ class StepRecorder:
 
     def on_batch_start(self, step: int, epoch: int, number: int, batch: Any) -> None:
         """Look at a batch, and at the layers until it ends."""
-        self.stop_watching()  # of a batch that was left out
+        self.close()  # the hooks of a batch that was skipped
         self._stepped = False
         self.writer.start_row(step, epoch, number)
         self._add("data", children_of(batch))
         if self._outputs is not None:
-            self._unwatch = self._outputs.watch(lambda name, output: self._add("forward", {name: output}))
+            self._hooks.enter_context(self._outputs.hooked(lambda name, output: self._add("forward", {name: output})))
 
     def on_backward_start(self, loss: Any) -> None:
         """Look at a loss."""
@@ -68,7 +70,7 @@ class StepRecorder:
         Raises:
             OSError: If the rows cannot be written.
         """
-        self.stop_watching()
+        self.close()
         if not self.writer.has_open_row:
             return
         if loss is not None and not self.writer.has("loss"):
@@ -83,15 +85,13 @@ class StepRecorder:
         Raises:
             OSError: If the rows cannot be written.
         """
-        self.stop_watching()
+        self.close()
         self.writer.end_row()
         self.writer.flush()
 
-    def stop_watching(self) -> None:
-        """Leave the layers alone."""
-        if self._unwatch is not None:
-            self._unwatch()
-        self._unwatch = None
+    def close(self) -> None:
+        """Remove the hooks from the layers."""
+        self._hooks.close()
 
     def _add(self, kind: str, values: Mapping[str, Any]) -> None:
         if not self._by_layer:

@@ -1,0 +1,159 @@
+"""What clipping remembers of one optimizer, from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks.gradient_clipping.core.adaptive_thresholds import Threshold
+from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroup, ClipGroups
+from lightning_tricks.gradient_clipping.core.clipping import GradientNorms, gradient_norms
+from lightning_tricks.gradient_clipping.core.step_skipping import HeldSchedulers
+
+
+class StepCounts:
+    """Counts of an optimizer's steps, on the device of its gradients.
+
+    Attributes:
+        steps: All steps.
+        clipped: The steps in which something was clipped; shape ().
+        skipped: The steps that were skipped; shape ().
+        consecutive: How many of the last steps in a row were truly nonfinite; shape ().
+        most_consecutive: The longest such row; shape ().
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._counts = torch.zeros(4)
+
+    clipped = property(lambda self: self._counts[0])
+    skipped = property(lambda self: self._counts[1])
+    consecutive = property(lambda self: self._counts[2])
+    most_consecutive = property(lambda self: self._counts[3])
+
+    @torch.no_grad()
+    def add(self, clipped: Tensor, skipped: Tensor, truly_nonfinite: Tensor) -> None:
+        """Count a step; the arguments are bools of shape ()."""
+        self.steps += 1
+        before = self._counts.to(clipped.device)
+        consecutive = (before[2] + 1) * truly_nonfinite
+        self._counts = torch.stack(
+            [before[0] + clipped, before[1] + skipped, consecutive, torch.maximum(before[3], consecutive)]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"steps": self.steps, "counts": self._counts.cpu()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.steps, self._counts = state_dict["steps"], state_dict["counts"].clone()
+
+
+class ClipState:
+    """What clipping remembers of one optimizer: counts and thresholds for good, all else until a fit ends.
+
+    Attributes:
+        counts: The counts of its steps.
+        thresholds: Label of a group -> the threshold that follows its norms.
+        is_announced: Whether Lightning has announced the optimizer's next step.
+        held_schedulers: The schedulers to restore after a skipped step, or None.
+        close_skip: Removes the hook that skips the optimizer's next step.
+        finite_at_skip: Which gradients were finite when a step was last skipped; shape (n,).
+    """
+
+    def __init__(self) -> None:
+        self.counts = StepCounts()
+        self.thresholds: dict[str, Threshold] = {}
+        self._forget_fit()
+
+    def _forget_fit(self) -> None:
+        self.is_announced = False
+        self.held_schedulers: HeldSchedulers | None = None
+        self.close_skip: Callable[[], None] | None = None
+        self.finite_at_skip: Tensor | None = None
+        self._parameter_ids: list[int] = []
+        self._groups: list[ClipGroup] = []
+
+    def close(self) -> None:
+        """Remove the hook of a skipped step that never came, and forget parameters and schedulers of the fit."""
+        if self.close_skip is not None:
+            self.close_skip()
+        self._forget_fit()
+
+    def restore_schedulers(self) -> None:
+        """Restore the schedulers of a skipped step."""
+        held, self.held_schedulers = self.held_schedulers, None
+        if held is not None:
+            held.restore()
+
+    def clip_(
+        self,
+        clip_groups: ClipGroups,
+        parameters: Sequence[Tensor],
+        norms: GradientNorms,
+        norm_type: float,
+        names_of: Callable[[Sequence[Tensor]], list[str]],
+    ) -> tuple[Tensor, Tensor]:
+        """Clip the gradients of each group in place.
+
+        Args:
+            clip_groups: How the groups are clipped.
+            parameters: Those of the optimizer that have a gradient.
+            norms: The norms of their gradients.
+            norm_type: The p of these norms.
+            names_of: Returns the qualified names of parameters.
+
+        Returns:
+            The norm of all gradients after clipping, and whether any was clipped (a bool); both of shape ().
+        """
+        norms_after, was_clipped = [], []
+        for group in self._groups_of(clip_groups, parameters, names_of):
+            norm = group.norm(norms, norm_type)
+            if group.method is None:
+                norms_after.append(norm)
+                continue
+            threshold = self.thresholds.setdefault(group.label, group.method.new_threshold())
+            result = group.method.clip_(group.parameters, norm, norm_type, threshold)
+            after = result.norm_after
+            norms_after.append(gradient_norms(group.parameters, norm_type).total if after is None else after)
+            was_clipped.append(result.was_clipped)
+        if len(norms_after) == 1:  # not a norm of one norm, which would round
+            return norms_after[0], was_clipped[0] if was_clipped else torch.zeros_like(norms.total, dtype=torch.bool)
+        return torch.linalg.vector_norm(torch.stack(norms_after), norm_type), torch.stack(was_clipped).any()
+
+    def has_too_many_skips(self, limit: int, norms: GradientNorms, *, is_known: bool) -> bool:
+        """Whether more than `limit` steps in a row were skipped.
+
+        Args:
+            limit: The most steps in a row that may be skipped.
+            norms: The norms of the present step.
+            is_known: Whether the host knows that the present step is skipped; else the counts are read from their
+                device only every `limit` steps.
+        """
+        finite = norms.per_parameter.isfinite()
+        before = self.finite_at_skip
+        if before is None or before.shape != finite.shape:
+            self.finite_at_skip = finite
+        else:  # a step that was not skipped says nothing about the layers
+            self.finite_at_skip = torch.where(self.counts.consecutive > 0, finite, before)
+        return (is_known or self.counts.steps % limit == 0) and bool(self.counts.most_consecutive > limit)
+
+    def _groups_of(
+        self, clip_groups: ClipGroups, parameters: Sequence[Tensor], names_of: Callable[[Sequence[Tensor]], list[str]]
+    ) -> list[ClipGroup]:
+        """Split the parameters into groups, anew only when other parameters than before have a gradient."""
+        ids = [id(parameter) for parameter in parameters]
+        if ids != self._parameter_ids:
+            names = [] if clip_groups.is_single else names_of(parameters)
+            self._parameter_ids, self._groups = ids, clip_groups.split(parameters, names)
+        return self._groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy that is made in the middle of a fit takes neither parameters nor hooks along
+        copy = ClipState()
+        copy.counts, copy.thresholds = self.counts, self.thresholds
+        return vars(copy)

@@ -1,0 +1,46 @@
+"""The errors that stop a fit with GradientClipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+_MOST_NAMES = 10
+
+
+def nonfinite_error(trainer: Trainer, names: Sequence[str], finite: Tensor, reason: str) -> RuntimeError:
+    """Return an error that names the layers whose gradients are not finite.
+
+    Args:
+        trainer: The Trainer.
+        names: The qualified names of all parameters that have a gradient.
+        finite: Whether the gradient of each is finite; shape (n,).
+        reason: The argument that asks for the error.
+    """
+    bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
+    listed = ", ".join(bad[:_MOST_NAMES]) + ", ..." * (len(bad) > _MOST_NAMES)
+    if len(bad) == len(names):
+        listed += "; since it is all of them, look at the loss itself and at its batch"
+    return RuntimeError(
+        f"GradientClipping({reason}): {len(bad)} of {len(names)} gradients are not finite at global step "
+        f"{trainer.global_step} (epoch {trainer.current_epoch}): {listed}."
+    )
+
+
+def lbfgs_error() -> MisconfigurationException:
+    """Return the error for an LBFGS whose steps should be skipped."""
+    return MisconfigurationException(
+        'GradientClipping(on_nonfinite="skip") cannot skip a step of LBFGS: it has moved the weights by the time it '
+        'computes the gradient. Use "raise" or "ignore".'
+    )
+
+
+def unseen_step_error(index: int) -> MisconfigurationException:
+    """Return the error for an optimizer that was stepped without Lightning."""
+    return MisconfigurationException(
+        f"GradientClipping cannot clip optimizer {index}: it was stepped past Lightning, which then calls no hook. "
+        "Step what `self.optimizers()` returns (use_pl_optimizer=True), or the `optimizer` that `optimizer_step` gets."
+    )
