@@ -397,7 +397,7 @@ def test_numpys_stream_is_read_as_it_is(operations):
     with isolated_rng(seed=1):
         other = np.random.RandomState(7)
         other.normal()
-        _numpy.forget()  # the example before began alike
+        _numpy.invalidate()  # the example before began alike
         for operation in operations:
             if operation == "set":
                 _set_state(1, _state_bytes(1, other.get_state()))
