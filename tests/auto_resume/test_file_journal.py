@@ -157,4 +157,4 @@ def test_a_file_system_without_locks_asks_who_held_it_last(tmp_path):
             assert held.acquire(last) == (True, False)
             held.close()
             held.close()
-    assert lock._HELD == {}
+    assert lock._HELD_KEYS == {}
