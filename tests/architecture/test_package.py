@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import runpy
@@ -33,12 +34,36 @@ def test_importing_the_package_and_its_rooms_loads_nothing():
     assert not loaded & set(_HEAVY)
 
 
+@pytest.fixture(scope="module")
+def loaded_by_cores():
+    """Room -> the modules of its core, and what is loaded when they are; each in a fork of one process with torch."""
+    cores = {}
+    for room in _ROOMS:
+        core = [_PACKAGE / room / "functional.py", *(_PACKAGE / room / "core").rglob("*.py")]
+        names = [".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts) for path in core if path.exists()]
+        cores[room] = [name.removesuffix(".__init__") for name in names]
+    run = subprocess.run([sys.executable, "-c", _LOADS, json.dumps(cores)], capture_output=True, text=True, check=True)
+    loaded = {room: set(modules) for room, modules in map(json.loads, run.stdout.splitlines())}
+    return {room: (names, loaded[room]) for room, names in cores.items()}
+
+
+_LOADS = """
+import importlib, json, os, sys
+import torch
+assert not {"lightning", "pytorch_lightning", "lightning_tricks"} & {*sys.modules}
+for room, names in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        for name in names:
+            importlib.import_module(name)
+        print(json.dumps([room, [*sys.modules]]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
 @pytest.mark.parametrize("room", _ROOMS)
-def test_the_core_loads_no_lightning(room):
-    core = [_PACKAGE / room / "functional.py", *(_PACKAGE / room / "core").rglob("*.py")]
-    names = [".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts) for path in core if path.exists()]
-    names = [name.removesuffix(".__init__") for name in names]
-    loaded = _loaded_by("; ".join(f"import {name}" for name in names))
+def test_the_core_loads_no_lightning(room, loaded_by_cores):
+    names, loaded = loaded_by_cores[room]
     assert names
     assert set(names) <= loaded
     assert not loaded & {"lightning", "pytorch_lightning"}
