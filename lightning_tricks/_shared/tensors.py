@@ -26,3 +26,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def to_double(numbers: Tensor) -> Tensor:
     """Return numbers in doubles; in floats on MPS, which has no doubles."""
     return numbers.float() if numbers.device.type == "mps" else numbers.double()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this rank may hold only a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor, so that each rank has the whole tensor; return any other tensor as it is."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole

@@ -1,19 +1,19 @@
-"""Count FLOPs, MACs and parameters of any model, of a forward pass and of a whole training step, and log the MFU.
+"""Count FLOPs, MACs and parameters of any model, for a forward pass or a whole training step, and log the MFU.
 
-When to use it: to compare architectures before a run is spent on them (`count_flops`, `lightning-tricks flops`), to see
-which module the compute goes to, and to know how much of the device's peak a training run uses (`FlopsReport`).
+When to use it: to compare architectures before training them (`count_flops`, `lightning-tricks flops`), to see which
+module needs the most compute, and to measure which fraction of the device's peak a training run uses (`FlopsReport`).
 
-What it does that other counters do not: it counts every operator as it runs, so that attention, functional calls, bare
-parameters, recurrent layers and compiled modules are in it; it measures the backward pass and what activation
-checkpointing computes again instead of taking three times the forward pass; it runs a stand-in without data, so that it
-is cheap and the model stays as it is, also when something fails.
+Differences to other counters: every operator is counted as it runs, so that attention, functional calls, parameters
+without a module, recurrent layers and compiled modules are included. The backward pass and what activation
+checkpointing computes again are measured, not assumed to be a multiple of the forward pass. A copy of the model without
+data is run, so that counting is cheap and leaves the model unchanged, also after an exception.
 
-Caveats: one MAC is two FLOPs, and `macs` and `flops` are matrix products and convolutions alone; norms, pools and
-pointwise operators are estimates, kept apart in `other_flops`. A causal mask does not halve attention, as in
-`torch.utils.flop_counter`. Triton kernels without a formula appear in `uncounted`. Under tensor parallelism the count
-is that of the whole model.
+Caveats: one MAC is two FLOPs. `macs` and `flops` are those of matrix products and convolutions; the FLOPs of
+normalizations, poolings and pointwise operators are estimates and are counted separately, in `other_flops`. A causal
+mask does not halve the cost of attention, as in `torch.utils.flop_counter`. Triton kernels without a formula appear in
+`uncounted`. Under tensor parallelism the whole model is counted.
 
-Sources: `torch.utils.flop_counter` (the formulas that it has are a test's oracle), thop (its rules, as a backend),
+Sources: `torch.utils.flop_counter` (the tests compare with its formulas), thop (a backend applies its rules),
 Chowdhery et al., "PaLM: Scaling language modeling with pathways", arXiv 2204.02311 (model FLOPs utilization).
 """
 

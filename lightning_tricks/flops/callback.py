@@ -1,62 +1,65 @@
-"""The Lightning shell of the flops room."""
+"""`FlopsReport`: the callback that counts the FLOPs of the model that a Trainer trains."""
 
 from __future__ import annotations
 
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
-from lightning_tricks._lightning_compat.throughput import device_peak_flops, reset_module_flops
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.throughput import providing_flops_per_batch, set_flops_per_batch
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
-from lightning_tricks._shared.units import format_si
-from lightning_tricks.flops.core.flops_count import FlopsCount, check_path
+from lightning_tricks.flops.core.flops_count import FlopsCount
+from lightning_tricks.flops.core.flops_table import check_report_path
 from lightning_tricks.flops.core.model_flops import check_backend, count_call
+from lightning_tricks.flops.mfu import MfuMeter, start_meter
 
 
 class FlopsReport(TrickCallback):
-    """Print what each module costs in FLOPs, log the totals and, with `backward=True`, how much of the peak is used.
+    """Print the FLOPs of each module, log the totals and, with `backward=True`, the model FLOPs utilization.
 
-    It counts once in a fit: the call of the model with `inputs` or the module's `example_input_array`, or else its
-    `training_step` with the first batch, which is not consumed. Training stays bit-identical. An error in the first
-    case stops the fit before it starts; in the second it becomes a warning, and training goes on.
+    The FLOPs are counted once in a fit: those of the model's call with `inputs` or with the module's
+    `example_input_array`, or else those of its `training_step` with the first batch, which is not consumed. Training
+    stays bit-identical. If the call with `inputs` or the example fails, the error stops the fit before it starts; if
+    the training step cannot be counted, a warning is given and training continues.
 
-    Logs, once, `flops/forward` and, with `backward=True`, `flops/train_step`, both of one call on one rank, as well as
-    `params/total` and `params/trainable`. With `backward=True` the first batch's training step is measured, too, and
+    Logs, once, `flops/forward` and, with `backward=True`, `flops/train_step`, both for one call on one rank, as well as
+    `params/total` and `params/trainable`. With `backward=True` the training step with the first batch is always
+    measured, and
 
-    * Lightning's `ThroughputMonitor`, where there is one, gets it as `flops_per_batch`, unless the module has an
-      attribute of this name, and so reports FLOPs per second and MFU without any code in the module. Validation counts
-      as no FLOPs.
+    * Lightning's `ThroughputMonitor`, if there is one, gets the result as `flops_per_batch`, unless the module has an
+      attribute of this name. It then reports FLOPs per second and MFU without any code in the module. Validation
+      batches count as no FLOPs.
     * `flops/mfu`, the model FLOPs utilization of rank zero's device since the last log, is logged every
-      `log_every_n_steps`: FLOPs of the training steps, by time without validation, by `peak_flops`.
+      `log_every_n_steps`: the FLOPs of the training steps, divided by the time without validation and by `peak_flops`.
+
+    The count itself is that of `lightning_tricks.count_flops`.
 
     Args:
-        inputs: What to call the model with, as `count_flops` takes it. None for `example_input_array` or a batch.
+        inputs: What the model is called with, as for `count_flops`. None for `example_input_array` or a batch.
         backend: "torch" or "thop", see `count_flops`.
         backward: Whether to measure the whole training step; needs `backend="torch"`.
-        depth: How deep the modules in the table may lie, 0 for the totals alone.
-        path: Where to write the counts, too: a file `.csv`, `.json`, `.md` or `.html`.
-        compare: Whether to show the other backend's counts, too.
-        peak_flops: Of one device, in FLOPs per second; needs `backward=True`. None for Lightning's table of devices
-            and precisions. The peak that is used is printed.
-
-    The counting itself: `lightning_tricks.count_flops`.
+        depth: The depth of the deepest modules in the table, >= 0; 0 for the totals alone.
+        path: A file that the counts are written to, with the suffix `.csv`, `.json`, `.md` or `.html`. None writes no
+            file.
+        compare: Whether to show the counts of the other backend as well.
+        peak_flops: The peak of one device, in FLOPs per second, > 0; needs `backward=True`. None for the peak in
+            Lightning's table of devices and precisions. The peak that is used is logged.
 
     Attributes:
-        count: The `FlopsCount` of the last fit.
+        count: The `FlopsCount` of the last fit; None before the first.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If one is out of range or unknown, or two contradict each other.
+        ValueError: If an argument is out of range or unknown, or if two contradict each other.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -86,30 +89,36 @@ class FlopsReport(TrickCallback):
 
         check_backend(backend, backward)
         if path is not None:
-            check_path(path)
+            check_report_path(path)
         if peak_flops is not None and not backward:
             raise ValueError(f"peak_flops={peak_flops!r} needs backward=True: MFU is about training steps.")
         self.count: FlopsCount | None = None
-        self._reset()
+        self._installed = ExitStack()
+        self._close()
 
-    def _reset(self) -> None:
-        """Let go of what belongs to one fit."""
-        self._filled_monitors = False
+    def _close(self) -> None:
+        """Undo what was installed for a fit, and forget what belongs to it."""
+        self._installed.close()
+        self._provides_flops = False
         self._flops_per_batch: float | None = None
         self._saw_first_batch = False
         self._meter: MfuMeter | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # what is installed in a fit belongs to its module, and cannot be pickled
+        return super().__getstate__() | {"_installed": ExitStack()}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count with the inputs that are known."""
+        """Count the call with `inputs` or with the example, if there are any."""
         self.count = None
-        self._reset()
+        self._close()
         call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
         if call is not None:
             self.count = self._count(trainer, pl_module, call)
             self._report(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the first batch."""
+        """Count the training step with the first batch, if that is needed, and start to measure the utilization."""
         if self._saw_first_batch:
             return
         self._saw_first_batch = True
@@ -125,52 +134,45 @@ class FlopsReport(TrickCallback):
                     self._report(trainer)
         self._log_totals(trainer, pl_module)
         if self._flops_per_batch is not None:
-            self._set_flops_per_batch(trainer, pl_module)
-            self._start_meter(trainer, self._flops_per_batch)
+            self._fill_monitors(trainer, pl_module, self._flops_per_batch)
+            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the utilization where the Trainer logs."""
+        """Log the utilization at the steps at which the Trainer logs."""
         if self._meter is None:
             return
-        self._meter.batches += 1
+        self._meter.count_batch()
         if logs_at_this_step(trainer) and trainer.global_step != self._meter.step:
             mfu = self._meter.read(trainer)
             pl_module.log("flops/mfu", mfu, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock; and validation is no training."""
-        if self._filled_monitors:
-            pl_module.flops_per_batch = None  # type: ignore[assignment]
+        """Stop the clock, and let monitors count no FLOPs in validation."""
+        if self._provides_flops:
+            set_flops_per_batch(pl_module, None)
         if self._meter is not None:
             self._meter.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on."""
-        if self._filled_monitors:
-            pl_module.flops_per_batch = self._flops_per_batch  # type: ignore[assignment]
+        """Start the clock again, and let monitors count the FLOPs of training steps."""
+        if self._provides_flops:
+            set_flops_per_batch(pl_module, self._flops_per_batch)
         if self._meter is not None:
             self._meter.resume()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind."""
-        self._close(trainer, pl_module)
+        """Undo what was installed."""
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind."""
-        self._close(trainer, pl_module)
-
-    def _close(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._filled_monitors:
-            del pl_module.flops_per_batch
-            for monitor in _throughput_monitors(trainer):
-                reset_module_flops(monitor)
-        self._reset()
+        """Undo what was installed."""
+        self._close()
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, call: ModelCall) -> FlopsCount:
         with trainer.precision_plugin.forward_context():
-            compare = self.compare and self.count is None  # a second count is of the training step alone
+            compare = self.compare and self.count is None  # a second count is only used for its training step
             return count_call(pl_module, call, backend=self.backend, backward=self.backward, compare=compare)
 
     def _report(self, trainer: Trainer) -> None:
@@ -192,73 +194,14 @@ class FlopsReport(TrickCallback):
             "params/total": self.count.params,
             "params/trainable": self.count.trainable_params,
         }
-        dtype = torch.float32 if pl_module.device.type == "mps" else torch.float64  # float32 would round them
+        # float32 would round the counts, but MPS has no float64
+        dtype = torch.float32 if pl_module.device.type == "mps" else torch.float64
         values = {name: torch.tensor(value, dtype=dtype) for name, value in totals.items() if value is not None}
-        # of this rank alone: another may have failed to count, and would wait for none of these
+        # without communication: a rank that failed to count would not take part in it
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
-    def _set_flops_per_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _throughput_monitors(trainer) and not hasattr(pl_module, "flops_per_batch"):
-            pl_module.flops_per_batch = self._flops_per_batch  # type: ignore[assignment]
-            self._filled_monitors = True
-
-    def _start_meter(self, trainer: Trainer, flops_per_batch: float) -> None:
-        if trainer.barebones or not trainer.is_global_zero:
-            return
-        device = trainer.strategy.root_device
-        peak, origin = self.peak_flops, "as given"
-        if peak is None:
-            peak, origin = device_peak_flops(trainer), "by Lightning's table"
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
-        if peak is None:
-            rank_zero_info(f"FlopsReport knows no peak of {name}, so no flops/mfu: give it as peak_flops.")
-            return
-        rank_zero_info(
-            f"FlopsReport: flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, "
-            f"{origin}."
-        )
-        self._meter = MfuMeter(float(peak), flops_per_batch, trainer.global_step)
-
-
-class MfuMeter:
-    """Feeds Lightning's `Throughput` wherever the Trainer logs.
-
-    Args:
-        peak: Of one device, in FLOPs per second.
-        flops_per_batch: FLOPs of one training step.
-        step: The Trainer's global step.
-    """
-
-    def __init__(self, peak: float, flops_per_batch: float, step: int) -> None:
-        self._throughput = Throughput(available_flops=peak, window_size=2)
-        self._throughput.update(time=0.0, batches=0, samples=0, flops=0)
-        self._flops_per_batch = flops_per_batch
-        self._fed = self.batches = 0
-        self.step = step
-        self._start = self._paused = time.perf_counter()
-
-    def read(self, trainer: Trainer) -> float:
-        """Return the utilization since the last call."""
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self._throughput.update(
-            time=time.perf_counter() - self._start,
-            batches=self.batches,
-            samples=self.batches,
-            flops=int(self._flops_per_batch * (self.batches - self._fed)),
-        )
-        self._fed, self.step = self.batches, trainer.global_step
-        return float(self._throughput.compute()["device/mfu"])
-
-    def pause(self) -> None:
-        """Stop the clock."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """Start it again."""
-        self._start += time.perf_counter() - self._paused
-
-
-def _throughput_monitors(trainer: Trainer) -> list[ThroughputMonitor]:
-    callbacks = callbacks_of(trainer)
-    return [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]
+    def _fill_monitors(self, trainer: Trainer, pl_module: LightningModule, flops_per_batch: float) -> None:
+        monitors = callbacks_of_type(trainer, ThroughputMonitor)
+        if monitors and not hasattr(pl_module, "flops_per_batch"):
+            self._installed.enter_context(providing_flops_per_batch(pl_module, flops_per_batch, monitors))
+            self._provides_flops = True

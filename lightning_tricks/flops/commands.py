@@ -1,4 +1,4 @@
-"""`lightning-tricks flops`: what a model costs, before it is trained."""
+"""`lightning-tricks flops`: count the FLOPs of a model before it is trained."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add the subcommand to the command line's."""
+    """Add the subcommand `flops`."""
     parser: argparse.ArgumentParser = commands.add_parser("flops", help="count a model's FLOPs, module by module")
     parser.add_argument(
-        "model", metavar="MODULE:NAME", help="a model, or what makes one without arguments: torchvision.models:resnet50"
+        "model",
+        metavar="MODULE:NAME",
+        help="a model, or a function or class that makes one without arguments: torchvision.models:resnet50",
     )
     parser.add_argument(
         "--input",
         type=_shape,
         action="append",
         metavar="1,3,224,224",
-        help="the shape of an input; once for each argument of forward (default: the model's example_input_array)",
+        help="shape of an input; once for each argument of forward (default: the model's example_input_array)",
     )
     parser.add_argument(
         "--dtype",
         default="float32",
-        help="of the inputs: float32, int64, bfloat16, ... ; of the model, too, if floating",
+        help="dtype of the inputs, such as float32, int64 or bfloat16; the model is converted to a floating dtype",
     )
-    parser.add_argument("--backward", action="store_true", help="count a whole training step as well")
-    parser.add_argument("--depth", type=int, default=3, help="how deep the modules shown may lie (%(default)s)")
-    parser.add_argument("--backend", default="torch", choices=("torch", "thop"))
-    parser.add_argument("--compare", action="store_true", help="show the other backend's counts beside")
+    parser.add_argument("--backward", action="store_true", help="count the backward pass as well")
+    parser.add_argument("--depth", type=int, default=3, help="depth of the deepest modules shown (%(default)s)")
+    parser.add_argument("--backend", default="torch", choices=("torch", "thop"), help="how to count (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="show the counts of the other backend as well")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument("--json", action="store_true", help="print all counts as JSON")
     output.add_argument("--csv", action="store_true", help="print all modules as CSV")
     parser.set_defaults(run=partial(_run, parser))
 
@@ -51,7 +53,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         count = count_flops(
             model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
         )
-    except Exception as error:  # the model's own errors, too: whoever asks for a count wants no traceback
+    except Exception as error:  # also the model's own errors: a command prints no traceback
         parser.error(f"{type(error).__name__}: {error}")
     if arguments.json:
         sys.stdout.write(count.to_json())
@@ -67,7 +69,7 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"a shape is whole numbers with commas, such as 1,3,224,224; got {text!r}"
+            f"a shape must be whole numbers with commas, such as 1,3,224,224; got {text!r}"
         ) from None
 
 

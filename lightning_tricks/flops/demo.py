@@ -1,4 +1,4 @@
-"""What the demo shows of FLOPs."""
+"""The part of `lightning-tricks demo` about FLOPs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_tricks.flops.callback import FlopsReport
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that the demo sets for FLOPs."""
     return {"flops": {"backward": True, "depth": 2}}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say what was counted in this fit."""
+    """Return what was counted in this fit, by label."""
     (callback,) = callbacks_of_type(trainer, FlopsReport)
     if callback.count is None:
         return {"FLOPs": "not counted"}

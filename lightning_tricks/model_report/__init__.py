@@ -1,15 +1,15 @@
-"""Show a model: its parameters one by one, its layers, the memory that it takes, and a picture of its graph.
+"""Report on a model: each of its parameters, its layers, its memory, and a picture of its autograd graph.
 
-When to use it: once at the start of a project or a run, to see whether weights are initialized as they should be,
-which of them train and get a gradient, and what takes the memory.
+When to use it: once at the start of a project or a run, to check that weights are initialized as intended, which of
+them are trained and get a gradient, and what needs the memory.
 
-What it does that printing the model does not: means and standard deviations of all parameters in one read, gradient
-norms where there are gradients, measured memory of weights, gradients and optimizer state; torchinfo's summary and
-torchviz's graph are made on a copy, so that modes, buffers and random numbers stay as they are (torchinfo flips frozen
-BatchNorms, torchviz updates running statistics).
+Differences to printing the model: the means and standard deviations of all parameters are read from the device at once,
+gradient norms are included if there are gradients, and the memory of weights, gradients and optimizer state is
+measured. torchinfo's summary and torchviz's graph are made on a copy, so that modes, buffers and the random state are
+left unchanged (torchinfo changes the mode of frozen BatchNorms, and torchviz updates running statistics).
 
-Caveats: torchinfo's FLOPs are left out, since it misses attention (`count_flops` does not). The extra `reports`
-installs torchinfo and torchviz; for SVG and PNG the program `dot` of graphviz has to be there, for DOT source nothing.
+Caveats: torchinfo's FLOPs are left out, because they miss attention (`count_flops` counts it). The extra `reports`
+installs torchinfo and torchviz. SVG and PNG files need graphviz's program `dot`; DOT source does not.
 
 Sources: torchinfo, torchviz (`make_dot`).
 """

@@ -1,4 +1,4 @@
-"""The Lightning shell of the model report room."""
+"""`ModelReport`: the callback that reports on the model that a Trainer trains."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_tricks.model_report.core.summarize_model import summarize_call
 
 
 class ModelReport(TrickCallback):
-    """Print a report of the model once in a fit: parameters, layers, memory; and draw its graph.
+    """Print a report of the model once in a fit: parameters, layers and memory; and draw its autograd graph.
 
-    It comes right after the first optimizer step, when gradients and optimizer state are there to be measured; mean and
-    standard deviation are those after that step. Layers and graph are those of the module's `forward` with its
-    `example_input_array` or, where it has none, of its `training_step` with the first batch, which is not consumed.
-    Training stays bit-identical. Where a logger is TensorBoard, the report goes there as text.
+    The report is made after the first optimizer step, when gradients and optimizer state can be measured; means and
+    standard deviations are those after that step. Layers and graph are those of the module's `forward` with its
+    `example_input_array` or, if it has none, of its `training_step` with the current batch, which is not consumed.
+    Training stays bit-identical. The report is also written as text to TensorBoard, if that is a logger.
+
+    The report itself is that of `lightning_tricks.summarize_model`. It needs the extra `reports` for layers and graph,
+    and graphviz's `dot` for the pictures; the report names what is missing.
 
     Args:
         path: A folder for `parameters.csv`, `report.json`, `layers.txt`, `graph.dot`, `graph.svg` and `graph.png`. None
             writes no files.
-        graph: Whether to make the graph; True, False, or options for torchviz's `make_dot`, such as
+        graph: Whether to make the graph: True, False, or options for torchviz's `make_dot`, such as
             `{"show_attrs": True}`.
-        depth: How deep the modules in the summary of the layers may lie.
-
-    The report itself: `lightning_tricks.summarize_model`. It needs the extra `reports` for layers and graph, and
-    graphviz's `dot` for the pictures; what is missing is said.
+        depth: The depth of the deepest modules in the summary of the layers, >= 1.
 
     Attributes:
-        summary: The `ModelReportSummary` of the last fit.
+        summary: The `ModelReportSummary` of the last fit; None before the first.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -59,7 +59,7 @@ class ModelReport(TrickCallback):
         self._awaits_step_after: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Expect the first optimizer step."""
+        """Start to wait for the first optimizer step."""
         self.summary = None
         self._awaits_step_after = trainer.global_step
 
@@ -72,7 +72,7 @@ class ModelReport(TrickCallback):
             self._report(trainer, pl_module, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so when there was nothing to report."""
+        """Log that there is no report if there was no optimizer step."""
         if self._awaits_step_after is not None:
             self._awaits_step_after = None
             rank_zero_info("ModelReport: there was no optimizer step, so there is no report.")
@@ -101,5 +101,5 @@ class ModelReport(TrickCallback):
 
 
 def _as_code_block(text: str) -> str:
-    """Return text as Markdown that keeps its columns."""
+    """Return text as a Markdown code block, which keeps its columns."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""What the demo shows of the model report."""
+"""The part of `lightning-tricks demo` about the model report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_tricks.model_report.callback import ModelReport
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that the demo sets for the model report."""
     return {"model_report": {"graph": False, "depth": 2}}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say what was measured after the first step."""
+    """Return what was measured after the first step, by label."""
     (callback,) = callbacks_of_type(trainer, ModelReport)
     if callback.summary is None:
         return {"memory": "not measured"}

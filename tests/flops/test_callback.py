@@ -191,7 +191,7 @@ class TestUtilization:
             def on_validation_batch_start(self, *args):
                 Clock.now += 2
 
-        monkeypatch.setattr("lightning_tricks.flops.callback.time.perf_counter", lambda: Clock.now)
+        monkeypatch.setattr("lightning_tricks.flops.mfu.time.perf_counter", lambda: Clock.now)
         return Clock()
 
     @pytest.mark.parametrize("accumulate", [1, 4])

@@ -1,4 +1,4 @@
-"""What to give a model that was called with something else than tensors."""
+"""Advice for a call of a model that failed because its inputs are not tensors."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from lightning_tricks._shared.tensors import tensors_in
 
 
 def input_advice(model: nn.Module, call: ModelCall, error: Exception) -> str:
-    """Say what is wrong with the inputs of a call that failed; nothing, where they look like inputs.
+    """Explain what is wrong with the inputs of a failed call and what to give instead.
 
     Args:
         model: The model that was called.
-        call: How it was called.
-        error: With which it failed.
+        call: The call that failed.
+        error: The exception that it raised.
+
+    Returns:
+        The advice with the reason of the error, or an empty string if the inputs look right.
     """
     step = call.method == "training_step"
     values = call.args[:1] if step else (*call.args, *call.kwargs.values())
     if any(True for _ in tensors_in(values)):
-        told = "" if step or call.kwargs or not isinstance(error, TypeError) else _advice_for_batch(model, values)
+        advice = "" if step or call.kwargs or not isinstance(error, TypeError) else _advice_for_batch(model, values)
     else:
-        told = _advice_for_shapes(model, values) or _advice_for_other_types(model, values, step)
+        advice = _advice_for_shapes(model, values) or _advice_for_other_types(model, values, step)
     reason = str(error).strip().partition("\n")[0].rstrip(":.")
-    return told and f"{call.what}: {told} ({type(error).__name__}: {reason})"
+    return advice and f"{call.source}: {advice} ({type(error).__name__}: {reason})"
 
 
 def example_input_code(model: nn.Module) -> str:
-    """Return the code of a tensor that the first layer takes, or of an image."""
+    """Return code that makes a tensor for the first layer of a model; for an image if that layer is unknown."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             sizes = (1, layer.in_channels, *[224] * len(layer.kernel_size))
@@ -46,7 +49,7 @@ def example_input_code(model: nn.Module) -> str:
 
 
 def _advice_for_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
-    """Say that a batch is not what a model's `forward` takes, where it has no `training_step` to take it."""
+    """Return advice for a batch given to a model that has no `training_step`."""
     parts = values if len(values) > 1 else values[0]
     if not isinstance(parts, list | tuple | Mapping):
         return ""
@@ -82,7 +85,7 @@ def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], step: boo
 
 
 def _shapes_in(values: tuple[Any, ...]) -> list[tuple[int, ...]]:
-    """Return the shape, or the shapes, that somebody gave in place of tensors; nothing where it is something else."""
+    """Return the shapes that were given in place of tensors; an empty list if the values are anything else."""
     if len(values) == 1 and isinstance(values[0], list | tuple | Mapping):
         inner = values[0]
         values = tuple(inner.values() if isinstance(inner, Mapping) else inner)
@@ -97,7 +100,7 @@ def _tensor_code(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
     wanted = example_input_code(model)
     dtype = ", dtype=torch.long" if "dtype" in wanted else ""
     dims = wanted.count(",") + (0 if dtype else 1)
-    # a shape that lacks one dimension is that of one sample
+    # a shape with one dimension too few is that of a sample without its batch dimension
     sizes = [(1, *shape) if len(shape) == dims - 1 else shape for shape in shapes]
     made = [wanted if len(shape) < dims - 1 else f"torch.zeros({', '.join(map(str, shape))}{dtype})" for shape in sizes]
     return made[0] if len(made) == 1 else f"({', '.join(made)})"

@@ -1,4 +1,4 @@
-"""How a model is called with the inputs that somebody has: its `forward` or its `training_step`."""
+"""How a model is called with given inputs: its `forward` or its `training_step`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class ModelCall:
         method: The method that is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        what: What the arguments were called where they came from.
+        source: Where the arguments come from, for error messages.
     """
 
     method: Literal["forward", "training_step"]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    what: str = "inputs"
+    source: str = "inputs"
 
-    def mapped(self, function: Callable[[Any], Any]) -> ModelCall:
-        """Return the same call with other arguments."""
+    def map_arguments(self, function: Callable[[Any], Any]) -> ModelCall:
+        """Return the same call with `function` applied to the positional and to the keyword arguments."""
         return replace(self, args=function(self.args), kwargs=function(dict(self.kwargs)))
 
     def run(self, model: nn.Module) -> Any:
@@ -42,74 +42,74 @@ class ModelCall:
     def __str__(self) -> str:
         described = [_describe(value) for value in self.args]
         described += [f"{name}={_describe(value)}" for name, value in self.kwargs.items()]
-        return f"{self.method}({', '.join(described)}), from {self.what}"
+        return f"{self.method}({', '.join(described)}), from {self.source}"
 
 
-def interpret_inputs(model: nn.Module, inputs: Any, what: str = "inputs") -> ModelCall:
-    """Find out how `inputs` are meant for a model.
+def interpret_inputs(model: nn.Module, inputs: Any, source: str = "inputs") -> ModelCall:
+    """Determine which call of a model is meant by `inputs`.
 
     Args:
-        model: The module to be called.
+        model: The module to call.
         inputs: A tensor is the argument of `forward`, a tuple its positional arguments, a mapping its keyword
-            arguments. A tuple or mapping that does not fit the signature, and a list, is a batch for the module's
-            `training_step` or, where it has none, the only argument of `forward`.
-        what: What to call the inputs in an error.
+            arguments. A tuple or mapping that does not fit the signature, and any list, is a batch for the module's
+            `training_step` or, if it has none, the only argument of `forward`.
+        source: The name of the inputs in error messages.
     """
     model = unwrap_model(model)
     if not _overrides(model, "forward") and _overrides(model, "training_step"):
-        return training_step_call(model, inputs, what)
+        return training_step_call(model, inputs, source)
     if isinstance(inputs, tuple) and _accepts(model.forward, inputs, {}):
-        return ModelCall("forward", tuple(inputs), {}, what)
+        return ModelCall("forward", tuple(inputs), {}, source)
     if isinstance(inputs, Mapping) and _accepts(model.forward, (), inputs):
-        return ModelCall("forward", (), inputs, what)
+        return ModelCall("forward", (), inputs, source)
     if isinstance(inputs, tuple | list | Mapping) and _overrides(model, "training_step"):
-        return training_step_call(model, inputs, what)
-    if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):  # let the module say what it misses
-        return ModelCall("forward", inputs, {}, what)
-    return ModelCall("forward", (inputs,), {}, what)
+        return training_step_call(model, inputs, source)
+    if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):  # the model's own error names what is missing
+        return ModelCall("forward", inputs, {}, source)
+    return ModelCall("forward", (inputs,), {}, source)
 
 
-def find_call(model: nn.Module, inputs: Any = None, what: str = "inputs") -> ModelCall | None:
-    """Return the call of a model with `inputs`, or with its `example_input_array` as Lightning makes it.
+def find_call(model: nn.Module, inputs: Any = None, source: str = "inputs") -> ModelCall | None:
+    """Return the call of a model with `inputs` or with its `example_input_array`.
 
     Args:
-        model: The module to be called.
+        model: The module to call.
         inputs: See `interpret_inputs`; None for the `example_input_array`.
-        what: What to call the inputs in an error.
+        source: The name of the inputs in error messages.
 
     Returns:
-        The call; None where there is neither.
+        The call, or None if there is neither.
 
     Raises:
-        TypeError: If `model` is no module.
+        TypeError: If `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__}).")
     if inputs is not None:
-        return interpret_inputs(model, inputs, what)
+        return interpret_inputs(model, inputs, source)
     example = getattr(unwrap_model(model), "example_input_array", None)
     if example is None:
         return None
     return interpret_inputs(model, tuple(example) if isinstance(example, list) else example, "example_input_array")
 
 
-def training_step_call(model: nn.Module, batch: Any, what: str = "the batch", batch_idx: int = 0) -> ModelCall:
+def training_step_call(model: nn.Module, batch: Any, source: str = "the batch", batch_idx: int = 0) -> ModelCall:
     """Return the call of a module's `training_step` with a batch, as Lightning makes it.
 
     Raises:
-        ValueError: If the step takes an iterator instead.
+        ValueError: If the step takes an iterator instead of a batch.
     """
     step: Any = unwrap_model(model).training_step
     if takes_dataloader_iter(step):
         raise ValueError(
-            f"{type(unwrap_model(model)).__name__}.training_step takes `dataloader_iter`, from which nothing can be "
-            "read without consuming it: give inputs."
+            f"{type(unwrap_model(model)).__name__}.training_step takes `dataloader_iter`, which cannot be read without "
+            "consuming it: give inputs."
         )
-    return ModelCall("training_step", step_arguments(step, batch, batch_idx), {}, what)
+    return ModelCall("training_step", step_arguments(step, batch, batch_idx), {}, source)
 
 
 def _overrides(model: nn.Module, method: str) -> bool:
-    """Whether a module has a method that torch's and Lightning's base classes don't give it."""
+    """Whether a module has a method other than that of `nn.Module` or `LightningModule`."""
     if method in vars(model):
         return True
     owner = next((base for base in type(model).__mro__ if method in vars(base)), None)
@@ -121,7 +121,7 @@ def _accepts(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # no signature, as some scripted modules
+    except ValueError:  # some scripted modules have no signature
         return True
     return True
 

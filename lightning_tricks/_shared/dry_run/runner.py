@@ -1,4 +1,4 @@
-"""Running a model without its taking notice: on a stand-in, without data if it goes, and undisturbed."""
+"""Run an action on a copy of a model, without data if possible, and without side effects."""
 
 from __future__ import annotations
 
@@ -14,46 +14,45 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.dry_run.input_advice import input_advice
 from lightning_tricks._shared.dry_run.model_call import ModelCall
-from lightning_tricks._shared.dry_run.model_copy import (
-    FakeTensorCopies,
-    ModelCopier,
-    NoDataError,
-    RealTensorCopies,
-    common_device,
-    unwrap_model,
-)
+from lightning_tricks._shared.dry_run.model_copy import ModelCopier, common_device, unwrap_model
+from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoDataError, RealTensorCopies
 from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import tensors_in
 
 T = TypeVar("T")
-Copies = RealTensorCopies | FakeTensorCopies
-Action = Callable[[nn.Module, ModelCall, Copies], T]
+TensorCopies = RealTensorCopies | FakeTensorCopies
+Action = Callable[[nn.Module, ModelCall, TensorCopies], T]
 
 
 class NoGradientError(ValueError):
-    """A backward pass was wanted, and nothing that the model returned requires a gradient."""
+    """A backward pass was requested, but no output of the model requires a gradient."""
 
 
-def dry_run(model: nn.Module, call: ModelCall, action: Action[T], real: bool = False) -> tuple[T, tuple[str, ...]]:
-    """Do something with a copy of a model: on tensors without data, or else, where that fails, on real copies.
+def dry_run(
+    model: nn.Module, call: ModelCall, action: Action[T], needs_data: bool = False
+) -> tuple[T, tuple[str, ...]]:
+    """Run an action on a copy of a model: on tensors without data or, if that fails, on copies with data.
 
     Args:
-        model: Any module. It stays as it is, and so do random numbers and torch's switches.
-        call: How it is to be called.
-        action: `action(model_copy, call, copies)` does it, with copies of the model and of the call's arguments.
-            `BatchNorm`s of the copy that have running statistics are in evaluation mode.
-        real: Whether to do it on real copies at once.
+        model: Any module. It is not changed, and neither are the random state and the global switches of torch.
+        call: How to call the model.
+        action: Called as `action(model_copy, call, copies)`, with copies of the model and of the call's arguments.
+            Each `BatchNorm` of the copy that has running statistics is in evaluation mode.
+        needs_data: Whether to use copies with data from the start.
 
     Returns:
-        What `action` returned, and notes on how it went.
+        What `action` returned, and notes on how it was run.
 
     Raises:
-        TypeError: If it failed, and was not called with tensors.
-        Exception: The model's own error, with a remark how it was called.
+        TypeError: If the run failed and the inputs are not tensors.
+        Exception: The model's own error, with a hint on how the model was called.
     """
     try:
-        return _run_with_fallback(model, call, action, real)
+        with _isolated():
+            if needs_data:
+                return _run_with_data(model, call, action), ()
+            return _run_without_data_first(model, call, action)
     except Exception as error:
         advice = input_advice(unwrap_model(model), call, error)
         if advice:
@@ -61,37 +60,11 @@ def dry_run(model: nn.Module, call: ModelCall, action: Action[T], real: bool = F
         raise
 
 
-def _run_with_fallback(model: nn.Module, call: ModelCall, action: Action[T], real: bool) -> tuple[T, tuple[str, ...]]:
-    with _isolated():
-        if real:
-            try:
-                return _run_on_copy(model, call, action, RealTensorCopies()), ()
-            except Exception as own:
-                _add_hint(own, call)
-                raise
-        try:
-            return _run_on_copy(model, call, action, FakeTensorCopies()), ()
-        except NoGradientError:
-            raise
-        except Exception as error:  # data-dependent control flow, a library that wants data, or the model's own error
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            try:
-                result = _run_on_copy(model, call, action, RealTensorCopies())
-            except NoDataError as impossible:
-                _add_hint(error, call, f"; for a real run {impossible}")
-                raise error from None
-            except Exception as own:
-                told = reason.partition(": ")[2] in str(own)
-                _add_hint(own, call, "" if told else f"; before, on tensors without data: {reason}")
-                raise
-            return result, (f"done in a real run on a copy, as it cannot run on tensors without data ({reason})",)
-
-
 def find_loss(out: Any, call: ModelCall) -> Tensor:
-    """Return the loss in what a model returned, or the sum of all that has a gradient.
+    """Return the loss in the output of a model, or the sum of all outputs that require a gradient.
 
     Raises:
-        NoGradientError: If nothing has.
+        NoGradientError: If no output requires one.
     """
     if not isinstance(out, Tensor):
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
@@ -109,36 +82,70 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
     return torch.stack([part.sum().to(parts[0].device, torch.float32) for part in parts]).sum()
 
 
-def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: Copies) -> T:
+def _run_with_data(model: nn.Module, call: ModelCall, action: Action[T]) -> T:
+    try:
+        return _run_on_copy(model, call, action, RealTensorCopies())
+    except Exception as error:
+        _add_hint(error, call)
+        raise
+
+
+def _run_without_data_first(model: nn.Module, call: ModelCall, action: Action[T]) -> tuple[T, tuple[str, ...]]:
+    try:
+        return _run_on_copy(model, call, action, FakeTensorCopies()), ()
+    except NoGradientError:
+        raise
+    except Exception as error:  # data-dependent control flow, a library that wants data, or the model's own error
+        return _retry_with_data(model, call, action, error)
+
+
+def _retry_with_data(
+    model: nn.Module, call: ModelCall, action: Action[T], error: Exception
+) -> tuple[T, tuple[str, ...]]:
+    """Run an action on copies with data, after the run without data has raised `error`."""
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    try:
+        result = _run_on_copy(model, call, action, RealTensorCopies())
+    except NoDataError as no_data:
+        _add_hint(error, call, f"; a run with data is impossible: {no_data}")
+        raise error from None
+    except Exception as second_error:
+        is_same_error = reason.partition(": ")[2] in str(second_error)
+        _add_hint(second_error, call, "" if is_same_error else f"; before, on tensors without data: {reason}")
+        raise
+    return result, (f"done in a real run on a copy, because it cannot run on tensors without data ({reason})",)
+
+
+def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: TensorCopies) -> T:
     original = unwrap_model(model)
-    copier = ModelCopier(copies.convert)
+    copier = ModelCopier(copies.copy_tensor)
     trainer = getattr(original, "_trainer", None)
     if trainer is not None:
-        copier.replace(trainer, ReadOnlyTrainer(trainer))
-    model_copy = copier.module(original)
+        copier.substitute(trainer, ReadOnlyTrainer(trainer))
+    model_copy = copier.copy_module(original)
     for part in model_copy.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part.running_mean is not None:
-            part.training = False  # a single image will do, and SyncBatchNorm needs no other ranks
+            part.training = False  # so that one image is enough, and SyncBatchNorm needs no other ranks
     device = common_device(original)
     if any(tensor.device == device for tensor in tensors_in((call.args, call.kwargs))):
-        device = None  # then those that lie elsewhere are there on purpose
-    values = call.mapped(ModelCopier(partial(copies.convert, device=device)).value)
+        device = None  # some inputs are on the model's device, so the others are elsewhere on purpose
+    call_of_copies = call.map_arguments(ModelCopier(partial(copies.copy_tensor, device=device)).copy_value)
     if call.method == "training_step":
         stub_trainer(model_copy, trainer)
-    with copies.entered(), _silenced("torch._subclasses.fake_tensor"):
-        return action(model_copy, values, copies)
+    with copies.context(), _silenced("torch._subclasses.fake_tensor"):
+        return action(model_copy, call_of_copies, copies)
 
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Run models as they are written: eagerly, without the fused layers of evaluation; and keep the random state."""
+    """Run models eagerly and without the fused layers of evaluation mode, and restore the random state afterwards."""
     grad, fast_path = torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(isolated_rng())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -147,20 +154,20 @@ def _isolated() -> Iterator[None]:
 
 
 def _warm_up_autograd() -> None:
-    """Let the first backward pass of a process be a real one: after one without data, no forked child could run any."""
+    """Run a backward pass with data: if the first one of a process has none, its forked children cannot run any."""
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()
 
 
 @contextlib.contextmanager
 def _silenced(logger: str) -> Iterator[None]:
-    """Keep a logger from reporting errors that are caught."""
-    filtered = logging.getLogger(logger)
-    filtered.addFilter(_reject_record)
+    """Keep a logger from reporting errors that are caught here."""
+    silenced = logging.getLogger(logger)
+    silenced.addFilter(_reject_record)
     try:
         yield
     finally:
-        filtered.removeFilter(_reject_record)
+        silenced.removeFilter(_reject_record)
 
 
 def _reject_record(record: logging.LogRecord) -> bool:
@@ -168,6 +175,6 @@ def _reject_record(record: logging.LogRecord) -> bool:
 
 
 def _add_hint(error: Exception, call: ModelCall, more: str = "") -> None:
-    """Say in the error how the inputs were used."""
+    """Append to an error's message how the inputs were used."""
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n(called on a copy of the model: {call}{more})", *error.args[1:])

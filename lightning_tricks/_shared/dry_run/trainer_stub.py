@@ -1,4 +1,4 @@
-"""What a stand-in needs to run `training_step` without a Trainer that takes notice."""
+"""Stubs that let the copy of a LightningModule run `training_step` without any effect on its Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class NoOp:
-    """Takes every call and every attribute, and does nothing: in place of loggers and of what logs."""
+    """Accepts every call and every attribute and does nothing; stands for loggers and logging methods."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -23,7 +23,7 @@ class NoOp:
     def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return itself: what comes of it is as idle."""
+        """Return itself, so that the result is a no-op as well."""
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -48,7 +48,7 @@ class NoOp:
 
 
 class NoOpOptimizer(NoOp):
-    """An optimizer that never moves a weight; the closure of its step is still called."""
+    """An optimizer that changes no weight; `step` still calls its closure."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Call the closure."""
@@ -56,7 +56,7 @@ class NoOpOptimizer(NoOp):
 
 
 class ReadOnlyTrainer:
-    """What a stand-in sees of a Trainer: all that can be read, and nothing that acts."""
+    """A view of a Trainer: its attributes can be read, but nothing can be changed, logged or saved."""
 
     _NO_OPS = frozenset(
         [
@@ -89,15 +89,16 @@ class ReadOnlyTrainer:
 
 
 def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
-    """Give a stand-in what a `training_step` calls, so that none of it acts on the Trainer or the original.
+    """Replace what a `training_step` calls, so that the copy of a module affects neither Trainer nor original.
 
-    Metrics of torchmetrics are idle: they cost no FLOPs of the model, and check values that a stand-in has not.
+    Metrics of torchmetrics do nothing: they are no part of the model's FLOPs, and they check values that tensors
+    without data do not have.
 
     Args:
-        model_copy: The stand-in of a LightningModule.
+        model_copy: The copy of a LightningModule; changed in place.
         trainer: The Trainer of the original, or None.
     """
-    idle = NoOp()
+    no_op = NoOp()
     if trainer is not None:
         vars(model_copy)["_trainer"] = ReadOnlyTrainer(trainer)
     optimizers = [NoOpOptimizer()] * _count_optimizers(model_copy, trainer)
@@ -114,7 +115,7 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
                 "toggled_optimizer",
                 "clip_gradients",
             ),
-            idle,
+            no_op,
         ),
         optimizers=lambda *_, **__: optimizers if len(optimizers) > 1 else optimizers[0],
         manual_backward=run_backward,
@@ -123,9 +124,9 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
     torchmetrics = sys.modules.get("torchmetrics")
     for part in model_copy.modules():
         if torchmetrics is not None and isinstance(part, torchmetrics.Metric):
-            vars(part).update(forward=_no_metric, compute=_no_metric, update=idle, reset=idle)
+            vars(part).update(forward=_no_metric, compute=_no_metric, update=no_op, reset=no_op)
         elif torchmetrics is not None and isinstance(part, torchmetrics.MetricCollection):
-            vars(part).update(forward=_no_metrics, compute=_no_metrics, update=idle, reset=idle)
+            vars(part).update(forward=_no_metrics, compute=_no_metrics, update=no_op, reset=no_op)
 
 
 def _no_metric(*args: Any, **kwargs: Any) -> Tensor:
@@ -137,17 +138,17 @@ def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
 
 
 def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Run a backward pass, but where gradients are off."""
+    """Run a backward pass if the loss requires a gradient."""
     if loss.requires_grad:
         loss.backward(*args, **kwargs)
 
 
 class redirect_backward(TorchFunctionMode):  # noqa: N801  # a context manager
-    """Let `self.manual_backward(loss)` and `loss.backward()` of a stand-in's step go through a function.
+    """Call a function in place of `self.manual_backward(loss)` and `loss.backward()` in a `training_step`.
 
     Args:
-        model_copy: The stand-in.
-        run: Called as `manual_backward` is.
+        model_copy: The copy of a LightningModule; changed in place.
+        run: The function, called with the arguments of `manual_backward`.
     """
 
     def __init__(self, model_copy: nn.Module, run: Callable[..., None]) -> None:
@@ -155,7 +156,7 @@ class redirect_backward(TorchFunctionMode):  # noqa: N801  # a context manager
         vars(model_copy)["manual_backward"] = self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
+        """Replace `Tensor.backward`, and call every other function of torch."""
         return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
 
 
@@ -166,15 +167,15 @@ def _count_optimizers(model_copy: Any, trainer: Any) -> int:
         return 1
     try:
         made = model_copy.configure_optimizers()
-    except Exception:  # it asks for a Trainer
+    except Exception:  # it needs a Trainer
         return 1
     if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
-        made = made[0]  # the other list is one of schedulers
+        made = made[0]  # the second list holds schedulers
     return len(made) if isinstance(made, tuple | list) else 1
 
 
 def _local_all_gather(world_size: int) -> Callable[..., Any]:
-    """Return what `LightningModule.all_gather` returns, made of this rank's data alone."""
+    """Return a replacement for `LightningModule.all_gather` that repeats the data of this rank."""
 
     def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         if world_size == 1:

@@ -1,4 +1,4 @@
-"""Counting the operators of a run, module by module."""
+"""Count the operators that run, and attribute them to the modules that call them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.flops.core.operator_costs import OperatorRule, find_rule
+from lightning_tricks.flops.core.operator_rules import OperatorRule, find_rule
 
 
 @dataclass
 class ModuleCost:
-    """What one module cost in the forward pass, with all that it called.
+    """The cost of one module in the forward pass, including the modules that it calls.
 
     Attributes:
         macs: Multiply-accumulates of matrix products and convolutions.
-        own_macs: Those of them that none of its submodules made.
-        other_flops: FLOPs of everything else.
-        calls: How often it was called.
-        input_shapes: Of the tensors in its first call.
-        output_shapes: Of the tensors that its first call returned.
+        own_macs: Those multiply-accumulates that run outside its submodules.
+        other_flops: FLOPs of all other operators.
+        calls: The number of its calls.
+        input_shapes: The shapes of the input tensors of its first call.
+        output_shapes: The shapes of the output tensors of its first call.
     """
 
     macs: float = 0
@@ -39,20 +39,20 @@ class ModuleCost:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts every operator that runs while it is entered, and what each submodule of `model` costs.
+    """Counts every operator that runs while it is active, and the cost of each submodule of `model`.
 
     Args:
         model: The module that is run.
-        call: What runs an operator: `call(operator, args, kwargs)`.
+        run_operator: Runs an operator: `run_operator(operator, args, kwargs)`.
         operators: Formulas by operator, see `find_rule`.
-        modules: thop's kind of rule by module class; it counts a module in place of all that it calls.
+        modules: Rules with thop's signature by module class; a rule replaces the count of all that a module calls.
 
     Attributes:
-        total: Of the forward pass.
-        backward_macs: Of what ran in `backward_pass()`.
-        uncounted: Operators that have no rule, and how often they were called.
-        seen_operators: The operators that were called.
-        module_costs: What each module cost, by the module.
+        total: The cost of the forward pass.
+        backward_macs: The multiply-accumulates that ran in `backward_pass()`.
+        uncounted: The number of calls of each operator that has no rule.
+        seen_operators: The operators that were called, and their overload packets.
+        module_costs: The cost of each module.
     """
 
     supports_higher_order_operators = True
@@ -60,7 +60,7 @@ class OperatorCounter(TorchDispatchMode):
     def __init__(
         self,
         model: nn.Module,
-        call: Callable[..., Any],
+        run_operator: Callable[..., Any],
         operators: Mapping[Any, Callable[..., float]] | None = None,
         modules: Mapping[type, Callable[..., Any]] | None = None,
     ) -> None:
@@ -71,24 +71,25 @@ class OperatorCounter(TorchDispatchMode):
         self.module_costs: dict[nn.Module, ModuleCost] = {}
         self._operators = operators or {}
         self._modules = modules or {}
-        self._call = call
+        self._run_operator = run_operator
         self._parts = [part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._rules: dict[Any, OperatorRule] = {}
         self._call_stack: list[tuple[nn.Module | None, ModuleCost]] = [(None, self.total)]
         self._in_backward = False
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # torch asks; what runs in this mode runs eagerly anyhow, and faster so
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks each mode; nothing is compiled while models are counted, and operators run faster with False
         return False
 
     @property
     def seen_operators(self) -> set[Any]:
-        """The operators that were called, and their packets."""
+        """The operators that were called, and their overload packets."""
         return {*self._rules, *(getattr(operator, "overloadpacket", None) for operator in self._rules)}
 
     @contextmanager
     def attribute_to_modules(self) -> Iterator[None]:
-        """Attribute what runs inside to the submodules that run it, by hooks, which are removed on leaving."""
+        """Attribute operators to the submodules that call them, by hooks that are removed on exit."""
         handles: list[RemovableHandle] = []
         for part in self._parts:
             handles.append(part.register_forward_pre_hook(self._enter, prepend=True))
@@ -103,7 +104,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Count what runs inside as a part of the backward pass."""
+        """Count the operators that run inside as part of the backward pass."""
         before, self._in_backward = self._in_backward, True
         try:
             yield
@@ -117,7 +118,7 @@ class OperatorCounter(TorchDispatchMode):
     def _leave(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward or all(module is not part for part, _ in self._call_stack):
             return
-        while self._call_stack[-1][0] is not module:  # those that an exception has left
+        while self._call_stack[-1][0] is not module:  # modules that an exception has left
             self._pop_call()
         own = self._call_stack[-1][1]
         if type(module) in self._modules:
@@ -128,7 +129,7 @@ class OperatorCounter(TorchDispatchMode):
             total.input_shapes, total.output_shapes = tensor_shapes((inputs, kwargs)), tensor_shapes(output)
         total.calls += 1
         total.own_macs += own.own_macs
-        if all(module is not part for part, _ in self._call_stack):  # it did not call itself
+        if all(module is not part for part, _ in self._call_stack):  # unless it has called itself
             total.macs += own.macs
             total.other_flops += own.other_flops
 
@@ -143,30 +144,32 @@ class OperatorCounter(TorchDispatchMode):
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = find_rule(func, self._operators)
-        if rule.kind == "composite":  # in inference mode, such operators arrive in one piece
+        if rule.kind == "composite":  # such operators are dispatched only in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
-        out = self._call(func, args, kwargs)
-        if rule.kind == "free":
-            return out
-        module_cost = self._call_stack[-1][1]
-        if rule.kind == "unknown":
-            # the backward operators of torch itself that no rule has are those of pointwise operators, norms and pools
+        out = self._run_operator(func, args, kwargs)
+        if rule.kind != "free":
+            self._add(func, rule, out, args, kwargs)
+        return out
+
+    def _add(self, func: Any, rule: OperatorRule, out: Any, args: Any, kwargs: Any) -> None:
+        running = self._call_stack[-1][1]
+        if rule.cost is None:
+            # the backward operators of torch without a rule belong to pointwise operators, normalizations and poolings
             if not self._in_backward or getattr(func, "namespace", "") not in ("aten", "prims"):
                 self.uncounted[str(func)] += 1
         elif rule.kind == "matmul" and self._in_backward:
-            self.backward_macs += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
+            self.backward_macs += rule.cost(out, *args, **kwargs)
         elif rule.kind == "matmul":
-            cost = rule.cost(out, *args, **kwargs)  # type: ignore[misc]
-            module_cost.macs += cost
-            module_cost.own_macs += cost
+            macs = rule.cost(out, *args, **kwargs)
+            running.macs += macs
+            running.own_macs += macs
         elif not self._in_backward:
-            module_cost.other_flops += rule.cost(out, *args, **kwargs)  # type: ignore[misc]
-        return out
+            running.other_flops += rule.cost(out, *args, **kwargs)
 
 
 def _apply_thop_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
-    """Return what one of thop's rules counts for one call: it adds it to a buffer of the module."""
+    """Return the MACs that a rule with thop's signature adds to `module.total_ops` for one call."""
     with _disable_current_modes():
         module.total_ops = torch.zeros(1, dtype=torch.float64)
         rule(module, inputs, output)
@@ -176,5 +179,5 @@ def _apply_thop_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, o
 
 
 def tensor_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the tensors in a value."""
+    """Return the shapes of all tensors in a value."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))

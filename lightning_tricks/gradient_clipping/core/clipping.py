@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_tricks._shared.checks import check_number
+from lightning_tricks._shared.tensors import full_tensor, is_sharded
 
 _HALF = (torch.float16, torch.bfloat16)
 _NEUTRAL = 'float("inf"), in YAML .inf, clips nothing'
@@ -242,7 +243,7 @@ def _split_by_strategy(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, li
     """Split a batch by how it is clipped: with few launches on an accelerator, tensor by tensor in a CPU's cache."""
     vectors = [position for position, gradient in enumerate(gradients) if gradient.ndim <= 1]
     others = [position for position, gradient in enumerate(gradients) if gradient.ndim > 1]
-    together = gradients[0].device.type != "cpu" and not _is_sharded(gradients[0])
+    together = gradients[0].device.type != "cpu" and not is_sharded(gradients[0])
     if vectors:
         yield _clip_vectors_, vectors
     if others:
@@ -286,12 +287,13 @@ def _clip_units_one_by_one_(
         factors.append(_unit_factors(norms[-1], _unit_norms(weight), clip_factor, eps))
         gradient.mul_(factors[-1])
     after = [norm * factor for norm, factor in zip(norms, factors, strict=True)]
-    if not _is_sharded(gradients[0]):
+    if not is_sharded(gradients[0]):
         flat = torch.cat([norm.flatten() for norm in after])
         return flat, flat < torch.cat([norm.flatten() for norm in norms])
     # one value for each tensor, and one collective for all tensors of a mesh
     clipped = [(new < old).sum() for new, old in zip(after, norms, strict=True)]
-    return _plain(torch.stack([torch.linalg.vector_norm(norm) for norm in after])), _plain(torch.stack(clipped))
+    whole_norms = torch.stack([torch.linalg.vector_norm(norm) for norm in after])
+    return full_tensor(whole_norms), full_tensor(torch.stack(clipped))
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
@@ -338,18 +340,9 @@ def _foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Se
 def _stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return the norms of gradients of one device, dtype and mesh as one plain tensor of shape (n,)."""
     dtype = torch.float32 if gradients[0].dtype in _HALF else None
-    if dtype and _is_sharded(gradients[0]):
+    if dtype and is_sharded(gradients[0]):
         # DTensor's _foreach_norm takes no dtype
         stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
     else:
         stacked = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
-    return _plain(stacked)  # one collective for a whole mesh, not one for each gradient
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a DTensor as every rank's whole tensor; a plain one as it is."""
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
+    return full_tensor(stacked)  # one collective for a whole mesh, not one for each gradient

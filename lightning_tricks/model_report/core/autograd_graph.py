@@ -1,4 +1,4 @@
-"""The autograd graph of one call, as DOT source and as a picture."""
+"""The autograd graph of one call of a model, as DOT source and as a picture."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from torch import Tensor, nn
 _log = logging.getLogger("lightning.pytorch.tricks.model_report")
 
 DOT_NOT_INSTALLED = (
-    "graph.dot is written, but no picture of it: graphviz's program `dot` is not installed (on Debian: apt install "
-    "graphviz)."
+    "graph.dot was written, but not drawn: graphviz's program `dot` is not installed (on Debian: apt install graphviz)."
 )
 
 
 def dot_source(output: Tensor, model: nn.Module, **options: Any) -> str:
-    """Return the graph that led to a tensor, by torchviz's `make_dot`.
+    """Return the autograd graph of a tensor as DOT source, made by torchviz's `make_dot`.
 
     Args:
         output: A tensor that requires a gradient.
-        model: The module whose parameters get their names.
-        **options: For `make_dot`: `show_attrs`, `show_saved`, `max_attr_chars`.
+        model: The module whose parameters are named in the graph.
+        **options: Options of `make_dot`: `show_attrs`, `show_saved`, `max_attr_chars`.
 
     Raises:
         ImportError: If torchviz is not installed.
-        TypeError: If there is no such option.
+        TypeError: If `make_dot` has no such option.
     """
-    with warnings.catch_warnings():  # torchviz compares versions by distutils
+    with warnings.catch_warnings():  # torchviz compares versions with distutils
         warnings.simplefilter("ignore", DeprecationWarning)
         from torchviz import make_dot
 
@@ -38,10 +37,10 @@ def dot_source(output: Tensor, model: nn.Module, **options: Any) -> str:
 
 
 def render_graph(source: Path) -> list[Path]:
-    """Draw a DOT file as SVG and PNG beside it, or say that `dot` is not there.
+    """Draw a DOT file as SVG and as PNG in the same folder, or log that `dot` is not installed.
 
     Returns:
-        The pictures.
+        The paths of the pictures.
     """
     if shutil.which("dot") is None:
         _log.info(DOT_NOT_INSTALLED)

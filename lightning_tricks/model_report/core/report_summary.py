@@ -1,4 +1,4 @@
-"""`ModelReportSummary`: what is known of a model, as numbers, as tables and as files."""
+"""`ModelReportSummary`: the parameters, layers, memory and graph of a model, as numbers, tables and files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ParameterRow:
     """One parameter tensor.
 
     Attributes:
-        name: Its qualified name; of a shared one, the first.
-        shape: Its whole shape, also where it is sharded; None where it is not initialized.
-        dtype: Such as `float32`.
+        name: The qualified name of the parameter; of a shared parameter, the first one.
+        shape: Its shape, that of the whole tensor if it is sharded; None if it is not initialized.
+        dtype: The name of its dtype, such as `float32`.
         trainable: Whether it requires a gradient.
-        mean: Of its elements; None where there are no values (on the meta device, or not initialized).
-        std: Their standard deviation.
-        grad_norm: The L2 norm of its gradient, None where there is none.
+        mean: The mean of its elements; None if it has no values (on the meta device, or not initialized).
+        std: The population standard deviation of its elements; None if it has no values.
+        grad_norm: The L2 norm of its gradient; None if it has no gradient.
     """
 
     name: str
@@ -43,13 +43,13 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Sizes in bytes, on this rank.
+    """The memory of a model on this rank, in bytes.
 
     Attributes:
-        weights: Of the parameters, shared ones once.
-        buffers: Of the buffers.
-        gradients: Of the gradients that there are.
-        optimizer_state: Of the tensors in the optimizers' state.
+        weights: The size of the parameters; shared parameters count once.
+        buffers: The size of the buffers.
+        gradients: The size of the gradients.
+        optimizer_state: The size of the tensors in the state of the optimizers.
     """
 
     weights: int
@@ -59,21 +59,21 @@ class ModelMemory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all sizes."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class ModelReportSummary:
-    """What `summarize_model` found out. Printed, it is tables.
+    """The report of `summarize_model` on a model. Printed, it is a table for each part.
 
     Attributes:
-        model: The model's class.
+        model: The name of the model's class.
         parameters: One row for each parameter tensor.
-        memory: What it takes.
-        layers: torchinfo's summary, None where there were no inputs or torchinfo is not installed.
-        graph: The autograd graph of one call, as DOT source; None where it was not asked for or could not be made.
-        notes: What is missing, and why.
+        memory: The memory of the model.
+        layers: torchinfo's summary; None without inputs or if torchinfo is not installed.
+        graph: The autograd graph of one call as DOT source; None if it was not requested or could not be made.
+        notes: The missing parts, with the reasons.
     """
 
     model: str
@@ -84,7 +84,7 @@ class ModelReportSummary:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the graph as plain values, as they go into JSON."""
+        """Return everything except the graph as values that JSON can hold."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del plain["graph"]
         return plain
@@ -110,10 +110,15 @@ class ModelReportSummary:
         return table
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write `parameters.csv`, `report.json`, `layers.txt`, `graph.dot` and, where `dot` is, `graph.svg` and `.png`.
+        """Write `parameters.csv`, `report.json`, `layers.txt` and `graph.dot`, and draw `graph.svg` and `graph.png`.
+
+        The pictures need graphviz's program `dot`.
+
+        Args:
+            folder: Where the files are written; it is created if it does not exist.
 
         Returns:
-            The files that were written; the folder is made.
+            The paths of the files that were written.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""thop's rules, applied to a copy that may be thrown away."""
+"""The rules of thop for module classes, applied to a copy of a model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def thop_macs(model_copy: nn.Module, run: Callable[[], None], custom: Mapping[type, Any]) -> dict[nn.Module, float]:
-    """Return what `thop.profile` counts for each module that it looks into.
+    """Return the MACs that `thop.profile` counts for each module.
 
     Args:
-        model_copy: A copy of a model. It keeps thop's buffers where something raises.
+        model_copy: A copy of a model; after an exception thop leaves buffers in it.
         run: Runs the copy.
-        custom: Rules by module class, as `thop.profile(custom_ops=...)` takes them.
+        custom: Rules by module class, as for `thop.profile(custom_ops=...)`.
     """
     _, _, layers = load_thop().profile(
         _RunAdapter(model_copy, run), (), dict(custom), verbose=False, ret_layer_info=True
@@ -34,7 +34,7 @@ def thop_macs(model_copy: nn.Module, run: Callable[[], None], custom: Mapping[ty
 
 
 def has_thop_rule(module: nn.Module, custom: Mapping[type, Any]) -> bool:
-    """Whether thop can count a module."""
+    """Whether there is a rule for the class of a module, in thop or among the custom ones."""
     load_thop()
     from thop.profile import register_hooks
 
@@ -42,7 +42,7 @@ def has_thop_rule(module: nn.Module, custom: Mapping[type, Any]) -> bool:
 
 
 def load_thop() -> Any:
-    """Import thop, without the warnings that it causes: it compares versions by `distutils`."""
+    """Import thop without the deprecation warnings of `distutils`, which it uses to compare versions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import thop
@@ -50,7 +50,7 @@ def load_thop() -> Any:
 
 
 class _RunAdapter(nn.Module):
-    """Lets thop, which only passes positional arguments to a module, run anything."""
+    """Lets thop run a function; thop can call only modules, and only with positional arguments."""
 
     def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:
         super().__init__()

@@ -1,0 +1,86 @@
+"""Model FLOPs utilization (MFU) of a training run: FLOPs of the training steps, by time, by the peak of the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks._lightning_compat.throughput import device_peak_flops
+from lightning_tricks._shared.units import format_si
+
+
+class MfuMeter:
+    """Measures the utilization between the steps at which the Trainer logs, by Lightning's `Throughput`.
+
+    Args:
+        peak_flops: The peak of one device, in FLOPs per second.
+        flops_per_batch: The FLOPs of one training step.
+        step: The Trainer's global step at the start.
+
+    Attributes:
+        step: The Trainer's global step at the last reading.
+    """
+
+    def __init__(self, peak_flops: float, flops_per_batch: float, step: int) -> None:
+        self._throughput = Throughput(available_flops=peak_flops, window_size=2)
+        self._throughput.update(time=0.0, batches=0, samples=0, flops=0)
+        self._flops_per_batch = flops_per_batch
+        self._batches = self._batches_at_last_reading = 0
+        self.step = step
+        self._start = self._paused_at = time.perf_counter()
+
+    def count_batch(self) -> None:
+        """Count one training step."""
+        self._batches += 1
+
+    def read(self, trainer: Trainer) -> float:
+        """Return the utilization since the last reading, in [0, 1]."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self._throughput.update(
+            time=time.perf_counter() - self._start,
+            batches=self._batches,
+            samples=self._batches,
+            flops=int(self._flops_per_batch * (self._batches - self._batches_at_last_reading)),
+        )
+        self._batches_at_last_reading, self.step = self._batches, trainer.global_step
+        return float(self._throughput.compute()["device/mfu"])
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._start += time.perf_counter() - self._paused_at
+
+
+def start_meter(trainer: Trainer, flops_per_batch: float, peak_flops: float | None) -> MfuMeter | None:
+    """Return a running meter for this rank's device, and log the peak that it uses.
+
+    Args:
+        trainer: The Trainer.
+        flops_per_batch: The FLOPs of one training step.
+        peak_flops: The peak of the device, in FLOPs per second; None for that in Lightning's table.
+
+    Returns:
+        The meter; None on other ranks than zero, in barebones mode, or if the peak is unknown.
+    """
+    if trainer.barebones or not trainer.is_global_zero:
+        return None
+    device = trainer.strategy.root_device
+    peak, origin = peak_flops, "as given"
+    if peak is None:
+        peak, origin = device_peak_flops(trainer), "by Lightning's table"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+    if peak is None:
+        rank_zero_info(f"FlopsReport knows no peak of {name}, so no flops/mfu: give it as peak_flops.")
+        return None
+    rank_zero_info(
+        f"FlopsReport: flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}."
+    )
+    return MfuMeter(float(peak), flops_per_batch, trainer.global_step)

@@ -1,0 +1,68 @@
+"""The layers of a model, as torchinfo summarizes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_tricks._shared.dry_run.model_call import ModelCall
+from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
+
+# torchinfo's estimates of FLOPs and sizes
+_UNWANTED = ("Total mult-adds", "Input size", "Forward/backward", "Params size", "Estimated Total")
+
+
+def torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
+    """Return torchinfo's summary of the layers of a model, without its estimates of FLOPs and sizes.
+
+    Args:
+        model_copy: A copy of a model; changed in place.
+        call: The call whose shapes are shown.
+        depth: The depth of the deepest modules in the summary.
+
+    Raises:
+        ImportError: If torchinfo is not installed.
+        Exception: The model's own error.
+    """
+    import torchinfo
+
+    data, keywords = (list(call.args), call.kwargs) if call.args else (dict(call.kwargs), {})
+    columns = ("input_size", "output_size", "num_params")
+    called = model_copy
+    if call.method == "training_step":
+        called, data = TrainingStep(model_copy, call), list(call.args[:1])
+        if hasattr(data[0], "_fields"):  # torchinfo would rebuild a named tuple from one argument
+            data = [tuple(data[0])]
+    # keeps torchinfo from changing the modes of the modules
+    vars(called).update(train=lambda mode=True: called, eval=lambda: called)
+    try:
+        with torch.enable_grad(), redirect_backward(model_copy, run_backward):
+            statistics = torchinfo.summary(
+                called, input_data=data, depth=depth, col_names=columns, verbose=0, **keywords
+            )
+    except RuntimeError as error:  # torchinfo raises it from the model's own error
+        raise (error.__cause__ or error) from None
+    lines = [line for line in str(statistics).splitlines() if not line.startswith(_UNWANTED)]
+    return "\n".join(lines[:-1] if lines[-1] == lines[-2] else lines)
+
+
+class TrainingStep(nn.Module):
+    """Runs a module's `training_step` as its `forward`, because torchinfo calls modules with data alone.
+
+    Args:
+        module: The module.
+        call: The call of the step.
+    """
+
+    def __init__(self, module: nn.Module, call: ModelCall) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self, batch: Any) -> Any:
+        """Run the step with a batch."""
+        kind = type(self.call.args[0])
+        batch = kind(*batch) if hasattr(kind, "_fields") else batch
+        return self.module.training_step(batch, *self.call.args[1:])  # type: ignore[operator]
