@@ -1,4 +1,4 @@
-"""What counting FLOPs costs, and what each counter counts, on ResNet-50, ViT-B/16 and Swin-T.
+"""The time and memory that counting FLOPs takes, and the MACs of each counter, for ResNet-50, ViT-B/16 and Swin-T.
 
 Times are relative to one real forward pass (or training step) of a batch of eight, on the same model. Other counters
 are given a copy of the model, because most of them change it.
@@ -43,7 +43,7 @@ def kibibytes(what):
 count_flops(get_model("shufflenet_v2_x0_5"), torch.empty(1, 3, 64, 64), backward=True)
 model, images = get_model(sys.argv[1]), torch.empty(1, 3, 224, 224)
 weights = sum(p.numel() * p.element_size() for p in model.parameters())
-pathlib.Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
 before = kibibytes("VmRSS")
 count_flops(model, images, backward=bool(int(sys.argv[2])))
 print((kibibytes("VmHWM") - before) * 1024 / weights)
@@ -51,18 +51,18 @@ print((kibibytes("VmHWM") - before) * 1024 / weights)
 
 
 def by_thop(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by thop."""
+    """Count with thop."""
     return float(thop.profile(model, (images,), verbose=False)[0])
 
 
 def by_fvcore(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by fvcore, which calls a MAC a FLOP."""
+    """Count with fvcore, which calls a MAC a FLOP."""
     analysis = FlopCountAnalysis(model, images).unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     return float(analysis.total())
 
 
 def by_ptflops(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by ptflops."""
+    """Count with ptflops."""
     shape = tuple(images.shape[1:])
     macs, _ = ptflops.get_model_complexity_info(
         model, shape, as_strings=False, print_per_layer_stat=False, ost=io.StringIO()
@@ -71,24 +71,24 @@ def by_ptflops(model: nn.Module, images: torch.Tensor) -> float:
 
 
 def by_torchinfo(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by torchinfo."""
+    """Count with torchinfo."""
     return float(torchinfo.summary(model, input_data=images, verbose=0).total_mult_adds)
 
 
 def by_torch(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by torch's own counter, in a real run."""
+    """Count with torch's FlopCounterMode, in a real run."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)
     return counter.get_total_flops() / 2
 
 
-def by_us(model: nn.Module, images: torch.Tensor) -> float:
-    """Count by this package."""
+def by_lightning_tricks(model: nn.Module, images: torch.Tensor) -> float:
+    """Count with this package."""
     return count_flops(model, images).macs
 
 
 COUNTERS = {
-    "lightning_tricks": by_us,
+    "lightning_tricks": by_lightning_tricks,
     "thop": by_thop,
     "fvcore": by_fvcore,
     "ptflops": by_ptflops,
@@ -98,11 +98,11 @@ COUNTERS = {
 
 
 def _discard(count: Callable[..., Any], *args: Any) -> None:
-    count(*args)  # a float would be taken for a time
+    count(*args)  # returns nothing, because `measure` takes a float for a time
 
 
 def cost(name: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Times of every counter over those of a real batch."""
+    """Return the time of each counter, relative to that of a real batch."""
     model, batch = get_model(name).eval(), torch.randn(8, 3, 224, 224)
     image = batch[:1]
     other = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def cost(name: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
 
     forwards = {"forward pass of 8 images": forward}
     for counter, count in COUNTERS.items():
-        target = model if count is by_us else other
+        target = model if count is by_lightning_tricks else other
         forwards[f"count by {counter}"] = partial(_discard, count, target, image)
     steps = {
         "training step of 8 images": step,
@@ -136,7 +136,7 @@ def cost(name: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def accuracy() -> dict[str, dict[str, float]]:
-    """GMACs of every counter over torchvision's own figure."""
+    """Return the relative difference of each counter's MACs from those that torchvision states."""
     found: dict[str, dict[str, float]] = {}
     for name in MODELS:
         image, stated = torch.randn(1, 3, 224, 224), next(iter(get_model_weights(name))).meta["_ops"]
@@ -147,7 +147,7 @@ def accuracy() -> dict[str, dict[str, float]]:
 
 
 def memory() -> dict[str, dict[str, float]]:
-    """Growth of the process while counting, over the size of the weights."""
+    """Return the growth of the process while it counts, relative to the size of the weights."""
     found: dict[str, dict[str, float]] = {}
     for name in MODELS:
         for backward, what in ((0, "forward"), (1, "step")):

@@ -1,4 +1,4 @@
-"""Checks of arguments whose errors name the argument, the value received and the remedy."""
+"""Checks of arguments. The errors name the argument, the value received and what to give instead."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ T = TypeVar("T")
 def check_number(
     name: str, value: object, *, above: float = -math.inf, at_most: float = math.inf, note: str = ""
 ) -> float:
-    """Return `value` as a float in (above, at_most], or say why it is none; NaN never is.
+    """Return `value` as a float in (above, at_most]; NaN is never in the range.
 
     Args:
-        name: Of the argument.
-        value: What was given for it.
+        name: The name of the argument, for the error message.
+        value: The value that was given for it.
         above: The bound that the value must exceed.
         at_most: The largest value allowed.
-        note: A remark on the range, for the error.
+        note: A remark on the range, for the error message.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If the value is not a number.
         ValueError: If it is out of range.
     """
     limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {at_most:g}"] * (at_most < math.inf)
@@ -41,7 +41,7 @@ def check_number(
 
 
 def check_not_negative(name: str, value: object) -> float:
-    """Return `value` as a finite float >= 0, or say why it is none."""
+    """Return `value` as a float, or raise an error if it is not a finite number >= 0."""
     number = check_number(name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
@@ -49,7 +49,7 @@ def check_not_negative(name: str, value: object) -> float:
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """Return `value` if it is a whole number of at least `minimum`, or say why it is none."""
+    """Return `value`, or raise an error if it is not a whole number >= `minimum`."""
     must = f"{name} must be a whole number >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
@@ -59,7 +59,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> str:
-    """Return `value` if it is one of `known`, or name what is nearest to it."""
+    """Return `value`, or raise a ValueError with the most similar choice if it is not one of `known`."""
     known = list(known)
     if isinstance(value, str) and value in known:
         return value
@@ -67,14 +67,14 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> str:
 
 
 def check_path(name: str, value: object, what: str) -> str | os.PathLike[str]:
-    """Return `value` if it can be the path of `what`, such as "a file", or raise a TypeError."""
+    """Return `value`, or raise a TypeError if it cannot be the path of `what`, such as "a file"."""
     if isinstance(value, str | os.PathLike) and str(value):
         return value
     raise TypeError(f"{name} must be the path of {what}, got {value!r}.")
 
 
 def check_names(what: str, given: Iterable[object], known: Iterable[str], remark: str = "") -> None:
-    """Raise a TypeError where one of the `given` names is none that `what` takes, and name what is nearest to it."""
+    """Raise a TypeError with the most similar name if one of the `given` names is not among those that `what` takes."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -84,7 +84,7 @@ def check_names(what: str, given: Iterable[object], known: Iterable[str], remark
 
 
 def suggests_argument_names(remark: str = "") -> Callable[[type[T]], type[T]]:
-    """Let a class name the argument that is nearest to one which its `__init__` does not take, and add a remark."""
+    """Decorate a class so that the error for an unknown argument suggests the most similar one, and adds a remark."""
 
     def decorate(cls: type[T]) -> type[T]:
         init: Any = cls.__init__
@@ -102,7 +102,7 @@ def suggests_argument_names(remark: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """Return a sentence, with a blank before it, that names the one of `known` most like `value`; or nothing."""
+    """Return " Did you mean ...?" with the one of `known` that is most similar to `value`, or an empty string."""
     folded = {word.lower(): word for word in known}
     close = get_close_matches(str(value).lower(), folded, n=1)
     return f" Did you mean {folded[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Models that a command line names."""
+"""Models that are given by name on the command line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import nn
 
 
 def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return the model that `MODULE:NAME` is, or that it makes; modules in the working directory count.
+    """Import the model that `MODULE:NAME` refers to, or call what it refers to and return the model.
+
+    Modules in the working directory can be imported as well.
 
     Args:
-        path: Such as `torchvision.models:resnet50`.
-        arguments: For what makes the model.
+        path: The module and the name in it, such as `torchvision.models:resnet50`.
+        arguments: Keyword arguments for the function or class that makes the model.
 
     Raises:
-        ValueError: If it is not so written.
-        TypeError: If it is no model and makes none.
+        ValueError: If `path` has no colon.
+        TypeError: If `path` refers neither to a model nor to what makes one.
     """
     module_name, _, name = path.partition(":")
     if not name:
@@ -32,5 +34,5 @@ def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Mo
     if not isinstance(made, nn.Module):
         made = made(**(arguments or {}))
     if not isinstance(made, nn.Module):
-        raise TypeError(f"{path} is no torch.nn.Module and makes none, but {made!r}")
+        raise TypeError(f"{path} is neither a torch.nn.Module nor a function that returns one: it gives {made!r}")
     return made

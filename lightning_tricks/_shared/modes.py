@@ -1,4 +1,4 @@
-"""Training and evaluation modes."""
+"""Training and evaluation mode of modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a block; then each of its modules is in the mode that it was in."""
+    """Put a model into evaluation mode, and restore the mode of each of its modules on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

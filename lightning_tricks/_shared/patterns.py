@@ -1,4 +1,4 @@
-"""Patterns over qualified names: globs, or, with `re:` in front, regular expressions."""
+"""Patterns that match qualified names: globs or, with the prefix `re:`, regular expressions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fnmatch import translate
 
 @dataclass(frozen=True)
 class Pattern:
-    """A test of qualified names.
+    """A pattern that matches qualified names.
 
     Args:
-        text: A glob over the whole name, in which `*` goes past dots (`backbone.*`), or `re:` and a regular expression
-            that is searched for anywhere in the name (`re:^backbone.layer[12]`).
+        text: A glob that must match the whole name, in which `*` also matches dots (`backbone.*`); or `re:` followed by
+            a regular expression, which may match anywhere in the name (`re:^backbone.layer[12]`).
 
     Raises:
-        TypeError: If it is no string.
-        ValueError: If it is empty or no regular expression.
+        TypeError: If the pattern is not a string.
+        ValueError: If the pattern is empty or not a regular expression.
     """
 
     text: str
@@ -30,10 +30,10 @@ class Pattern:
         try:
             self._expression()
         except re.error as error:
-            raise ValueError(f"pattern {self.text!r} is no regular expression: {error}.") from error
+            raise ValueError(f"pattern {self.text!r} is not a regular expression: {error}.") from error
 
     def matches(self, name: str) -> bool:
-        """Whether a qualified name matches."""
+        """Whether the pattern matches a qualified name."""
         return self._expression().search(name) is not None
 
     def _expression(self) -> re.Pattern[str]:
@@ -42,8 +42,8 @@ class Pattern:
 
 _TOKENS = re.compile(
     r"""
-    \\. | \[\^?\]?(?:\\.|[^\]\\])*\]          # escapes and sets of characters
-    | \(\?(?:[:=!]|<=|<!|P<\w+>|P=)            # the beginnings of groups, but those that set flags
+    \\. | \[\^?\]?(?:\\.|[^\]\\])*\]          # escapes and character sets
+    | \(\?(?:[:=!]|<=|<!|P<\w+>|P=)            # the beginnings of groups, except those that set flags
     | [*+?] | \{\d*,?\d*\}                    # repeats
     | .
     """,
@@ -54,16 +54,16 @@ MAX_REPEATS = 3
 
 
 def check_repeats(expression: str) -> None:
-    r"""Refuse a regular expression that could take very long: one with many repeats, or with one inside another.
+    r"""Raise an error for a regular expression whose search could take very long.
 
-    For expressions out of files. With at most three repeats, none of which repeats a group, the time that a search
-    takes grows as a power of the length of the name, never exponentially.
+    This is for expressions from files, which are not trusted. With at most three repeats, none of which repeats a
+    group, the time of a search grows polynomially with the length of the name, never exponentially.
 
     Args:
-        expression: Without `re:`.
+        expression: The regular expression, without `re:`.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If the expression has more than three repeats, or repeats a group.
 
     Example:
         >>> check_repeats(r"^layer(\d+)\.(.*)$")
@@ -74,19 +74,21 @@ def check_repeats(expression: str) -> None:
     repeats, before = 0, ""
     for part in _TOKENS.findall(expression):
         if part == "?" and before == "(":
-            raise ValueError(f"{expression[:80]!r} has a group of a kind that is not taken from files.")
-        if _REPEATS.fullmatch(part) and not _REPEATS.fullmatch(before):  # behind a repeat it says how much is taken
+            raise ValueError(f"{expression[:80]!r} has a kind of group that is not allowed in files.")
+        if _REPEATS.fullmatch(part) and not _REPEATS.fullmatch(
+            before
+        ):  # after a repeat it makes the repeat lazy or possessive
             repeats += 1
             if before == ")" and part != "?":
                 raise ValueError(f"{expression[:80]!r} repeats a group, which can take very long: write it without.")
         before = part
     if repeats > MAX_REPEATS:
         raise ValueError(
-            f"{expression[:80]!r} has {repeats} repeats (* + ? {{), of which {MAX_REPEATS} are taken from files, as "
-            "more can take very long."
+            f"{expression[:80]!r} has {repeats} repeats (* + ? {{), but at most {MAX_REPEATS} are allowed in files, "
+            "because more can take very long."
         )
 
 
 def strip_compile_prefix(name: str) -> str:
-    """Return a qualified name without what `torch.compile` puts into it."""
+    """Return a qualified name without the prefixes that `torch.compile` inserts."""
     return name.replace("_orig_mod.", "")

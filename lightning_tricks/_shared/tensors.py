@@ -1,4 +1,4 @@
-"""Tensors inside other values."""
+"""Tensors inside other values, in double precision, and gathered from all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of what rooms show: tables without colour, and shapes."""
+"""Text for people: tables without colour, and shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def render_text(renderable: Any) -> str:
-    """Return what rich prints of an object: 120 columns, no colour, no blanks at the ends of lines."""
+    """Return an object as rich prints it: in 120 columns, without colour and without trailing blanks."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=120, color_system=None)
@@ -18,7 +18,7 @@ def render_text(renderable: Any) -> str:
 
 
 def format_shape(shape: Iterable[int]) -> str:
-    """Return a shape as people write it.
+    """Return a shape with its sizes joined by "x".
 
     Example:
         >>> format_shape((2, 3, 224))

@@ -1,4 +1,4 @@
-"""Large numbers and sizes as people read them."""
+"""Large numbers and sizes with the prefixes of their units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def format_si(value: float, unit: str = "") -> str:
     """
     if abs(value) < 1000:
         return f"{value:.4g} {unit}".rstrip()
-    for prefix in "kMGTPEZY":  # noqa: B007  # the prefix that it stops at is the one
+    for prefix in "kMGTPEZY":  # noqa: B007  # the prefix of the last round is the result
         value /= 1000
         if abs(value) < 999.5:
             break

@@ -72,7 +72,7 @@ def test_a_module_in_the_working_directory(capsys):
         ([f"{__name__}:Large", "--input", "3,8"], "has no attribute 'Large'"),
         (["no_such_module:Net", "--input", "3,8"], "No module named 'no_such_module'"),
         (["math:pi", "--input", "3,8"], "is not callable"),
-        (["builtins:dict", "--input", "3,8"], "is no torch.nn.Module"),
+        (["builtins:dict", "--input", "3,8"], "is neither a torch.nn.Module nor"),
         ([NET, "--input", "3,8", "--backend", "thop", "--backward"], "thop has no rules for a backward pass"),
     ],
 )

@@ -42,7 +42,7 @@ def test_defaults_are_what_the_issue_of_warm_up_needs():
         ),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a dict of options such as .*, got \[1\]"),
         ({"no_decay": "bias"}, TypeError, "no_decay must be a list of words and patterns, got the string 'bias'"),
-        ({"no_decay": ["re:["]}, ValueError, "is no regular expression"),
+        ({"no_decay": ["re:["]}, ValueError, "is not a regular expression"),
         ({"fused": "yes"}, ValueError, "fused must be True, False or \"auto\", got 'yes'"),
         (
             {"name": "LBFGS", "weight_decay": 0, "groups": {"net.*": {"lr": 0.1}}},

@@ -1,4 +1,4 @@
-"""What is said to somebody who gives something else than tensors."""
+"""The advice in the error for inputs that are not tensors."""
 
 import numpy as np
 import pytest
@@ -44,13 +44,21 @@ class Noise(nn.Module):
         (CONV, IMAGES.shape, r"(2, 3, 8, 8) is a shape, .* Give torch.zeros(2, 3, 8, 8)."),
         (CONV, {"input_size": (1, 3, 8, 8)}, r"is a shape, .* Give torch.zeros(1, 3, 8, 8)."),
         (CONV, 224, r"is a shape, .* Give torch.zeros(1, 3, 224, 224)."),
-        (CONV, np.zeros((1, 3, 8, 8)), r"numpy is no tensor. Give torch.as_tensor(array, dtype=torch.float32) in"),
-        (CONV, DataLoader(DATA), r"a DataLoader is no batch. Give one, next(iter(loader)), or that part of it which"),
-        (CONV, DATA, r"a TensorDataset is no batch. Give one, next(iter(DataLoader(dataset))), or that part"),
+        (
+            CONV,
+            np.zeros((1, 3, 8, 8)),
+            r"a numpy array is not a tensor. Give torch.as_tensor(array, dtype=torch.float32).",
+        ),
+        (
+            CONV,
+            DataLoader(DATA),
+            r"a DataLoader is not a batch. Give a batch, next(iter(loader)), or the part of it that",
+        ),
+        (CONV, DATA, r"a TensorDataset is not a batch. Give a batch, next(iter(DataLoader(dataset))), or the part"),
         (CONV, [IMAGES, torch.zeros(2)], r"Sequential.forward does not take this list of 2, .* such as batch[0]."),
         (CONV, (IMAGES, torch.zeros(2)), r"Sequential.forward does not take this tuple of 2, .* such as batch[0]."),
         (CONV, {"image": IMAGES}, r"Sequential.forward does not take this dict of 1, .* such as batch['image']."),
-        (CONV, "cuda", r"'cuda' is no tensor. Give torch.zeros(1, 3, 224, 224)."),
+        (CONV, "cuda", r"'cuda' is not a tensor. Give torch.zeros(1, 3, 224, 224)."),
         (Sum(), ((1, 8), (1, 8)), r"are shapes, .* Give (torch.zeros(1, 8), torch.zeros(1, 8))."),
         (Sum(), [(1, 8), (1, 8)], r"are shapes, .* Give (torch.zeros(1, 8), torch.zeros(1, 8))."),
         (nn.Linear(8, 2), (8,), r"Give torch.zeros(1, 8)."),
@@ -58,8 +66,8 @@ class Noise(nn.Module):
         (nn.Embedding(10, 3), (5,), r"Give torch.zeros(1, 5, dtype=torch.long)."),
         (nn.LSTM(8, 2), (5, 8), r"Give torch.zeros(1, 5, 8)."),
         (Classifier(), (4, 8), r"(4, 8) is a shape, .* Give torch.zeros(4, 8)."),
-        (Classifier(), DataLoader(DATA), r"a DataLoader is no batch. Give one, next(iter(loader))."),
-        (Classifier(), [np.zeros((4, 8)), np.zeros(4)], r"an array of numpy is no tensor."),
+        (Classifier(), DataLoader(DATA), r"a DataLoader is not a batch. Give a batch, next(iter(loader))."),
+        (Classifier(), [np.zeros((4, 8)), np.zeros(4)], r"a numpy array is not a tensor."),
         (Adversaries(), (4, 8), r"(4, 8) is a shape, .* Give torch.zeros(4, 8)."),
     ],
 )

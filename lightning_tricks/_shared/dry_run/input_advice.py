@@ -23,12 +23,12 @@ def input_advice(model: nn.Module, call: ModelCall, error: Exception) -> str:
     Returns:
         The advice with the reason of the error, or an empty string if the inputs look right.
     """
-    step = call.method == "training_step"
-    values = call.args[:1] if step else (*call.args, *call.kwargs.values())
+    is_step = call.method == "training_step"
+    values = call.args[:1] if is_step else (*call.args, *call.kwargs.values())
     if any(True for _ in tensors_in(values)):
-        advice = "" if step or call.kwargs or not isinstance(error, TypeError) else _advice_for_batch(model, values)
+        advice = "" if is_step or call.kwargs or not isinstance(error, TypeError) else _advice_for_batch(model, values)
     else:
-        advice = _advice_for_shapes(model, values) or _advice_for_other_types(model, values, step)
+        advice = _advice_for_shapes(model, values) or _advice_for_other_types(model, values, is_step)
     reason = str(error).strip().partition("\n")[0].rstrip(":.")
     return advice and f"{call.source}: {advice} ({type(error).__name__}: {reason})"
 
@@ -55,8 +55,8 @@ def _advice_for_batch(model: nn.Module, values: tuple[Any, ...]) -> str:
         return ""
     kind, name = type(model).__name__, repr(next(iter(parts))) if isinstance(parts, Mapping) else "0"
     return (
-        f"{kind}.forward does not take this {type(parts).__name__} of {len(parts)}, and there is no training_step that "
-        f"does. Of a batch, give what forward takes, such as batch[{name}]."
+        f"{kind}.forward does not take this {type(parts).__name__} of {len(parts)}, and it has no training_step "
+        f"that could. Give the part of the batch that forward takes, such as batch[{name}]."
     )
 
 
@@ -65,22 +65,22 @@ def _advice_for_shapes(model: nn.Module, values: tuple[Any, ...]) -> str:
     if not shapes:
         return ""
     given = values[0] if len(values) == 1 and not isinstance(values[0], int) else values
-    some = "is a shape" if len(shapes) == 1 else "are shapes"
-    return f"{given!r} {some}, and {type(model).__name__} takes tensors. Give {_tensor_code(model, shapes)}."
+    verb = "is a shape" if len(shapes) == 1 else "are shapes"
+    return f"{given!r} {verb}, but {type(model).__name__} takes tensors. Give {_tensor_code(model, shapes)}."
 
 
-def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], step: bool) -> str:
+def _advice_for_other_types(model: nn.Module, values: tuple[Any, ...], is_step: bool) -> str:
     inner = [part for value in values if isinstance(value, list | tuple) for part in value]
     for value in (*values, *inner):
         if type(value).__module__.partition(".")[0] == "numpy":
             dtype = ", dtype=torch.float32" * (getattr(getattr(value, "dtype", None), "kind", "") == "f")
-            return f"an array of numpy is no tensor. Give torch.as_tensor(array{dtype}) in its place."
+            return f"a numpy array is not a tensor. Give torch.as_tensor(array{dtype})."
         if isinstance(value, DataLoader | Dataset):
             loader = "loader" if isinstance(value, DataLoader) else "DataLoader(dataset)"
-            part = "" if step or hasattr(model, "training_step") else ", or that part of it which forward takes"
-            return f"a {type(value).__name__} is no batch. Give one, next(iter({loader})){part}."
+            part = "" if is_step or hasattr(model, "training_step") else ", or the part of it that forward takes"
+            return f"a {type(value).__name__} is not a batch. Give a batch, next(iter({loader})){part}."
         if isinstance(value, str):
-            return f"{value!r} is no tensor. Give {example_input_code(model)}."
+            return f"{value!r} is not a tensor. Give {example_input_code(model)}."
     return ""
 
 
@@ -92,15 +92,18 @@ def _shapes_in(values: tuple[Any, ...]) -> list[tuple[int, ...]]:
     if values and all(type(size) is int for size in values):
         return [values]
     shapes = [tuple(value) for value in values if isinstance(value, list | tuple)]
-    whole = len(shapes) == len(values) and all(type(size) is int for shape in shapes for size in shape)
-    return shapes if whole and all(shapes) else []
+    all_are_shapes = len(shapes) == len(values) and all(type(size) is int for shape in shapes for size in shape)
+    return shapes if all_are_shapes and all(shapes) else []
 
 
 def _tensor_code(model: nn.Module, shapes: list[tuple[int, ...]]) -> str:
-    wanted = example_input_code(model)
-    dtype = ", dtype=torch.long" if "dtype" in wanted else ""
-    dims = wanted.count(",") + (0 if dtype else 1)
+    """Return code that makes tensors of the given shapes for a model."""
+    example = example_input_code(model)
+    dtype = ", dtype=torch.long" if "dtype" in example else ""
+    dims = example.count(",") + (0 if dtype else 1)
     # a shape with one dimension too few is that of a sample without its batch dimension
     sizes = [(1, *shape) if len(shape) == dims - 1 else shape for shape in shapes]
-    made = [wanted if len(shape) < dims - 1 else f"torch.zeros({', '.join(map(str, shape))}{dtype})" for shape in sizes]
+    made = [
+        example if len(shape) < dims - 1 else f"torch.zeros({', '.join(map(str, shape))}{dtype})" for shape in sizes
+    ]
     return made[0] if len(made) == 1 else f"({', '.join(made)})"

@@ -121,11 +121,17 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
         manual_backward=run_backward,
         all_gather=_local_all_gather(getattr(trainer, "world_size", 1)),
     )
+    _stub_metrics(model_copy, no_op)
+
+
+def _stub_metrics(model_copy: nn.Module, no_op: NoOp) -> None:
     torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:  # then no submodule can be a metric
+        return
     for part in model_copy.modules():
-        if torchmetrics is not None and isinstance(part, torchmetrics.Metric):
+        if isinstance(part, torchmetrics.Metric):
             vars(part).update(forward=_no_metric, compute=_no_metric, update=no_op, reset=no_op)
-        elif torchmetrics is not None and isinstance(part, torchmetrics.MetricCollection):
+        elif isinstance(part, torchmetrics.MetricCollection):
             vars(part).update(forward=_no_metrics, compute=_no_metrics, update=no_op, reset=no_op)
 
 
