@@ -1,4 +1,4 @@
-"""FlopsReport in real fits: where it looks, what it logs, ThroughputMonitor, MFU, and what goes wrong."""
+"""FlopsReport in real fits: what it counts and logs, ThroughputMonitor, MFU, and errors."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ class Forwards(Net):
         return self.net(x)
 
 
-def test_first_batch_is_looked_at_and_not_consumed(capsys):
+def test_the_first_batch_is_counted_and_not_consumed(capsys):
     class Batches(Net):
         seen = 0
 
@@ -113,8 +113,8 @@ def test_precision_with_accumulation(arguments):
     assert (report.count.macs, report.count.train_step_flops) == (FORWARD_MACS, STEP)
 
 
-class Keeps(Callback):
-    """Keeps what ThroughputMonitor reads in each training and validation batch."""
+class RecordsFlops(Callback):
+    """Records what ThroughputMonitor reads in each training and validation batch."""
 
     def __init__(self):
         self.training, self.validation = [], []
@@ -136,13 +136,13 @@ def logged(folder, name):
 @pytest.mark.trap("flops: MFU needs flops_per_batch by hand")
 @pytest.mark.parametrize("first", [True, False])
 def test_throughput_monitor_gets_its_flops(tmp_path, first):
-    report, keeps = FlopsReport(backward=True, peak_flops=1e12), Keeps()
+    report, recorder = FlopsReport(backward=True, peak_flops=1e12), RecordsFlops()
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)
     module = EvaluatedNet()
-    callbacks = [report, monitor, keeps] if first else [monitor, report, keeps]
+    callbacks = [report, monitor, recorder] if first else [monitor, report, recorder]
     fit(callbacks, module, logger=CSVLogger(tmp_path), log_every_n_steps=2)
-    assert keeps.training == [STEP] * 20
-    assert keeps.validation == [None] * 20
+    assert recorder.training == [STEP] * 20
+    assert recorder.validation == [None] * 20
     assert not hasattr(module, "flops_per_batch")
     per_second = logged(tmp_path, "train/device/flops_per_sec")
     batches = logged(tmp_path, "train/device/batches_per_sec")
@@ -155,10 +155,10 @@ def test_throughput_monitor_gets_its_flops(tmp_path, first):
 
 
 def test_a_modules_own_flops_per_batch_wins():
-    module, keeps = Net(), Keeps()
+    module, recorder = Net(), RecordsFlops()
     module.flops_per_batch = 7
-    fit([FlopsReport(backward=True), ThroughputMonitor(lambda batch: 4, window_size=2), keeps], module)
-    assert keeps.training == [7] * 20
+    fit([FlopsReport(backward=True), ThroughputMonitor(lambda batch: 4, window_size=2), recorder], module)
+    assert recorder.training == [7] * 20
     assert module.flops_per_batch == 7
 
 

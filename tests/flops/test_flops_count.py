@@ -1,4 +1,4 @@
-"""What a count looks like, on the screen and in files."""
+"""A count as a table on the screen and in files."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Counts against closed formulas and against what torch dispatches for real, and the errors."""
+"""Counts compared with closed formulas and with the operators of real runs, and the errors."""
 
 import copy
 import math
@@ -269,7 +269,7 @@ def test_frozen_parts_need_no_backward():
     assert (count.params, count.trainable_params) == (8 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4)
 
 
-def test_rows_say_where_it_goes():
+def test_rows_hold_the_cost_of_each_module():
     class Shares(nn.Module):
         def __init__(self):
             super().__init__()
@@ -345,7 +345,7 @@ def test_fused_attention_whose_values_have_another_size(kind):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_the_fast_path_of_attention_is_as_it_was(fast):
+def test_the_fast_path_of_attention_is_restored(fast):
     layer = nn.TransformerEncoderLayer(8, 2, 7, batch_first=True).eval()
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(fast)
@@ -444,7 +444,7 @@ def test_bad_arguments():
 
 
 class TestCustomOps:
-    """Rules of one's own."""
+    """Rules that the user gives."""
 
     def test_by_operator(self):
         with torch.library._scoped_library("tricks_test", "FRAGMENT") as library:
@@ -459,7 +459,7 @@ class TestCustomOps:
                 count = count_flops(model, torch.empty(2, 3), custom_ops=rule)
                 assert (count.flops, count.uncounted) == (66, {})
 
-    def test_by_module_in_place_of_what_it_calls(self):
+    def test_a_rule_for_a_module_replaces_what_it_calls(self):
         def rule(module, inputs, output):
             module.total_ops += torch.DoubleTensor([inputs[0].numel() * output.shape[1]])
 
@@ -470,7 +470,7 @@ class TestCustomOps:
         assert count_flops(model[1], torch.empty(3, 4), custom_ops={nn.Linear: lambda m, i, o: None}).macs == 0
 
     @pytest.mark.parametrize("backend", ["torch", "thop"])
-    def test_for_what_is_not_there(self, backend):
+    def test_for_a_module_that_the_model_does_not_have(self, backend):
         with pytest.warns(UserWarning, match="no module of Linear is Conv2d"):
             count_flops(nn.Linear(8, 4), torch.empty(2, 8), backend=backend, custom_ops={nn.Conv2d: print})
 

@@ -1,4 +1,4 @@
-"""thop as a backend: its counts where it has rules, and what it has no rule for."""
+"""thop as a backend: its counts, and modules that it has no rule for."""
 
 import copy
 import warnings
@@ -45,7 +45,7 @@ def test_keywords_and_recurrent_layers():
 
 
 @pytest.mark.trap("flops: thop counts no attention and no functional call")
-def test_compare_names_what_thop_does_not_see():
+def test_compare_names_modules_without_a_thop_rule():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

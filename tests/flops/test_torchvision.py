@@ -1,4 +1,4 @@
-"""All classification models of torchvision against the GMACs that torchvision states for their weights."""
+"""All classification models of torchvision, compared with the GMACs that torchvision states for their weights."""
 
 import pytest
 import torch

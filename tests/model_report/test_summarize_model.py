@@ -1,4 +1,4 @@
-"""`summarize_model`: numbers against torch, layers, graph, files, and no trace."""
+"""`summarize_model`: numbers compared with torch, layers, graph, files, and no side effects."""
 
 import csv
 import json
@@ -116,7 +116,7 @@ def test_a_training_step_and_manual_optimization():
     "flops: torchinfo flips frozen BatchNorms and draws random numbers, torchviz moves running statistics"
 )
 @pytest.mark.parametrize("make", NETS, ids=lambda make: make.__name__)
-def test_no_trace(make):
+def test_summarizing_changes_nothing(make):
     model, inputs = make()
     before = state_of(model, inputs)
     summary = summarize_model(model, inputs)
@@ -137,7 +137,7 @@ def test_wrong_inputs_are_the_models_own_error():
         summarize_model(nn.Linear(8, 4), ROWS, graph={"show_colors": True})
 
 
-def test_what_torchinfo_cannot_take_is_a_note():
+def test_a_model_that_torchinfo_cannot_take_is_a_note():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -162,7 +162,7 @@ def test_without_the_extra(package, what, monkeypatch):
 
 
 class TestFiles:
-    """What is written."""
+    """Files that `write` makes."""
 
     def test_all_but_pictures(self, tmp_path, monkeypatch, lightning_log):
         monkeypatch.setattr(shutil, "which", lambda program: None)

@@ -1,4 +1,4 @@
-"""Counting leaves no trace, whether it succeeds or fails: twelve nets of many kinds."""
+"""Counting leaves twelve nets of many kinds unchanged, whether it succeeds or fails."""
 
 import copy
 import random
@@ -137,7 +137,7 @@ NETS = (
 
 
 def state_of(model, inputs):
-    """All that counting could leave behind."""
+    """Everything that counting could change."""
     plain = {
         (name, key): copy.deepcopy(value)
         for name, part in model.named_modules()
@@ -163,7 +163,7 @@ def state_of(model, inputs):
     }
 
 
-WAYS = {
+COUNTING_OPTIONS = {
     "forward": {},
     "backward": {"backward": True},
     "thop": {"backend": "thop"},
@@ -172,13 +172,13 @@ WAYS = {
 
 
 @pytest.mark.trap("flops: thop leaves buffers, hooks and evaluation mode behind; torchinfo flips frozen BatchNorm")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", COUNTING_OPTIONS)
 @pytest.mark.parametrize("make", NETS, ids=lambda make: make.__name__)
-def test_no_trace_of_a_count(make, way):
+def test_counting_changes_nothing(make, options):
     model, inputs = make()
     before = state_of(model, inputs)
     keys = list(model.state_dict())
-    count_flops(model, inputs, **WAYS[way])
+    count_flops(model, inputs, **COUNTING_OPTIONS[options])
     assert same(state_of(model, inputs), before)
     assert list(model.state_dict()) == keys
 
@@ -196,14 +196,14 @@ class Breaks(nn.Module):
 
 
 @pytest.mark.trap("flops: after a failure thop leaves 26 keys and 16 hooks, ModelSummary 13 hooks")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", COUNTING_OPTIONS)
 @pytest.mark.parametrize("make", NETS, ids=lambda make: make.__name__)
-def test_no_trace_of_a_failure(make, way):
+def test_a_failing_count_changes_nothing(make, options):
     net, inputs = make()
     model = Breaks(net)
     before = state_of(model, inputs)
     with pytest.raises(ZeroDivisionError, match="in the middle of forward"):
-        count_flops(model, inputs, **WAYS[way])
+        count_flops(model, inputs, **COUNTING_OPTIONS[options])
     assert same(state_of(model, inputs), before)
 
 
@@ -216,7 +216,7 @@ def test_the_model_counts_the_same_afterwards_and_can_be_freed():
     assert reference() is None
 
 
-def test_sharded_by_fsdp1_is_refused():
+def test_fully_sharded_data_parallel_is_an_error():
     class FullyShardedDataParallel(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Counting other people's `training_step`: losses, metrics, loggers, optimizers, gathering; none of it acts."""
+"""Counting a `training_step` with losses, metrics, loggers, optimizers and gathering has no side effects."""
 
 import functools
 from collections import UserDict
@@ -59,7 +59,7 @@ def test_a_batch_runs_the_training_step(batch):
     marks = traces(module)
     count = count_flops(module, batch, backward=True)
     assert (count.macs, count.train_step_flops) == (FORWARD, 2 * (FORWARD + BACKWARD))
-    assert not count.notes, "metrics are idle"
+    assert not count.notes, "metrics do nothing"
     assert same(before, dict(module.state_dict()))
     assert traces(module) == marks
     assert module.losses == []
@@ -143,7 +143,7 @@ class Plainly(Adversaries):
         self.net(batch[0]).mean().backward()
 
 
-def test_a_plain_backward_is_no_part_of_forward():
+def test_a_plain_backward_is_not_counted_as_forward():
     for backward, step in ((True, 2 * (FORWARD + BACKWARD)), (False, None)):
         count = count_flops(Plainly(), BATCH, backward=backward)
         assert (count.macs, count.train_step_flops) == (FORWARD, step)
@@ -261,7 +261,7 @@ class OfNamed(Classifier):
     ],
     ids=["mapping", "UserDict", "autoencoder", "named tuple"],
 )
-def test_batches_of_other_people(module, batch, macs):
+def test_batches_of_other_types(module, batch, macs):
     assert count_flops(module(), batch, backward=True).macs == macs
     assert summarize_model(module(), batch).layers is not None
 

@@ -101,18 +101,18 @@ class ModelCopier(TorchFunctionMode):
         self._originals.append(value)
         return new
 
-    def _fill(self, model_copy: nn.Module, part: nn.Module) -> None:
+    def _fill(self, module_copy: nn.Module, part: nn.Module) -> None:
         for name, value in vars(part).items():
             if type(value) in (dict, OrderedDict) and not value:  # fast path: true of most attributes
-                vars(model_copy)[name] = type(value)()
+                vars(module_copy)[name] = type(value)()
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
                 value = OrderedDict((key, hook) for key, hook in value.items() if not _is_sharding_hook(hook))
             elif name in ("_trainer", "_fabric", "_compiled_call_impl"):  # the copy belongs to no Trainer
                 value = None
-            vars(model_copy)[name] = self.copy_value(value)
-        if isinstance(model_copy, nn.RNNBase):  # the references still point to the weights of the original
-            model_copy._flat_weight_refs = [weakref.ref(weight) for weight in model_copy._flat_weights]  # type: ignore[arg-type]
+            vars(module_copy)[name] = self.copy_value(value)
+        if isinstance(module_copy, nn.RNNBase):  # the references still point to the weights of the original
+            module_copy._flat_weight_refs = [weakref.ref(weight) for weight in module_copy._flat_weights]  # type: ignore[arg-type]
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         """Copy a function with its defaults and the values in its closure, which may be the module itself."""
