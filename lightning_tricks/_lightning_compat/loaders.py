@@ -36,12 +36,12 @@ def replace_train_loaders(trainer: Trainer, module: LightningModule, replace: Ca
 
 
 @needs_private("an ensemble on several ranks")
-def shares_out_samples(trainer: Trainer) -> bool:
+def uses_distributed_sampler(trainer: Trainer) -> bool:
     """Whether the Trainer gives each rank its share of the samples (`use_distributed_sampler`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def repeats_worker_streams() -> bool:
+def repeats_worker_seeds() -> bool:
     """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
     import lightning
 

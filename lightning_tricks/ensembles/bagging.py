@@ -8,11 +8,13 @@ from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 
 
-class _Bootstrapped(Ensemble):
+class BootstrappedMembers(Ensemble):
+    """Members that are trained on bootstrap samples of the data set."""
+
     bootstrap = True
 
     @property
-    def own_orders(self) -> bool:  # type: ignore[override]
+    def per_member_batches(self) -> bool:  # type: ignore[override]
         """Whether members see the samples in orders of their own: always."""
         if self.hparams.get("shared_order"):
             raise MisconfigurationException(
@@ -28,7 +30,7 @@ class _Bootstrapped(Ensemble):
         )
 
 
-class BaggingClassifier(_Bootstrapped, VotingClassifier):
+class BaggingClassifier(BootstrappedMembers, VotingClassifier):
     """Train classifiers on bootstrap samples, drawn once for each member, and average their probabilities.
 
     Members differ more than those of `VotingClassifier` and each one is worse, as it sees 63 % of the samples: with
@@ -55,7 +57,7 @@ class BaggingClassifier(_Bootstrapped, VotingClassifier):
     """
 
 
-class BaggingRegressor(_Bootstrapped, VotingRegressor):
+class BaggingRegressor(BootstrappedMembers, VotingRegressor):
     """Train regressors on bootstrap samples, drawn once for each member, and average their predictions.
 
     Args:

@@ -14,8 +14,8 @@ from lightning_tricks.ensembles.core.combination import (
     log_mean_probabilities,
     majority,
     mean_probabilities,
+    mean_with_gradient_of_sum,
     regression_uncertainty,
-    value_of_mean,
     weighted_mean,
 )
 from lightning_tricks.ensembles.ensemble import Ensemble
@@ -39,7 +39,7 @@ class ClassifierEnsemble(Ensemble):
         """Return the logarithm of the combined probabilities; those of soft voting."""
         return log_mean_probabilities(outputs, self._weights(outputs))
 
-    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined log-probabilities, which are logits like others."""
         return self.criterion(self.log_prediction(outputs), target)
 
@@ -88,7 +88,7 @@ class RegressorEnsemble(Ensemble):
         """Average the members' means."""
         return weighted_mean(self._means_and_variances(outputs)[0], self._weights(outputs))
 
-    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined prediction."""
         if not self._predicts_variance:
             prediction = weighted_mean(outputs, self._weights(outputs))
@@ -96,14 +96,16 @@ class RegressorEnsemble(Ensemble):
         mixture = self.uncertainty(self._as_matrices(outputs))
         return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
 
-    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
         if not self._predicts_variance:
-            return super().loss_of_members(outputs, targets)
+            return super().member_loss(outputs, targets)
         criterion = cast(nn.GaussianNLLLoss, self.criterion)
         means, variances = self._means_and_variances(outputs)
         parts = zip(means, targets, cast(Tensor, variances), strict=True)
-        return value_of_mean(torch.stack([criterion(mean, target, variance) for mean, target, variance in parts]))
+        return mean_with_gradient_of_sum(
+            torch.stack([criterion(mean, target, variance) for mean, target, variance in parts])
+        )
 
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the variance."""
@@ -134,8 +136,8 @@ class RegressorEnsemble(Ensemble):
         means, logs = outputs.chunk(2, dim=-1)
         return means, logs.exp()
 
-    def _columns(self, matrices: Tensor) -> int:
+    def _num_outputs(self, matrices: Tensor) -> int:
         return matrices.shape[-1] // (2 if self._predicts_variance else 1)
 
-    def _as_target(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def _shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
         return prediction.view_as(target) if prediction.numel() == target.numel() else prediction

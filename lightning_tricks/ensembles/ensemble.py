@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._lightning_compat.loaders import replace_train_loaders, shares_out_samples
+from lightning_tricks._lightning_compat.loaders import replace_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
@@ -30,38 +30,38 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_mod
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
+    mean_with_gradient_of_sum,
     member_losses,
     normalized_weights,
-    value_of_mean,
 )
-from lightning_tricks.ensembles.core.factory import Estimator, build_members, class_name, named_by_file
-from lightning_tricks.ensembles.core.members import Loop, Members, as_loop, as_members
+from lightning_tricks.ensembles.core.factory import Estimator, build_members, class_name, untrusted_class_names
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, as_members, as_sequential
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
+    batch_of_member,
     is_shuffled,
-    objection_to_orders,
-    orders_of,
-    rows_of_member,
+    member_orders,
+    why_not_reorder,
 )
-from lightning_tricks.ensembles.core.torchensemble_models import Interchange
+from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.optimizers import (
     CriterionChoice,
     OptimizerChoice,
     ScheduleChoice,
-    as_plain,
-    as_plain_criterion,
-    checked_criterion,
-    checked_optimizer,
-    checked_schedule,
+    criterion_to_plain,
+    make_optimizer,
+    make_schedule,
+    merge_member_optimizers,
     objection_to_stacking,
-    optimizer_of,
-    own_optimizers,
-    schedule_of,
+    parse_criterion,
+    parse_optimizer,
+    parse_schedule,
+    to_plain,
 )
 from lightning_tricks.gradient_clipping.core.methods import AGC
 
 
-class Ensemble(Interchange, LightningModule):
+class Ensemble(TorchensembleInterchange, LightningModule):
     """Base of the ensembles: what they share, whatever the members are trained for and however they are combined.
 
     Attributes:
@@ -70,10 +70,10 @@ class Ensemble(Interchange, LightningModule):
         seed: Decides about initial weights and sample orders.
     """
 
-    own_orders = False  # whether members may see the samples in orders of their own
+    per_member_batches = False  # whether members may see the samples in orders of their own
     bootstrap = False
-    trains_one = False  # instead of as many as there are members
-    takes_steps = True  # whether the training_step of a LightningModule is the loss of a member
+    builds_one_model = False  # instead of as many as there are members
+    uses_member_steps = True  # whether the training_step of a LightningModule is the loss of a member
     estimators_: Members
     weights: Tensor | None
 
@@ -100,18 +100,18 @@ class Ensemble(Interchange, LightningModule):
             raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
         self.vectorize = vectorize
         self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, minimum=0)
-        self.optimizer, self.lr_scheduler = checked_optimizer(optimizer), checked_schedule(lr_scheduler)
+        self.optimizer, self.lr_scheduler = parse_optimizer(optimizer), parse_schedule(lr_scheduler)
         self._has_own_optimizer = optimizer is not None
-        self._remarks: list[str] = []
-        members = self._built(estimator, estimator_args)
-        self.criterion = checked_criterion(criterion) or self.default_criterion()
+        self._messages: list[str] = []
+        members = self._build(estimator, estimator_args)
+        self.criterion = parse_criterion(criterion) or self.default_criterion()
         weights_of_members = normalized_weights(weights, self.n_estimators)
         self.register_buffer("weights", weights_of_members, persistent=False)
         self._take_members(members)
-        self._seen: set[str] = set()
+        self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
-        self._rows_by_member = False  # whether a training batch holds rows of each member's own
-        self._keep_hyperparameters(estimator)
+        self._has_per_member_rows = False  # whether a training batch holds rows of each member's own
+        self._save_plain_hyperparameters(estimator)
 
     @restricted_classmethod
     def load_from_checkpoint(
@@ -130,7 +130,7 @@ class Ensemble(Interchange, LightningModule):
             ValueError: If the class of the members is not given (`estimator=Net`), and none of the program.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
-        with named_by_file():
+        with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
     # --- what a family says
@@ -143,13 +143,13 @@ class Ensemble(Interchange, LightningModule):
         """Combine the members' outputs (n, B, n_outputs) into the prediction, (B, n_outputs)."""
         raise NotImplementedError
 
-    def loss_of_prediction(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Measure the combined prediction of the members' outputs (n, B, ...)."""
         raise NotImplementedError
 
-    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        return value_of_mean(member_losses(self.criterion, outputs, targets))
+        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
 
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
@@ -204,10 +204,10 @@ class Ensemble(Interchange, LightningModule):
         if self._has_lightning_members:
             return self._train_lightning_members(batch, batch_idx)
         outputs, targets = self._outputs_and_targets(batch)
-        if "train" not in self._seen and not torch.compiler.is_compiling():
-            self._first_batch(outputs, targets, "train")
+        if "train" not in self._checked_stages and not torch.compiler.is_compiling():
+            self._check_first_batch(outputs, targets, "train")
         try:
-            loss = self.loss_of_members(outputs, targets)
+            loss = self.member_loss(outputs, targets)
         except IndexError as error:  # a class that there is not
             self.check_batch(outputs, targets, "train")
             raise error from None
@@ -236,19 +236,19 @@ class Ensemble(Interchange, LightningModule):
         return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
-        *inputs, target = self._parts(batch)
+        *inputs, target = self._unpack(batch)
         outputs = self._outputs(*inputs)
-        if stage not in self._seen and not torch.compiler.is_compiling():
-            self._first_batch(outputs, target.unsqueeze(0), stage)
-        preds = self._as_target(self.combine(self._as_matrices(outputs)), target)
-        loss = self.loss_of_prediction(outputs, target)
+        if stage not in self._checked_stages and not torch.compiler.is_compiling():
+            self._check_first_batch(outputs, target.unsqueeze(0), stage)
+        preds = self._shape_like(self.combine(self._as_matrices(outputs)), target)
+        loss = self.prediction_loss(outputs, target)
         values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
-        taken = self._logged_by_callbacks(stage)
+        taken = self._keys_logged_by_callbacks(stage)
         own = {key: value for key, value in values.items() if key not in taken}
         self.log_dict(own, batch_size=len(target), sync_dist=True)
         return {"loss": loss, "preds": preds, "target": target}
 
-    def _logged_by_callbacks(self, stage: str) -> set[str]:
+    def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
         """Return the keys that callbacks log, such as a MetricsMonitor, whose accuracy is the better one."""
         try:
             trainer: Any = self.trainer
@@ -262,8 +262,8 @@ class Ensemble(Interchange, LightningModule):
 
     def _outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return outputs and targets, (n, B, ...) each, of rows of the members' own or of rows for all of them."""
-        *inputs, target = self._parts(batch)
-        if self._rows_by_member:
+        *inputs, target = self._unpack(batch)
+        if self._has_per_member_rows:
             n = len(self.trained)
             if len(target) % n or any(len(value) != len(target) for value in inputs):
                 sizes = ", ".join(str(len(value)) for value in (*inputs, target))
@@ -273,13 +273,13 @@ class Ensemble(Interchange, LightningModule):
                 )
             outputs, targets = self.trained(*inputs), target.reshape(n, -1, *target.shape[1:])
         else:
-            outputs = self.trained.on_same_rows(*inputs)
+            outputs = self.trained.forward_shared(*inputs)
             targets = target.expand(len(outputs), *target.shape)
         return outputs, targets
 
     def _train_lightning_members(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         n = len(self.trained)
-        own = [rows_of_member(batch, i, n) if self._rows_by_member else batch for i in range(n)]
+        own = [batch_of_member(batch, i, n) if self._has_per_member_rows else batch for i in range(n)]
         members = cast(Sequence[LightningModule], list(self.trained.children()))
         one_of_each = {type(member): member for member in members}
         rest = {kind: step_arguments(m.training_step, batch, batch_idx)[1:] for kind, m in one_of_each.items()}
@@ -287,7 +287,7 @@ class Ensemble(Interchange, LightningModule):
         if any(result is None for result in results):
             raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
         parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
-        loss = value_of_mean(torch.stack([part["loss"] for part in parts]))
+        loss = mean_with_gradient_of_sum(torch.stack([part["loss"] for part in parts]))
         self._losses.update(loss, 1)
         returned = [name for name in ("preds", "target") if all(isinstance(p.get(name), Tensor) for p in parts)]
         return {"loss": loss, **{name: torch.cat([part[name].detach() for part in parts]) for name in returned}}
@@ -298,24 +298,24 @@ class Ensemble(Interchange, LightningModule):
         """Agree with the other ranks about the seed, and give members their own sample orders."""
         if stage != "fit":
             return
-        self._seen.clear()
+        self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
         callbacks: list[Any] = callbacks_of(self.trainer)
         if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
-            self.estimators_ = as_loop(self.estimators_, "AGC clips the units of each layer by itself")
-        self._say(*self._remarks)
-        self._say_why_in_turn()
-        self._remarks = []
+            self.estimators_ = as_sequential(self.estimators_, "AGC clips the units of each layer by itself")
+        self._log_info(*self._messages)
+        self._log_why_sequential()
+        self._messages = []
         for index, member in enumerate(self.trained.children()):
             if isinstance(member, LightningModule):
                 member.trainer = self.trainer
                 member.log = partial(self._log_of_member, index)  # type: ignore[method-assign]
                 member.setup(stage)
-        replace_train_loaders(self.trainer, self, self._train_loaders)
+        replace_train_loaders(self.trainer, self, self._member_train_loader)
 
     def teardown(self, stage: str) -> None:
         """Let go of the Trainer."""
-        self._rows_by_member = False
+        self._has_per_member_rows = False
         self._losses = MeanLoss()
         for member in self.trained.children():
             if isinstance(member, LightningModule):
@@ -326,32 +326,32 @@ class Ensemble(Interchange, LightningModule):
         if self._has_lightning_members and not self._has_own_optimizer:
             members = cast(Sequence[LightningModule], list(self.trained.children()))
             if is_overridden("configure_optimizers", members[0]):
-                return own_optimizers(members)
-        optimizer = optimizer_of(self.trained, self.optimizer, self.trainer)
+                return merge_member_optimizers(members)
+        optimizer = make_optimizer(self.trained, self.optimizer, self.trainer)
         if self.lr_scheduler is None:
             return optimizer
         has_validation = bool(self.trainer.enable_validation)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": schedule_of(optimizer, self.lr_scheduler, self.trainer, has_validation),
+            "lr_scheduler": make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation),
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the seed, and how the parameters lie, which the optimizer's state depends on."""
-        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.trained, Loop)}
+        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.trained, SequentialMembers)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the seed; and, to resume, lay out the parameters as the optimizer's state needs them."""
         kept = checkpoint.get("ensemble", {})
         self.seed = kept.get("seed", self.seed)
-        stacked = not isinstance(self.trained, Loop)
+        stacked = not isinstance(self.trained, SequentialMembers)
         if self._trainer is None or not checkpoint.get("optimizer_states") or kept.get("stacked", stacked) == stacked:
             return
         if stacked:
-            self.estimators_ = as_loop(self.estimators_, "the checkpoint is of members one after another")
+            self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
         else:
             self.estimators_ = as_members(list(self.estimators_), vectorize=True)
-        if (not isinstance(self.estimators_, Loop)) != kept["stacked"]:
+        if (not isinstance(self.estimators_, SequentialMembers)) != kept["stacked"]:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
                 f"({self.estimators_.reason}): resume with the members that it was made with."
@@ -361,28 +361,28 @@ class Ensemble(Interchange, LightningModule):
 
     def set_optimizer(self, optimizer_name: str, **kwargs: Any) -> None:
         """Choose the optimizer by torch's name, as in torchensemble."""
-        self.optimizer, self._has_own_optimizer = checked_optimizer((optimizer_name, kwargs)), True
+        self.optimizer, self._has_own_optimizer = parse_optimizer((optimizer_name, kwargs)), True
         self.hparams["optimizer"] = self.optimizer
         if objection := objection_to_stacking(self.optimizer):
-            self.estimators_ = as_loop(self.estimators_, objection)
+            self.estimators_ = as_sequential(self.estimators_, objection)
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
         """Choose the schedule by torch's name, as in torchensemble; it steps at each epoch's end."""
-        self.lr_scheduler = checked_schedule((scheduler_name, kwargs))
+        self.lr_scheduler = parse_schedule((scheduler_name, kwargs))
         self.hparams["lr_scheduler"] = self.lr_scheduler
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
         self.criterion = criterion
-        self.hparams["criterion"] = as_plain_criterion(criterion)
+        self.hparams["criterion"] = criterion_to_plain(criterion)
 
     # --- inside
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
         remedy = next(filter(None, map(other_import_style, map(type, members))), "")
-        if self.takes_steps and remedy:
+        if self.uses_member_steps and remedy:
             raise TypeError(f"{type(self).__name__} would leave out a member's training_step: {remedy}")
-        self._has_lightning_members = self.takes_steps and all(
+        self._has_lightning_members = self.uses_member_steps and all(
             isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members
         )
         objection = objection_to_stacking(self.optimizer)
@@ -390,18 +390,18 @@ class Ensemble(Interchange, LightningModule):
             objection = f"{type(members[0]).__name__} has a training_step of its own"
         self.estimators_ = as_members(members, self.vectorize, objection)
 
-    def _built(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
-        n = 1 if self.trains_one else self.n_estimators
-        members, self._remarks = build_members(estimator, n, arguments, self.seed)
-        if self.trains_one and len(members) > 1:
+    def _build(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
+        n = 1 if self.builds_one_model else self.n_estimators
+        members, self._messages = build_members(estimator, n, arguments, self.seed)
+        if self.builds_one_model and len(members) > 1:
             raise ValueError(f"{type(self).__name__} trains one model, got a list of {len(members)}.")
-        if isinstance(estimator, list | tuple) and not self.trains_one:
+        if isinstance(estimator, list | tuple) and not self.builds_one_model:
             if n not in (len(members), 10):  # 10 when it was not given
                 raise ValueError(f"n_estimators={n}, but estimator holds {len(members)} members.")
             self.n_estimators = len(members)
         return members
 
-    def _keep_hyperparameters(self, estimator: Any) -> None:
+    def _save_plain_hyperparameters(self, estimator: Any) -> None:
         """Save the arguments as plain values, so that a checkpoint of the ensemble loads with `weights_only=True`."""
         frame = currentframe()
         self.save_hyperparameters(
@@ -410,9 +410,9 @@ class Ensemble(Interchange, LightningModule):
         plain = {
             "estimator": class_name(estimator),
             "n_estimators": self.n_estimators,
-            "criterion": as_plain_criterion(self.criterion),
-            "optimizer": as_plain(self.optimizer) if self._has_own_optimizer else None,
-            "lr_scheduler": as_plain(self.lr_scheduler),
+            "criterion": criterion_to_plain(self.criterion),
+            "optimizer": to_plain(self.optimizer) if self._has_own_optimizer else None,
+            "lr_scheduler": to_plain(self.lr_scheduler),
             "seed": self.seed,
         }
         self.save_hyperparameters(plain)
@@ -421,7 +421,7 @@ class Ensemble(Interchange, LightningModule):
             self.hparams.pop(name)
             cast(Any, self._hparams_initial).pop(name, None)
 
-    def _train_loaders(self, loaders: Any) -> Any:
+    def _member_train_loader(self, loaders: Any) -> Any:
         """Return what to train with, of what the user gave for it."""
         if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset) and not len(loaders):
             size = len(loaders.dataset)  # type: ignore[arg-type]
@@ -429,31 +429,31 @@ class Ensemble(Interchange, LightningModule):
                 f"{type(self).__name__} has nothing to train with: the DataLoader has no batches ({size} samples, "
                 f"batch_size={loaders.batch_size}, drop_last={loaders.drop_last})."
             )
-        own = self.own_orders and self.n_estimators > 1
-        self._rows_by_member = False
+        own = self.per_member_batches and self.n_estimators > 1
+        self._has_per_member_rows = False
         if self.trainer.overfit_batches:  # type: ignore[attr-defined]
             return loaders  # the same batches over and over
-        if objection := objection_to_orders(loaders):
+        if objection := why_not_reorder(loaders):
             self._share_batches(objection if own else "")
             return loaders
         # one that is not shuffled has the order that the user wants
-        self._rows_by_member = own and (is_shuffled(loaders) or self.bootstrap)
-        kwargs = (self.trainer.distributed_sampler_kwargs or {}) if shares_out_samples(self.trainer) else {}
+        self._has_per_member_rows = own and (is_shuffled(loaders) or self.bootstrap)
+        kwargs = (self.trainer.distributed_sampler_kwargs or {}) if uses_distributed_sampler(self.trainer) else {}
         ranks = kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
-        n = self.n_estimators if self._rows_by_member else 1
-        return MemberLoader(loaders, orders_of(loaders, n, self.seed, self.bootstrap, ranks))
+        n = self.n_estimators if self._has_per_member_rows else 1
+        return MemberLoader(loaders, member_orders(loaders, n, self.seed, self.bootstrap, ranks))
 
     def _share_batches(self, reason: str) -> None:
-        self._say(f"members share the batches: {reason}" if reason else "")
+        self._log_info(f"members share the batches: {reason}" if reason else "")
 
     def _log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.log(f"member_{index}/{name}", value, *args, **kwargs)
 
     def _outputs(self, *x: Tensor) -> Tensor:
         """Return what each member gives for the same rows, (n, B, ...)."""
-        return self.estimators_.on_same_rows(*x)
+        return self.estimators_.forward_shared(*x)
 
-    def _parts(self, batch: Any) -> Sequence[Tensor]:
+    def _unpack(self, batch: Any) -> Sequence[Tensor]:
         if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
             return batch
         raise TypeError(
@@ -461,28 +461,28 @@ class Ensemble(Interchange, LightningModule):
             "LightningModule as estimator, whose training_step takes any batch."
         )
 
-    def _first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        if stage == "train" and not isinstance(self.trained, Loop):
-            self._say_why_in_turn()
+    def _check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        if stage == "train" and not isinstance(self.trained, SequentialMembers):
+            self._log_why_sequential()
         self.check_batch(outputs, targets, stage)
-        self._seen.add(stage)
+        self._checked_stages.add(stage)
 
     def _as_matrices(self, outputs: Tensor) -> Tensor:
         """Return outputs as (n, B, n_outputs), and learn or check the last number."""
         matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
         if matrices.ndim != 3:
             raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
-        columns = self._columns(matrices)
+        columns = self._num_outputs(matrices)
         if self.n_outputs is None:
             self.n_outputs = columns
         elif self.n_outputs != columns:
             raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
         return matrices
 
-    def _columns(self, matrices: Tensor) -> int:
+    def _num_outputs(self, matrices: Tensor) -> int:
         return matrices.shape[-1]
 
-    def _as_target(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def _shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
         return prediction
 
     def _weights(self, outputs: Tensor) -> Tensor | None:
@@ -496,12 +496,12 @@ class Ensemble(Interchange, LightningModule):
         first = next(iter(self.parameters()), torch.empty(0))
         return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    def _say_why_in_turn(self) -> None:
+    def _log_why_sequential(self) -> None:
         if self.trained.reason:
-            self._say(f"members run one after another: {self.trained.reason}")
+            self._log_info(f"members run one after another: {self.trained.reason}")
 
-    def _say(self, *remarks: str) -> None:
-        for remark in filter(None, remarks):
+    def _log_info(self, *messages: str) -> None:
+        for remark in filter(None, messages):
             rank_zero_info(f"{type(self).__name__}: {remark}.")
 
 

@@ -9,15 +9,17 @@ from lightning_tricks.ensembles.core.combination import weighted_mean
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 
-class _Fused(Ensemble):
-    takes_steps = False
+class FusedMembers(Ensemble):
+    """Members whose mean is trained, as one model."""
 
-    def loss_of_members(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    uses_member_steps = False
+
+    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
-        return self.loss_of_prediction(outputs, targets[0])
+        return self.prediction_loss(outputs, targets[0])
 
 
-class FusionClassifier(_Fused, ClassifierEnsemble):
+class FusionClassifier(FusedMembers, ClassifierEnsemble):
     """Train classifiers together: the loss is that of their mean logits, and so is the prediction.
 
     Args:
@@ -48,7 +50,7 @@ class FusionClassifier(_Fused, ClassifierEnsemble):
         return weighted_mean(outputs, self._weights(outputs))
 
 
-class FusionRegressor(_Fused, RegressorEnsemble):
+class FusionRegressor(FusedMembers, RegressorEnsemble):
     """Train regressors together: the loss is that of their mean, and so is the prediction.
 
     Args:

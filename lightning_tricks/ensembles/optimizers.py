@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.core.combination import Criterion
-from lightning_tricks.ensembles.core.members import Members, Stack
+from lightning_tricks.ensembles.core.members import Members, StackedMembers
 from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule
 from lightning_tricks.lr_schedules.core.specs import OptimizerSpec, ScheduleSpec
 
@@ -44,8 +44,8 @@ _LOSSES: Mapping[str, Any] = {
 }
 
 
-def checked_criterion(choice: Any) -> Any:
-    """Return the loss that is chosen, by itself or as `as_plain_criterion` names it, or None.
+def parse_criterion(choice: Any) -> Any:
+    """Return the loss that is chosen, by itself or as `criterion_to_plain` names it, or None.
 
     Raises:
         TypeError: If it is no function.
@@ -56,14 +56,14 @@ def checked_criterion(choice: Any) -> Any:
             f"criterion={choice!r} is none of torch.nn's, and not saved: give the function itself "
             "(load_from_checkpoint(path, criterion=...))."
         )
-    if named := _name_and_options("criterion", choice, _LOSSES):
+    if named := _parse_name_and_options("criterion", choice, _LOSSES):
         return _LOSSES[named[0]](**named[1])
     if choice is None or callable(choice):
         return choice
     raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
 
 
-def as_plain_criterion(criterion: Any) -> Any:
+def criterion_to_plain(criterion: Any) -> Any:
     """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
     kind = type(criterion)
     if _LOSSES.get(kind.__name__) is kind and getattr(criterion, "weight", None) is None:
@@ -73,7 +73,7 @@ def as_plain_criterion(criterion: Any) -> Any:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def checked_optimizer(choice: Any) -> Any:
+def parse_optimizer(choice: Any) -> Any:
     """Return the choice of an optimizer in one of its forms: a spec, a function of parameters, or a name with options.
 
     Raises:
@@ -84,10 +84,10 @@ def checked_optimizer(choice: Any) -> Any:
         return "Adam", {"lr": 1e-3}
     if isinstance(choice, Mapping):
         return OptimizerSpec(**choice)
-    return _named("optimizer", choice, _OPTIMIZERS, OptimizerSpec)
+    return _parse("optimizer", choice, _OPTIMIZERS, OptimizerSpec)
 
 
-def checked_schedule(choice: Any) -> Any:
+def parse_schedule(choice: Any) -> Any:
     """Return the choice of a schedule in one of its forms, or None.
 
     Raises:
@@ -98,10 +98,10 @@ def checked_schedule(choice: Any) -> Any:
         return None
     if isinstance(choice, Mapping):
         return ScheduleSpec(**choice)
-    return _named("lr_scheduler", choice, _SCHEDULERS, ScheduleSpec)
+    return _parse("lr_scheduler", choice, _SCHEDULERS, ScheduleSpec)
 
 
-def as_plain(choice: Any) -> Any:
+def to_plain(choice: Any) -> Any:
     """Return a choice as plain values for a checkpoint; None where it has none, being a function."""
     if isinstance(choice, OptimizerSpec | ScheduleSpec):
         return {field.name: getattr(choice, field.name) for field in fields(choice)}
@@ -119,9 +119,9 @@ def objection_to_stacking(choice: Any) -> str:
     return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter for itself"
 
 
-def optimizer_of(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
+def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
     """Make the optimizer of all members."""
-    modules = [members.net] if isinstance(members, Stack) else list(members.children())
+    modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -141,7 +141,7 @@ def optimizer_of(members: Members, choice: Any, trainer: Trainer | None) -> Opti
 _KERNELS = {"fused", "foreach", "differentiable", "capturable"}
 
 
-def schedule_of(optimizer: Optimizer, choice: Any, trainer: Trainer, has_validation: bool) -> dict[str, Any]:
+def make_schedule(optimizer: Optimizer, choice: Any, trainer: Trainer, has_validation: bool) -> dict[str, Any]:
     """Make the schedule of the optimizer, as Lightning takes it from `configure_optimizers`."""
     if isinstance(choice, ScheduleSpec):
         return build_schedule(optimizer, choice, trainer)
@@ -152,7 +152,7 @@ def schedule_of(optimizer: Optimizer, choice: Any, trainer: Trainer, has_validat
     return schedule
 
 
-def own_optimizers(members: Sequence[LightningModule]) -> Optimizer:
+def merge_member_optimizers(members: Sequence[LightningModule]) -> Optimizer:
     """Merge what LightningModules have from their own `configure_optimizers`.
 
     Raises:
@@ -171,10 +171,10 @@ def own_optimizers(members: Sequence[LightningModule]) -> Optimizer:
     return cast(Optimizer, kind([group for one in optimizers for group in one.param_groups], **optimizers[0].defaults))
 
 
-def _named(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:
+def _parse(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:
     if isinstance(choice, spec):
         return choice
-    if named := _name_and_options(argument, choice, known):
+    if named := _parse_name_and_options(argument, choice, known):
         return named
     if callable(choice):
         return choice
@@ -184,7 +184,7 @@ def _named(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> 
     )
 
 
-def _name_and_options(argument: str, choice: Any, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def _parse_name_and_options(argument: str, choice: Any, known: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return a known name and options for it, where that is what the choice is."""
     if isinstance(choice, str):
         choice = (choice, {})

@@ -18,14 +18,14 @@ from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.members import Loop, Members, as_members
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, as_members
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, optimizer_of
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, make_optimizer
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
 
-class _ClippedLR(FactorLR):
+class _ClampedCyclicLR(FactorLR):
     """Learning rates in cycles, kept within limits."""
 
     def __init__(self, optimizer: Optimizer, cycle: int, limits: tuple[float, float]) -> None:
@@ -38,10 +38,10 @@ class _ClippedLR(FactorLR):
         return [min(max(rate, low), high) for rate in super().get_lr()]
 
 
-class _Snapshots(Ensemble):
+class SnapshotMembers(Ensemble):
     """One model, `working`, and the copies that were taken of it so far; before the first one it predicts itself."""
 
-    trains_one = True
+    builds_one_model = True
     taken: Tensor
 
     def __init__(
@@ -57,7 +57,7 @@ class _Snapshots(Ensemble):
         lr_clip: tuple[float, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        _checked_limits(lr_clip)
+        _check_lr_clip(lr_clip)
         super().__init__(
             estimator,
             n_estimators,
@@ -72,12 +72,12 @@ class _Snapshots(Ensemble):
 
     def _take_members(self, members: Sequence[nn.Module]) -> None:
         super()._take_members(members)
-        self.working: Members = Loop(members)
+        self.working: Members = SequentialMembers(members)
         snapshots = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
         self.estimators_ = as_members(snapshots).requires_grad_(False)
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
-        self._taken = self._cycle = 0
-        self.register_load_state_dict_post_hook(_count_taken)  # type: ignore[no-untyped-call]
+        self._num_captured = self._cycle = 0
+        self.register_load_state_dict_post_hook(_read_num_captured)  # type: ignore[no-untyped-call]
 
     @property
     def trained(self) -> Members:
@@ -87,33 +87,33 @@ class _Snapshots(Ensemble):
     @property
     def n_members(self) -> int:
         """How many members predict: the snapshots taken so far."""
-        return self._taken
+        return self._num_captured
 
     def _outputs(self, *x: Tensor) -> Tensor:
         """Return what each snapshot gives, (taken, B, ...); before the first one, what the model gives."""
-        if not self._taken:
-            return self.working.on_same_rows(*x)
-        return self.estimators_.on_same_rows(*x)[: self._taken]
+        if not self._num_captured:
+            return self.working.forward_shared(*x)
+        return self.estimators_.forward_shared(*x)[: self._num_captured]
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and its cycles over the run."""
-        optimizer = optimizer_of(self.working, self.optimizer, self.trainer)
-        self._cycle = self._steps_of_cycle()
+        optimizer = make_optimizer(self.working, self.optimizer, self.trainer)
+        self._cycle = self._steps_per_cycle()
         limits = self.hparams["lr_clip"] or (-math.inf, math.inf)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": _ClippedLR(optimizer, self._cycle, limits), "interval": "step"},
+            "lr_scheduler": {"scheduler": _ClampedCyclicLR(optimizer, self._cycle, limits), "interval": "step"},
         }
 
     def on_train_start(self) -> None:
         """Begin anew in a new fit; in one that is resumed, take what was due when it ended."""
         if self.trainer.global_step == 0:
-            self._note_taken(0)
-        self._take_if_due()
+            self._set_num_captured(0)
+        self._capture_if_due()
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Take a snapshot at the end of a cycle."""
-        self._take_if_due()
+        self._capture_if_due()
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
         """Refuse: the cycles are the schedule."""
@@ -122,16 +122,16 @@ class _Snapshots(Ensemble):
         )
 
     @classmethod
-    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
+    def _from_members(cls, members: list[nn.Module], **options: Any) -> Any:
         """Return an ensemble of trained snapshots, the last of which is the working model."""
         made: Any = cls
         ensemble = made([members[-1]], len(members), **options)
         for index, member in enumerate(members):
             ensemble.estimators_.copy_member_(index, member)
-        ensemble._note_taken(len(members))
+        ensemble._set_num_captured(len(members))
         return ensemble
 
-    def _steps_of_cycle(self) -> int:
+    def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
         steps = total_steps(trainer)
         if steps % n == 0 or is_fast_dev_run(trainer):
@@ -143,22 +143,22 @@ class _Snapshots(Ensemble):
             f"{'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}."
         )
 
-    def _take_if_due(self) -> None:
+    def _capture_if_due(self) -> None:
         cycles, rest = divmod(self.trainer.global_step, self._cycle)
-        if rest == 0 and self._taken < cycles <= self.n_estimators:
+        if rest == 0 and self._num_captured < cycles <= self.n_estimators:
             self.estimators_.copy_member_(cycles - 1, self.working.member(0))
-            self._note_taken(cycles)
+            self._set_num_captured(cycles)
 
-    def _note_taken(self, count: int) -> None:
-        self._taken = count
+    def _set_num_captured(self, count: int) -> None:
+        self._num_captured = count
         self.taken.fill_(count)
 
 
-def _count_taken(ensemble: Any, keys: Any) -> None:
-    ensemble._taken = int(ensemble.taken)
+def _read_num_captured(ensemble: Any, keys: Any) -> None:
+    ensemble._num_captured = int(ensemble.taken)
 
 
-def _checked_limits(limits: Sequence[float] | None) -> None:
+def _check_lr_clip(limits: Sequence[float] | None) -> None:
     if limits is None:
         return
     if len(limits) != 2 or not limits[0] < limits[1]:
@@ -167,7 +167,7 @@ def _checked_limits(limits: Sequence[float] | None) -> None:
         check_not_negative("lr_clip", limit)
 
 
-class SnapshotEnsembleClassifier(_Snapshots, ClassifierEnsemble):
+class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
     """Train one classifier in cycles of the learning rate, and average the probabilities of its copies at their ends.
 
     An ensemble for the price of one model; its members differ less than those of `VotingClassifier`. Each cycle lasts
@@ -223,7 +223,7 @@ class SnapshotEnsembleClassifier(_Snapshots, ClassifierEnsemble):
         )
 
 
-class SnapshotEnsembleRegressor(_Snapshots, RegressorEnsemble):
+class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
     """Train one regressor in cycles of the learning rate, and average the predictions of its copies at their ends.
 
     Args:

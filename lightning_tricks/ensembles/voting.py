@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.members import Members, Stack
+from lightning_tricks.ensembles.core.members import Members, StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
@@ -55,7 +55,7 @@ class IndependentMembers(Ensemble):
         )
 
     @property
-    def own_orders(self) -> bool:  # type: ignore[override]
+    def per_member_batches(self) -> bool:  # type: ignore[override]
         """Whether members see the samples in orders of their own."""
         return not self.shared_order
 
@@ -86,7 +86,7 @@ def clip_norm_of_members_(members: Members, max_norm: float) -> Tensor:
     Returns:
         The norms before, (n,).
     """
-    if not isinstance(members, Stack):
+    if not isinstance(members, StackedMembers):
         return torch.stack(
             [torch.nn.utils.clip_grad_norm_(member.parameters(), max_norm) for member in members.children()]
         )

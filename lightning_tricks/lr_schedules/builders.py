@@ -46,7 +46,7 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
         [('parameters', 0.0005), ('parameters, no decay', 0.0)]
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    groups = _merged([group for module in modules for group in parameter_groups(module, spec)])
+    groups = _merge_groups_by_name([group for module in modules for group in parameter_groups(module, spec)])
     optimizer = spec.optimizer()
     defaults: dict[str, Any] = {"lr": spec.lr, **(spec.kwargs or {})}
     if "weight_decay" in inspect.signature(optimizer).parameters:
@@ -55,7 +55,7 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
         for group in groups:
             del group["weight_decay"]
     other_kernel = defaults.get("foreach") or defaults.get("differentiable")  # which torch refuses beside it
-    if spec.fused is True or (spec.fused == "auto" and not other_kernel and _may_be_fused(modules, optimizer, groups)):
+    if spec.fused is True or (spec.fused == "auto" and not other_kernel and _can_fuse(modules, optimizer, groups)):
         defaults["fused"] = True
     sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
     rank_zero_info(f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}.")
@@ -88,7 +88,7 @@ def build_schedule(
         else:
             total = total_steps(trainer, n_optimizers=n_optimizers)
     try:
-        factor = spec.bind(total, partial(_steps_of_epochs, trainer))
+        factor = spec.bind(total, partial(_steps_in_epochs, trainer))
     except ValueError as error:
         if not is_fast_dev_run(trainer):
             raise
@@ -117,7 +117,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     if trainer.max_steps != -1:
         limit = math.ceil(trainer.max_steps / (n_optimizers or 1))
     epochs = trainer.max_epochs
-    by_epochs = math.inf if epochs in (None, -1) else _steps_of_epochs(trainer, epochs or 0)
+    by_epochs = math.inf if epochs in (None, -1) else _steps_in_epochs(trainer, epochs or 0)
     total = min(limit, by_epochs)
     timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     if total == math.inf:
@@ -142,15 +142,15 @@ def _total_epochs(trainer: Trainer, n_optimizers: int | None) -> float:
     if trainer.max_steps == -1 and trainer.max_epochs not in (None, -1):
         return trainer.max_epochs or 0
     steps = total_steps(trainer, n_optimizers=n_optimizers)
-    if _steps_of_epochs(trainer, 1) == math.inf:
+    if _steps_in_epochs(trainer, 1) == math.inf:
         raise MisconfigurationException(
             f"The schedule needs the number of epochs, and the training data has no length: {_REMEDY}, and "
             'interval="step".'
         )
-    return bisect_left(range(steps + 1), float(steps), key=partial(_steps_of_epochs, trainer))
+    return bisect_left(range(steps + 1), float(steps), key=partial(_steps_in_epochs, trainer))
 
 
-def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
+def _steps_in_epochs(trainer: Trainer, epochs: float) -> float:
     """Count the steps of one optimizer in the first epochs, with the accumulation of each; Inf without a length."""
     if trainer.limit_train_batches == 0:
         return 0  # the Trainer then looks at no data
@@ -171,14 +171,14 @@ def _steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     return sum(map(steps, range(whole))) + round((epochs - whole) * steps(whole))
 
 
-def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_groups_by_name(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for group in groups:
         merged.setdefault(group["name"], {**group, "params": []})["params"].extend(group["params"])
     return list(merged.values())
 
 
-def _may_be_fused(modules: Sequence[nn.Module], optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
+def _can_fuse(modules: Sequence[nn.Module], optimizer: type[Optimizer], groups: list[dict[str, Any]]) -> bool:
     if "fused" not in inspect.signature(optimizer).parameters:
         return False
     try:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
-from lightning_tricks._lightning_compat.loaders import repeats_worker_streams
+from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
 from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_global_rngs
 from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
@@ -119,7 +119,7 @@ class SeedEverything(TrickCallback):
         """Say so where DataLoader workers do not get the streams that they should."""
         if not getattr(trainer.train_dataloader, "num_workers", True):
             return
-        if self.workers and repeats_worker_streams():
+        if self.workers and repeats_worker_seeds():
             rank_zero_warn(
                 "SeedEverything(workers=True): this version of Lightning gives torch the same random numbers in every "
                 "epoch inside DataLoader workers, whatever the seed. Install lightning>=2.6.1, or set workers=False."

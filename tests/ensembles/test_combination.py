@@ -16,11 +16,11 @@ from lightning_tricks.ensembles.core.combination import (
     log_mean_probabilities,
     majority,
     mean_probabilities,
+    mean_with_gradient_of_sum,
     member_losses,
     normalized_weights,
     regression_uncertainty,
     snapshot_factor,
-    value_of_mean,
     votes,
     weighted_mean,
 )
@@ -115,7 +115,7 @@ def test_losses_of_probabilities():
 
 def test_the_loss_shows_the_mean_and_trains_the_sum():
     losses = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    loss = value_of_mean(losses)
+    loss = mean_with_gradient_of_sum(losses)
     loss.backward()
     assert loss.item() == 3.0
     assert losses.grad.tolist() == [1, 1, 1]

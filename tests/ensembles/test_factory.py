@@ -32,8 +32,8 @@ def test_members_begin_with_weights_of_their_own_that_the_seed_decides(estimator
 def test_a_module_is_copied_and_made_anew_and_that_is_said():
     given = CNN()
     before = {name: value.clone() for name, value in given.state_dict().items()}
-    members, remarks = build_members(given, 2, None, seed=0)
-    assert remarks == ["the members are copies of the given CNN with new initial weights, not with its own"]
+    members, messages = build_members(given, 2, None, seed=0)
+    assert messages == ["the members are copies of the given CNN with new initial weights, not with its own"]
     assert all(torch.equal(value, before[name]) for name, value in given.state_dict().items())
     assert not any(_equal(given, member) for member in members)
     bound = 1 / (8 * 4 * 4) ** 0.5
@@ -57,8 +57,8 @@ def test_parameters_without_a_reset_are_named():
             super().__init__()
             self.scale, self.net = nn.Parameter(torch.ones(1)), nn.Linear(2, 2)
 
-    _, remarks = build_members(Scaled(), 2, None, seed=0)
-    assert remarks[1] == "1 parameters have no reset_parameters and begin alike in all members: scale"
+    _, messages = build_members(Scaled(), 2, None, seed=0)
+    assert messages[1] == "1 parameters have no reset_parameters and begin alike in all members: scale"
     nothing = nn.ParameterList([torch.ones(2)])
     with pytest.raises(ValueError, match="no layer of ParameterList has reset_parameters, so that all members would"):
         build_members(nothing, 2, None, seed=0)
@@ -71,9 +71,9 @@ def test_arguments_reach_the_class():
 
 def test_a_list_is_the_members_themselves():
     given = [MLP(), CNN()]
-    members, remarks = build_members(given, 10, None, seed=0)
+    members, messages = build_members(given, 10, None, seed=0)
     assert members == given
-    assert remarks == []
+    assert messages == []
 
 
 def test_weights_of_files_are_read_safely(tmp_path):
@@ -81,9 +81,9 @@ def test_weights_of_files_are_read_safely(tmp_path):
     torch.save({"state_dict": {f"module.{k}": v for k, v in nets[0].state_dict().items()}}, tmp_path / "a.ckpt")
     save_weights(nets[1], tmp_path / "b.safetensors")
     paths = [tmp_path / "a.ckpt", str(tmp_path / "b.safetensors")]
-    members, remarks = build_members(paths, 2, {"estimator": MLP, "hidden": 7}, seed=0)
+    members, messages = build_members(paths, 2, {"estimator": MLP, "hidden": 7}, seed=0)
     assert all(_equal(net, member) for net, member in zip(nets, members, strict=True))
-    assert remarks[0].startswith("member 0: 4/4 tensors, 535/535 parameters")
+    assert messages[0].startswith("member 0: 4/4 tensors, 535/535 parameters")
 
     class Evil:
         def __reduce__(self):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_tricks.ensembles.core.members import Loop, Stack, as_loop, as_members
+from lightning_tricks.ensembles.core.members import SequentialMembers, StackedMembers, as_members, as_sequential
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
 
 
@@ -85,8 +85,11 @@ def test_a_stack_is_a_loop(make, training):
             for part in member.modules():
                 if isinstance(part, nn.Dropout):
                     part.p = 0.0
-    loop, stack = Loop(copy.deepcopy(members)).train(training), as_members(members, vectorize=True).train(training)
-    assert isinstance(stack, Stack)
+    loop, stack = (
+        SequentialMembers(copy.deepcopy(members)).train(training),
+        as_members(members, vectorize=True).train(training),
+    )
+    assert isinstance(stack, StackedMembers)
     torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-5, rtol=1e-4)
     assert not stack.reason
     weights = torch.randn(4, 6, 10)
@@ -96,7 +99,7 @@ def test_a_stack_is_a_loop(make, training):
         own = dict(loop.member(index).named_parameters())
         for path, layer in stack.stacked_layers():
             for name, parameter in layer.named_parameters(recurse=False):
-                gradient = layer.as_stored(name, parameter.grad[index])
+                gradient = layer.to_stored(name, parameter.grad[index])
                 torch.testing.assert_close(gradient, own[f"{path}.{name}".lstrip(".")].grad, atol=1e-4, rtol=1e-3)
     for (name, ours), theirs in zip(stack.state_dict().items(), loop.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)  # buffers
@@ -104,26 +107,28 @@ def test_a_stack_is_a_loop(make, training):
 
 @pytest.mark.parametrize("rows", [1, 64, 5000])
 def test_the_same_rows_for_all(rows):
-    loop, stack = Loop(_members(MLP)).eval(), as_members(_members(MLP)).eval()
+    loop, stack = SequentialMembers(_members(MLP)).eval(), as_members(_members(MLP)).eval()
     x = torch.rand(rows, 64)
     with torch.no_grad():
-        torch.testing.assert_close(stack.on_same_rows(x), loop.on_same_rows(x), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-5, rtol=1e-4)
     stack.double()  # moves the memory that views share
     with torch.inference_mode():
-        torch.testing.assert_close(stack.on_same_rows(x.double()).float(), loop.on_same_rows(x), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            stack.forward_shared(x.double()).float(), loop.forward_shared(x), atol=1e-5, rtol=1e-4
+        )
     with torch.no_grad():
         stack.copy_member_(1, nn.Module.double(MLP()))
-        before = stack.on_same_rows(x.double())
+        before = stack.forward_shared(x.double())
         torch.testing.assert_close(before[1], stack.member(1)(x.double()))
 
 
 @pytest.mark.parametrize("make", [MLP, CNN])
 def test_either_reads_what_the_other_has_saved(make):
-    loop, stack = Loop(_members(make)), as_members(_members(make, 4), vectorize=True)
+    loop, stack = SequentialMembers(_members(make)), as_members(_members(make, 4), vectorize=True)
     assert list(stack.state_dict()) == list(loop.state_dict())
     other = as_members([make() for _ in range(4)], vectorize=True)
     other.load_state_dict(loop.state_dict())
-    again = Loop([make() for _ in range(4)])
+    again = SequentialMembers([make() for _ in range(4)])
     again.load_state_dict(other.state_dict())
     for (name, value), read in zip(loop.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(value, read), name
@@ -156,9 +161,9 @@ def test_members_come_out_of_a_stack_as_they_went_in():
     assert torch.equal(stack[-1].head.weight, members[3].head.weight)
     with pytest.raises(IndexError):
         stack[4]
-    loop = as_loop(stack, "because")
+    loop = as_sequential(stack, "because")
     assert loop[1] is loop.member(1)
-    assert (type(loop), len(loop), loop.reason) == (Loop, 4, "because")
+    assert (type(loop), len(loop), loop.reason) == (SequentialMembers, 4, "because")
 
 
 def test_what_is_frozen_stays_so():
@@ -174,12 +179,12 @@ def test_a_stack_can_be_copied_and_pickled():
     stack = as_members(_members(MLP)).eval()
     x = torch.rand(5000, 64)
     with torch.no_grad():
-        expected = stack.on_same_rows(x)
+        expected = stack.forward_shared(x)
         for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-            assert torch.equal(twin.on_same_rows(x), expected)
+            assert torch.equal(twin.forward_shared(x), expected)
             twin.net.last.bias.add_(1)
-            assert not torch.equal(twin.on_same_rows(x), expected)
-        assert torch.equal(stack.on_same_rows(x), expected)
+            assert not torch.equal(twin.forward_shared(x), expected)
+        assert torch.equal(stack.forward_shared(x), expected)
 
 
 def _tied():
@@ -224,7 +229,7 @@ class _Bare(nn.Module):
 def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
     for vectorize in (True, "auto"):
         found = as_members(members, vectorize)
-        assert isinstance(found, Loop)
+        assert isinstance(found, SequentialMembers)
         assert found.reason.startswith(reason)
 
 
@@ -234,9 +239,9 @@ def test_loops_that_nobody_wanted_otherwise_give_no_reason():
 
 
 def test_convolutions_are_stacked_only_when_asked():
-    assert isinstance(as_members(_members(CNN)), Loop)
+    assert isinstance(as_members(_members(CNN)), SequentialMembers)
     assert as_members(_members(CNN)).reason == "convolutions of their own are faster than one for all members"
-    assert isinstance(as_members(_members(CNN), vectorize=True), Stack)
+    assert isinstance(as_members(_members(CNN), vectorize=True), StackedMembers)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +253,8 @@ def test_convolutions_are_stacked_only_when_asked():
     ],
 )
 def test_models_that_see_the_whole_batch_are_found_out_and_still_right(make, reason):
-    loop, stack = Loop(_members(make)), as_members(_members(make))
-    assert isinstance(stack, Stack)
+    loop, stack = SequentialMembers(_members(make)), as_members(_members(make))
+    assert isinstance(stack, StackedMembers)
     weights = torch.randn(4, 6, 10)
     for container in (loop, stack):
         (container(_rows()) * weights).sum().backward()
@@ -263,9 +268,9 @@ def test_models_that_see_the_whole_batch_are_found_out_and_still_right(make, rea
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_rows_that_are_the_same_for_all_do_not_hide_that_they_are_mixed(rows):
-    loop, stack = Loop(_members(OverTheBatch)).eval(), as_members(_members(OverTheBatch)).eval()
+    loop, stack = SequentialMembers(_members(OverTheBatch)).eval(), as_members(_members(OverTheBatch)).eval()
     x = torch.rand(rows, 64)
-    torch.testing.assert_close(stack.on_same_rows(x), loop.on_same_rows(x), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(stack.forward_shared(x), loop.forward_shared(x), atol=1e-6, rtol=1e-5)
     assert stack.reason.startswith("the model mixes rows of a batch outside its layers")
     torch.testing.assert_close(stack(_rows()), loop(_rows()), atol=1e-6, rtol=1e-5)
 
@@ -279,8 +284,8 @@ def test_one_row_of_whole_numbers_tells_nothing():
         def forward(self, x):
             return self.table(x).mean(1) - self.table(x[:1]).mean(1)
 
-    loop, stack = Loop(_members(Mixed)), as_members(_members(Mixed))
-    stack.on_same_rows(torch.tensor([[1, 2, 3]]))
+    loop, stack = SequentialMembers(_members(Mixed)), as_members(_members(Mixed))
+    stack.forward_shared(torch.tensor([[1, 2, 3]]))
     assert not stack.reason
     rows = torch.randint(20, (24, 3), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(stack(rows), loop(rows))
@@ -292,7 +297,7 @@ def test_the_first_look_leaves_no_trace():
     stack.net.conv.eval()
     state = {name: value.clone() for name, value in stack.state_dict().items()}
     rng = torch.get_rng_state()
-    stack._check([_rows()])
+    stack._compare_with_sequential([_rows()])
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(value, state[name]) for name, value in stack.state_dict().items())
     assert (stack.net.conv.training, stack.net.norm.training) == (False, True)
@@ -318,7 +323,7 @@ def test_several_inputs():
 
     members = _members(Two)
     x, y = torch.rand(8, 3), torch.rand(8, 2)
-    loop = Loop(copy.deepcopy(members))
+    loop = SequentialMembers(copy.deepcopy(members))
     torch.testing.assert_close(as_members(members)(x, y), loop(x, y))
 
 
@@ -335,4 +340,4 @@ def test_outputs_that_cannot_be_combined(members, error, words):
 
 
 def test_lightning_modules_without_a_step_of_their_own_are_stacked():
-    assert isinstance(as_members([LitMLP(), LitMLP()]), Stack)
+    assert isinstance(as_members([LitMLP(), LitMLP()]), StackedMembers)

@@ -1,4 +1,4 @@
-"""Each member's own order: every sample once an epoch, the same on all ranks, with the settings of the loader."""
+"""Each member's own order: every sample once an epoch, the same on all shard, with the settings of the loader."""
 
 import random
 
@@ -24,11 +24,11 @@ from torch.utils.data import (
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
     MemberOrders,
+    batch_of_member,
     is_shuffled,
-    objection_to_orders,
-    orders_of,
-    rows_of_member,
+    member_orders,
     tensors_in_memory,
+    why_not_reorder,
 )
 
 
@@ -57,11 +57,11 @@ def _in_memory(size=23):
     return TensorDataset(numbers.float().unsqueeze(1), numbers**2)
 
 
-def _loader(loader, n=3, seed=0, bootstrap=False, ranks=(0, 1)):
-    return MemberLoader(loader, orders_of(loader, n, seed, bootstrap, ranks))
+def _loader(loader, n=3, seed=0, bootstrap=False, shard=(0, 1)):
+    return MemberLoader(loader, member_orders(loader, n, seed, bootstrap, shard))
 
 
-def _seen(loader, n=3, epoch=0):
+def _samples_of_members(loader, n=3, epoch=0):
     """The samples of each member in its order."""
     loader.sampler.set_epoch(epoch)
     parts = [[] for _ in range(n)]
@@ -75,26 +75,26 @@ def _seen(loader, n=3, epoch=0):
 @pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
 def test_each_member_sees_each_sample_once_in_its_own_order(dataset):
     loader = _loader(DataLoader(dataset, 4, shuffle=True))
-    first, second = _seen(loader), _seen(loader, epoch=1)
+    first, second = _samples_of_members(loader), _samples_of_members(loader, epoch=1)
     assert len(list(loader)) == len(loader) == 6
     for orders in (first, second):
         assert all(sorted(order) == list(range(23)) for order in orders)
     assert len({tuple(order) for order in (*first, *second)}) == 6
-    assert _seen(_loader(DataLoader(dataset, 4, shuffle=True))) == first  # whoever asks
-    assert _seen(_loader(DataLoader(dataset, 4, shuffle=True), seed=1)) != first
+    assert _samples_of_members(_loader(DataLoader(dataset, 4, shuffle=True))) == first  # whoever asks
+    assert _samples_of_members(_loader(DataLoader(dataset, 4, shuffle=True), seed=1)) != first
 
 
 def test_either_way_of_reading_gives_the_same():
     loaders = [_loader(DataLoader(dataset, 4, shuffle=True)) for dataset in (_in_memory(), Squares())]
-    assert _seen(loaders[0]) == _seen(loaders[1])
+    assert _samples_of_members(loaders[0]) == _samples_of_members(loaders[1])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.trap("ensembles: under DDP every member saw the same order unless its sampler had its own seed")
 def test_ranks_share_the_samples_of_each_member(world):
-    ranks = [_loader(DataLoader(_in_memory(), 4, shuffle=True), ranks=(rank, world)) for rank in range(world)]
-    seen = [_seen(loader) for loader in ranks]
-    assert len({len(loader) for loader in ranks}) == 1  # in step
+    shard = [_loader(DataLoader(_in_memory(), 4, shuffle=True), shard=(rank, world)) for rank in range(world)]
+    seen = [_samples_of_members(loader) for loader in shard]
+    assert len({len(loader) for loader in shard}) == 1  # in step
     for member in range(3):
         together = [sample for rank in seen for sample in rank[member]]
         assert set(together) == set(range(23))
@@ -107,7 +107,7 @@ def test_a_distributed_sampler_of_the_user_shares_out_by_itself():
         dataset = _in_memory()
         return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=5))
 
-    seen = [_seen(_loader(loader(rank), ranks=(rank, 2)), epoch=3) for rank in range(2)]
+    seen = [_samples_of_members(_loader(loader(rank), shard=(rank, 2)), epoch=3) for rank in range(2)]
     for member in range(3):
         assert set(seen[0][member]) | set(seen[1][member]) == set(range(23))
         assert len(seen[0][member]) == 12
@@ -118,7 +118,7 @@ def test_a_distributed_sampler_of_the_user_shares_out_by_itself():
 @pytest.mark.trap("ensembles: bagging draws a bootstrap index per member, once")
 def test_bootstrap_samples_are_drawn_once_for_each_member():
     loader = _loader(DataLoader(_in_memory(1000), 50, shuffle=True), bootstrap=True)
-    first, second = _seen(loader), _seen(loader, epoch=1)
+    first, second = _samples_of_members(loader), _samples_of_members(loader, epoch=1)
     for one, other in zip(first, second, strict=True):
         assert one != other
         assert sorted(one) == sorted(other)
@@ -140,7 +140,7 @@ def test_samplers_of_the_user_are_asked_for_each_member(sampler, seeded):
     def seen():
         generator = torch.Generator().manual_seed(7) if seeded else None
         loader = _loader(DataLoader(_in_memory(), 4, sampler=sampler(_in_memory(), generator)))
-        return _seen(loader), _seen(loader)
+        return _samples_of_members(loader), _samples_of_members(loader)
 
     first, second = seen()
     assert len({tuple(order) for order in first}) == 3
@@ -156,7 +156,7 @@ def test_a_sampler_without_a_generator_is_asked_again_for_each_member():
         def __iter__(self):
             return iter([4, 3, 2, 1, 0])
 
-    assert _seen(_loader(DataLoader(_in_memory(), 2, sampler=Reverse()))) == [[4, 3, 2, 1, 0]] * 3
+    assert _samples_of_members(_loader(DataLoader(_in_memory(), 2, sampler=Reverse()))) == [[4, 3, 2, 1, 0]] * 3
 
 
 @pytest.mark.trap("ensembles: bagging drops pin_memory, drop_last, sampler, worker_init_fn, generator")
@@ -173,10 +173,10 @@ def test_settings_of_the_loader_are_kept():
     batches = list(loader)
     assert len(batches) == len(loader) == 4
     assert batches[0]["x"].shape == (15, 1)
-    inner = loader._inner
+    inner = loader._batch_loader
     for name in ("num_workers", "worker_init_fn", "persistent_workers", "prefetch_factor", "timeout", "generator"):
         assert getattr(inner, name) == getattr(given, name), name
-    part = rows_of_member(batches[0], 1, 3)
+    part = batch_of_member(batches[0], 1, 3)
     assert part["x"].shape == (5, 1)
     assert part["names"] == [str(int(x) ** 2) for x in part["x"]]
 
@@ -188,7 +188,7 @@ def test_tensors_behind_subsets_are_found():
     tensors, rows = tensors_in_memory(loader)
     assert tensors is dataset.tensors
     assert rows.tolist() == [7, 9, 11]
-    assert all(sorted(order) == [7, 9, 11] for order in _seen(_loader(loader)))
+    assert all(sorted(order) == [7, 9, 11] for order in _samples_of_members(_loader(loader)))
     assert tensors_in_memory(DataLoader(Squares())) is None
     assert tensors_in_memory(DataLoader(dataset, collate_fn=list)) is None
 
@@ -211,7 +211,7 @@ class _Own(DataLoader):
     ],
 )
 def test_loaders_whose_batches_members_have_to_share(loader, reason):
-    assert objection_to_orders(loader) == reason
+    assert why_not_reorder(loader) == reason
 
 
 @settings(deadline=None, max_examples=30)
@@ -222,13 +222,13 @@ def test_rows_of_nested_batches(n, rows, seed):
     batch = [x, {"y": x.sum(1), "scale": 2.0}, (x, x)]
     for index in range(n):
         own = slice(index * rows, (index + 1) * rows)
-        first, second, third = rows_of_member(batch, index, n)
+        first, second, third = batch_of_member(batch, index, n)
         assert torch.equal(first, x[own])
         assert torch.equal(second["y"], x[own].sum(1))
         assert second["scale"] == 2.0
         assert isinstance(third, tuple)
         assert torch.equal(third[1], x[own])
-        assert rows_of_member(names, index, n) == names[own]
+        assert batch_of_member(names, index, n) == names[own]
 
 
 def test_a_batch_sampler_of_torchs_kind_is_read():
@@ -246,7 +246,7 @@ class Noisy(Squares):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
     def noise(epoch, rank):
-        loader = _loader(DataLoader(Noisy(24), 4, shuffle=True, num_workers=workers), ranks=(rank, 2))
+        loader = _loader(DataLoader(Noisy(24), 4, shuffle=True, num_workers=workers), shard=(rank, 2))
         loader.sampler.set_epoch(epoch)
         return torch.cat(list(loader))
 
@@ -258,4 +258,4 @@ def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
 
 
 def test_orders_have_a_length():
-    assert len(MemberOrders(10, 2, 0, ranks=(0, 4))) == 3
+    assert len(MemberOrders(10, 2, 0, shard=(0, 4))) == 3

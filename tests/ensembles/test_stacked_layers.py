@@ -29,7 +29,7 @@ _CASES = {
 }
 
 
-def _varied(make):
+def _vary_rows(make):
     layers = []
     for index in range(_N):
         torch.manual_seed(index)
@@ -51,7 +51,7 @@ def _rows(layer, shape):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_stacked_layer_is_its_layers(name, training):
     make, shape = _CASES[name]
-    layers = _varied(make)
+    layers = _vary_rows(make)
     alone = copy.deepcopy(layers)
     stacked = stacked_type(layers[0])(layers)
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_a_stacked_layer_is_its_layers(name, training):
     for index, layer in enumerate(alone):
         for parameter_name, parameter in layer.named_parameters():
             gradient = getattr(stacked, parameter_name).grad[index]
-            own = stacked.as_stored(parameter_name, gradient)
+            own = stacked.to_stored(parameter_name, gradient)
             torch.testing.assert_close(own, parameter.grad, atol=1e-4, rtol=1e-4)
         for buffer_name, buffer in layer.named_buffers():
             torch.testing.assert_close(getattr(stacked, buffer_name)[index], buffer)

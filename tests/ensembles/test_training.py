@@ -32,7 +32,7 @@ from lightning_tricks import (
     adaptive_clip_grad_,
     multiclass_metrics,
 )
-from lightning_tricks.ensembles.core.members import Loop, Stack
+from lightning_tricks.ensembles.core.members import SequentialMembers, StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
 from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values
@@ -107,7 +107,7 @@ def test_at_once_or_one_after_another_is_the_same(kind, make):
     def trained(vectorize):
         ensemble = kind(make, 3, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}), vectorize=vectorize, seed=0)
         fit(ensemble, _few_digits(), max_epochs=2, gradient_clip_val=0.5)
-        assert type(ensemble.estimators_) is (Stack if vectorize else Loop)
+        assert type(ensemble.estimators_) is (StackedMembers if vectorize else SequentialMembers)
         return values(ensemble)
 
     _same(trained(True), trained(False), atol=1e-4, rtol=1e-3)
@@ -123,7 +123,7 @@ def test_dropout_is_drawn_for_each_member():
             return nn.functional.dropout(self.net(x).new_ones(len(x), 1000), 0.3, self.training)
 
     ensemble = VotingClassifier(Dropped, 4, vectorize=True, seed=0).train()
-    kept = (ensemble.estimators_.on_same_rows(torch.rand(8, 64)) > 0).float()
+    kept = (ensemble.estimators_.forward_shared(torch.rand(8, 64)) > 0).float()
     assert kept.mean(dim=-1).sub(0.7).abs().max() < 0.06
     assert len({tuple(row.tolist()) for row in kept.flatten(0, 1)}) == 32
 
@@ -440,13 +440,13 @@ def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_that_look_at_whole_tensors_keep_the_members_apart(name, lightning_log):
     ensemble = VotingClassifier(MLP, 2, optimizer=name, seed=0)
-    assert isinstance(ensemble.estimators_, Loop)
+    assert isinstance(ensemble.estimators_, SequentialMembers)
     fit(ensemble, _few_digits())
     reason = f"VotingClassifier: members run one after another: {name} does not treat each element"
     assert any(message.startswith(reason) for _, message in lightning_log)
     stacked = VotingClassifier(MLP, 2, seed=0)
     stacked.set_optimizer(name)
-    assert isinstance(stacked.estimators_, Loop)
+    assert isinstance(stacked.estimators_, SequentialMembers)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
@@ -746,7 +746,7 @@ def test_votes_and_weights_decide():
     def outputs(*x):
         return torch.eye(3).unsqueeze(1)
 
-    ensemble.estimators_.on_same_rows = outputs
+    ensemble.estimators_.forward_shared = outputs
     assert ensemble(torch.ones(1, 3)).tolist() == [[1, 0, 0]]
 
 

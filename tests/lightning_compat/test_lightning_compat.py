@@ -84,7 +84,7 @@ def test_replace_hyperparameter():
 @pytest.mark.parametrize(("version", "expected"), [("2.5.0", True), ("2.6.0.post0", True), ("2.6.1", False)])
 def test_repeats_worker_streams(monkeypatch, version, expected):
     monkeypatch.setattr(lightning, "__version__", version)
-    assert loaders.repeats_worker_streams() is expected
+    assert loaders.repeats_worker_seeds() is expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_repeats_worker_streams(monkeypatch, version, expected):
             lambda unknown: loaders.replace_train_loaders(unknown, None, list),
             "an ensemble whose members see the samples",
         ),
-        (lambda unknown: loaders.shares_out_samples(unknown), "an ensemble on several ranks"),
+        (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
     ],
 )
 def test_an_unknown_lightning_is_named(call, trick):
@@ -222,7 +222,7 @@ def test_hooks_that_would_do_nothing_are_passed_over():
     assert callable(type(counts).on_before_backward)
 
 
-class _Replaces(Net):
+class _ReplacesLoaders(Net):
     def setup(self, stage):
         loaders.replace_train_loaders(self.trainer, self, self.replaced)
 
@@ -233,7 +233,7 @@ class _Replaces(Net):
 
 @pytest.mark.parametrize("by_module", [False, True])
 def test_replace_train_loaders(by_module):
-    net, given = _Replaces(), loader()
+    net, given = _ReplacesLoaders(), loader()
     net.given = []
     if by_module:
         net.train_dataloader = lambda: given
@@ -251,7 +251,7 @@ def test_replace_train_loaders(by_module):
 
 @pytest.mark.parametrize("shares_out", [True, False])
 def test_shares_out_samples(shares_out):
-    assert loaders.shares_out_samples(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
+    assert loaders.uses_distributed_sampler(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
 
 
 class _Observer(fit.FitObserver):

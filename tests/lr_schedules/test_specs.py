@@ -92,7 +92,7 @@ def test_a_schedule_spec_refuses(arguments, error, words):
 
 
 _VALUES = {"milestones": [5], "gamma": 0.1, "step_size": 2, "power": 1.0, "decay": 0.2, "start_factor": 0.04}
-_OPTIONS = {**_VALUES, "end_factor": 0.0}
+_FIELDS_OF_KIND = {**_VALUES, "end_factor": 0.0}
 _TAKES = {
     "warmup_cosine": {"end_factor"},
     "warmup_linear": {"end_factor"},
@@ -109,14 +109,14 @@ _TAKES = {
 
 @pytest.mark.parametrize("kind", _TAKES)
 def test_a_kind_refuses_what_it_does_not_take(kind):
-    own = {name: _OPTIONS[name] for name in _TAKES[kind]}
+    own = {name: _FIELDS_OF_KIND[name] for name in _TAKES[kind]}
     spec = ScheduleSpec(kind, warmup=2, total=10, interval="step", **own)
     assert ScheduleSpec(**dataclasses.asdict(spec)) == spec, "what a checkpoint holds makes the same again"
     factors = spec.factors(10)
-    for name in _OPTIONS.keys() - own.keys():
+    for name in _FIELDS_OF_KIND.keys() - own.keys():
         with pytest.raises(ValueError, match=rf'kind="{kind}" has no {name}, got .*: it takes warmup, total, interval'):
-            ScheduleSpec(kind, **own, **{name: _OPTIONS[name]})
-    for name, changed in {**_OPTIONS, "gamma": 0.5, "milestones": [3], "power": 2.0, "end_factor": 0.5}.items():
+            ScheduleSpec(kind, **own, **{name: _FIELDS_OF_KIND[name]})
+    for name, changed in {**_FIELDS_OF_KIND, "gamma": 0.5, "milestones": [3], "power": 2.0, "end_factor": 0.5}.items():
         if name in own and changed != own[name]:
             assert ScheduleSpec(kind, warmup=2, total=10, **{**own, name: changed}).factors(10) != factors
 

@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_tricks import SeedEverything, seed_everything
-from lightning_tricks._lightning_compat.loaders import repeats_worker_streams
+from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
 from tests.contract.lab import QUIET, SETTINGS, Net, digits, same
 
 _ELSEWHERE = itertools.count(1000)
@@ -28,7 +28,7 @@ _WORKERS = [
     pytest.param(
         2,
         marks=pytest.mark.skipif(
-            repeats_worker_streams(), reason="Lightning before 2.6.1 repeats the workers' streams: SeedEverything warns"
+            repeats_worker_seeds(), reason="Lightning before 2.6.1 repeats the workers' streams: SeedEverything warns"
         ),
     ),
 ]

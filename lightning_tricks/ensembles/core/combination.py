@@ -123,7 +123,7 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
     return torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
 
 
-def value_of_mean(losses: Tensor) -> Tensor:
+def mean_with_gradient_of_sum(losses: Tensor) -> Tensor:
     """Return a loss with the value of the members' mean and the gradients of their sum.
 
     Each member is trained as it would be alone, whatever their number, and the number that people see is a member's.

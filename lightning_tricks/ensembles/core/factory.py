@@ -22,7 +22,7 @@ Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str
 
 _WEIGHTS = 0  # purpose of a seed
-_NAMED_BY_FILE: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
+_UNTRUSTED_NAMES: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
 
 
 def build_members(
@@ -38,49 +38,50 @@ def build_members(
         seed: Decides about the initial weights; the global random streams are left alone.
 
     Returns:
-        The members, and remarks on what was done that the user may not expect.
+        The members, and messages on what was done that the user may not expect.
 
     Raises:
         TypeError: If something is no module and makes none.
         ValueError: If a class is not known, arguments have no use, or a module cannot be made anew.
     """
     if isinstance(estimator, list | tuple):
-        return _of_list(estimator, dict(arguments or {}), seed)
+        return _members_of_list(estimator, dict(arguments or {}), seed)
     if isinstance(estimator, str):
         estimator = imported_class(estimator)
     if isinstance(estimator, nn.Module):
         if arguments:
             raise ValueError(f"estimator_args={dict(arguments)!r} have no use: estimator is a module already.")
-        return _copies(estimator, n_estimators, seed)
-    return [_made(estimator, arguments or {}, seed, index) for index in range(n_estimators)], []
+        return _copy_members(estimator, n_estimators, seed)
+    return [_make_member(estimator, arguments or {}, seed, index) for index in range(n_estimators)], []
 
 
 @contextmanager
-def named_by_file() -> Iterator[None]:
+def untrusted_class_names() -> Iterator[None]:
     """Take classes that are named for named by a file, with the arguments that they are called with.
 
     Classes of installed packages may read files, or what they find at addresses, when they are made: these the caller
     has to give.
     """
-    token = _NAMED_BY_FILE.set(True)
+    token = _UNTRUSTED_NAMES.set(True)
     try:
         yield
     finally:
-        _NAMED_BY_FILE.reset(token)
+        _UNTRUSTED_NAMES.reset(token)
 
 
 def imported_class(name: str) -> type[nn.Module]:
     """Return the class `MODULE:CLASS` if its module is imported; nothing is imported here.
 
     Raises:
-        ValueError: If it is not, is no class of modules, or is of an installed package inside of `named_by_file`.
+        ValueError: If it is not, is no class of modules, or is of an installed package inside of
+            `untrusted_class_names`.
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None  # getattr could import
     known = isinstance(found, type) and issubclass(found, nn.Module)
-    if known and not (_NAMED_BY_FILE.get() and _is_installed(module)):
+    if known and not (_UNTRUSTED_NAMES.get() and _is_installed(module)):
         return found  # type: ignore[no-any-return]
     reason = "is of an installed package" if known else "names no class of modules that is imported"
     raise ValueError(
@@ -132,7 +133,7 @@ def reset_parameters(module: nn.Module) -> list[str]:
     return kept
 
 
-def _made(factory: Any, arguments: Mapping[str, Any], seed: int, index: int) -> nn.Module:
+def _make_member(factory: Any, arguments: Mapping[str, Any], seed: int, index: int) -> nn.Module:
     if not callable(factory):
         raise TypeError(
             "estimator must be a class or factory, a torch.nn.Module, or a list of modules or paths, got "
@@ -145,7 +146,7 @@ def _made(factory: Any, arguments: Mapping[str, Any], seed: int, index: int) -> 
     return made
 
 
-def _copies(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list[str]]:
+def _copy_members(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list[str]]:
     members, kept = [], []
     for index in range(n):
         member = copy.deepcopy(module)
@@ -158,13 +159,13 @@ def _copies(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list
             f"estimator: no layer of {kind} has reset_parameters, so that all members would begin with the same "
             "weights: give the class, with estimator_args, or a list of modules."
         )
-    remarks = [f"the members are copies of the given {kind} with new initial weights, not with its own"]
+    messages = [f"the members are copies of the given {kind} with new initial weights, not with its own"]
     if kept:
-        remarks.append(f"{len(kept)} parameters have no reset_parameters and begin alike in all members: {kept[0]}")
-    return members, remarks
+        messages.append(f"{len(kept)} parameters have no reset_parameters and begin alike in all members: {kept[0]}")
+    return members, messages
 
 
-def _of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int) -> tuple[list[nn.Module], list[str]]:
+def _members_of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int) -> tuple[list[nn.Module], list[str]]:
     if not given:
         raise ValueError("estimator must not be an empty list.")
     paths = [value for value in given if isinstance(value, str | os.PathLike)]
@@ -177,16 +178,16 @@ def _of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int) -> tupl
     if arguments and not paths:
         raise ValueError(f"estimator_args={arguments!r} have no use: estimator is a list of modules.")
     members: list[nn.Module] = []
-    remarks = []
+    messages = []
     for index, value in enumerate(given):
         if isinstance(value, nn.Module):
             if any(value is member for member in members):
                 raise ValueError(f"estimator[{index}] is the same module as one before it: give a copy.")
             members.append(value)
         elif isinstance(value, str | os.PathLike):
-            member = _made(factory, arguments, seed, index)
-            remarks.append(f"member {index}: {load_weights(member, value)}")
+            member = _make_member(factory, arguments, seed, index)
+            messages.append(f"member {index}: {load_weights(member, value)}")
             members.append(member)
         else:
             raise TypeError(f"estimator[{index}] must be a torch.nn.Module or a path, got {value!r}.")
-    return members, remarks
+    return members, messages

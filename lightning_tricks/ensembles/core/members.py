@@ -16,7 +16,8 @@ from torch.func import functional_call
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
 
-_WORK_OF_A_LOOP = 10_000_000  # rows x parameters of a member from which on calls of their own cost nothing beside it
+# rows x parameters of a member, from which on a call for each member costs nothing beside its work
+_MIN_SEQUENTIAL_WORK = 10_000_000
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
 
 
@@ -42,7 +43,7 @@ class Members(nn.Module):
         """Return one member as a module of its own: itself where members run one after another, or else a copy."""
         raise NotImplementedError
 
-    def tensors_of(self, index: int) -> dict[str, Tensor]:
+    def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it; they share memory with it."""
         raise NotImplementedError
 
@@ -50,7 +51,7 @@ class Members(nn.Module):
     def copy_member_(self, index: int, module: nn.Module) -> None:
         """Give a member the values of a module of the same structure."""
         values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, tensor in self.tensors_of(index).items():
+        for name, tensor in self.member_tensors(index).items():
             tensor.copy_(values[name])
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class Members(nn.Module):
         """
         raise NotImplementedError
 
-    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+    def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows.
 
         Args:
@@ -76,7 +77,7 @@ class Members(nn.Module):
         raise NotImplementedError
 
 
-class Loop(Members):
+class SequentialMembers(Members):
     """Members that run one after another; they may be of different structure.
 
     Args:
@@ -97,7 +98,7 @@ class Loop(Members):
         """Return one member, itself."""
         return cast(nn.Module, self._modules[str(index)])
 
-    def tensors_of(self, index: int) -> dict[str, Tensor]:
+    def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it."""
         member = self.member(index)
         return {**dict(member.named_parameters()), **dict(member.named_buffers())}
@@ -105,14 +106,14 @@ class Loop(Members):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
         rows = [value.unflatten(0, (len(self), -1)).unbind() for value in inputs]
-        return _together([member(*own) for member, *own in zip(self.children(), *rows, strict=True)])
+        return _stack_outputs([member(*own) for member, *own in zip(self.children(), *rows, strict=True)])
 
-    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+    def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        return _together([member(*inputs) for member in self.children()])
+        return _stack_outputs([member(*inputs) for member in self.children()])
 
 
-class Stack(Members):
+class StackedMembers(Members):
     """Members of one structure that run at once, as one module whose layers hold the parameters of all.
 
     The first call compares the result with that of the members one after another: a model that mixes rows of a batch
@@ -127,12 +128,12 @@ class Stack(Members):
         super().__init__()
         self.n_members = len(members)
         self.net = _stacked(members)
-        self._plain = [_without_values(members[0])]  # in a list, so that it is no child
+        self._skeleton = [_to_meta(members[0])]  # in a list, so that it is no child
         self._views: list[nn.Module] = []
         self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
         self._checked = False
-        self.register_state_dict_post_hook(_by_member)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_from_members)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_split_state_dict)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_join_state_dict)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return self.n_members
@@ -146,92 +147,92 @@ class Stack(Members):
             if isinstance(layer, StackedLayer):
                 yield name, layer
 
-    def tensors_of(self, index: int) -> dict[str, Tensor]:
+    def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
-        return {name: tensors[index] for name, tensors in self._by_name().items()}
+        return {name: tensors[index] for name, tensors in self._tensors_by_name().items()}
 
     def member(self, index: int) -> nn.Module:
         """Return a copy of one member, which shares no memory with the stack."""
-        member = copy.deepcopy(self._plain[0])
-        for name, tensor in self.tensors_of(index).items():
+        member = copy.deepcopy(self._skeleton[0])
+        for name, tensor in self.member_tensors(index).items():
             # fused optimizers of torch 2.15 take a parameter with other strides than its gradient for contiguous
-            _replace(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
+            _set_tensor(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
         return member.train(self.training)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
         compiling = torch.compiler.is_compiling()
         if not self._checked and not compiling:
-            self._check(inputs)
+            self._compare_with_sequential(inputs)
         if self.reason or not (self._checked or compiling):
-            return self._one_by_one([self._by_rows(value).unbind() for value in inputs])
-        return self._by_rows(self.net(*inputs))
+            return self._run_sequentially([self._split_rows(value).unbind() for value in inputs])
+        return self._split_rows(self.net(*inputs))
 
-    def on_same_rows(self, *inputs: Tensor) -> Tensor:
+    def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
         n = self.n_members
-        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _WORK_OF_A_LOOP:
-            return _together([view(*inputs) for view in self._tied_views()])
+        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK:
+            return _stack_outputs([view(*inputs) for view in self._member_views()])
         return cast(Tensor, self(*(value.expand(n, *value.shape).flatten(0, 1) for value in inputs)))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._views = []
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _by_name(self) -> dict[str, tuple[Tensor, ...]]:
+    def _tensors_by_name(self) -> dict[str, tuple[Tensor, ...]]:
         """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
         cut = {}
         for path, layer in self.stacked_layers():
             for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                cut[_key(path, name)] = layer.as_stored(name, tensor).unbind()
+                cut[_key(path, name)] = layer.to_stored(name, tensor).unbind()
         return cut
 
-    def _by_rows(self, rows: Tensor) -> Tensor:
+    def _split_rows(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, ...) as (n, B, ...)."""
         return rows.reshape(self.n_members, -1, *rows.shape[1:])  # in half the time of `unflatten`
 
-    def _varied(self, rows: Tensor) -> Tensor:
+    def _vary_rows(self, rows: Tensor) -> Tensor:
         """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
-        parts = [part.roll(index, 0) for index, part in enumerate(self._by_rows(rows).unbind())]
+        parts = [part.roll(index, 0) for index, part in enumerate(self._split_rows(rows).unbind())]
         if rows.is_floating_point():
             parts = [part * (1 - index / (2 * self.n_members)) for index, part in enumerate(parts)]
         return torch.cat(parts)
 
-    def _one_by_one(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
-        tensors = self._by_name()
-        self._plain[0].train(self.training)
-        return _together(
+    def _run_sequentially(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
+        tensors = self._tensors_by_name()
+        self._skeleton[0].train(self.training)
+        return _stack_outputs(
             [
-                functional_call(self._plain[0], {name: parts[index] for name, parts in tensors.items()}, own)
+                functional_call(self._skeleton[0], {name: parts[index] for name, parts in tensors.items()}, own)
                 for index, own in enumerate(zip(*inputs, strict=True))
             ]
         )
 
-    def _tied_views(self) -> list[nn.Module]:
+    def _member_views(self) -> list[nn.Module]:
         """Return members that share memory with the stack, made anew where it has moved."""
         first = next(self.net.parameters())
         if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
-            self._views = [copy.deepcopy(self._plain[0]) for _ in range(self.n_members)]
+            self._views = [copy.deepcopy(self._skeleton[0]) for _ in range(self.n_members)]
             for index, view in enumerate(self._views):
-                for name, tensor in self.tensors_of(index).items():
-                    _replace(view, name, tensor.detach())
+                for name, tensor in self.member_tensors(index).items():
+                    _set_tensor(view, name, tensor.detach())
         if self._views[0].training != self.training:
             for view in self._views:
                 view.train(self.training)
         return self._views
 
-    def _check(self, inputs: Sequence[Tensor]) -> None:
+    def _compare_with_sequential(self, inputs: Sequence[Tensor]) -> None:
         """Compare with a loop, on rows that differ from member to member, of which mixing would show."""
         differ = len(inputs[0]) > self.n_members or any(value.is_floating_point() for value in inputs)
         if not differ:
             return  # one row of whole numbers: the next batch will tell
         self._checked = True
         with torch.no_grad(), eval_mode(self):
-            varied = [self._varied(value) for value in inputs]
-            expected = self._one_by_one([self._by_rows(value).unbind() for value in varied])
+            varied = [self._vary_rows(value) for value in inputs]
+            expected = self._run_sequentially([self._split_rows(value).unbind() for value in varied])
             try:
-                given = self._by_rows(self.net(*varied))
-                off = _difference(given, expected)
+                given = self._split_rows(self.net(*varied))
+                off = _describe_difference(given, expected)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:
                 self.reason = f"with stacked layers the model raises {type(error).__name__}: {error}"
                 return
@@ -249,23 +250,23 @@ def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", obj
         objection: A reason against stacking that the members do not show.
 
     Returns:
-        A `Stack`, or a `Loop` that bears the reason.
+        A `StackedMembers`, or a `SequentialMembers` that bears the reason.
     """
     if vectorize is False or len(members) == 1:
-        return Loop(members)
+        return SequentialMembers(members)
     reason = objection or objection_to_stacking(members)
     if not reason and vectorize == "auto":
         kinds = map(stacked_type, members[0].modules())
-        if any(not isinstance(kind, str) and kind.needs_loop_on_cpu for kind in kinds):
-            return Loop(members, "convolutions of their own are faster than one for all members")
-    return Loop(members, reason) if reason else Stack(members)
+        if any(not isinstance(kind, str) and kind.sequential_is_faster_on_cpu for kind in kinds):
+            return SequentialMembers(members, "convolutions of their own are faster than one for all members")
+    return SequentialMembers(members, reason) if reason else StackedMembers(members)
 
 
-def as_loop(members: Members, reason: str = "") -> Loop:
+def as_sequential(members: Members, reason: str = "") -> SequentialMembers:
     """Return the same members, with their values, to be run one after another."""
-    if isinstance(members, Loop):
+    if isinstance(members, SequentialMembers):
         return members
-    return Loop(list(members), reason)
+    return SequentialMembers(list(members), reason)
 
 
 def objection_to_stacking(members: Sequence[nn.Module]) -> str:
@@ -329,12 +330,12 @@ def _stacked(members: Sequence[nn.Module]) -> nn.Module:
     return copy.deepcopy(members[0], memo)
 
 
-def _without_values(member: nn.Module) -> nn.Module:
+def _to_meta(member: nn.Module) -> nn.Module:
     """Return a copy that holds the structure and no memory."""
     return copy.deepcopy(member).to("meta")
 
 
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, own = name.rpartition(".")
     part = module.get_submodule(path)
     if own in part._parameters:
@@ -344,28 +345,28 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
         part._buffers[own] = tensor
 
 
-def _by_member(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Give a stack's state dict the keys and shapes of the members'."""
     cut: dict[str, Tensor] = {}
     for path, layer in stack.stacked_layers():
         for name in layer._parameters.keys() | layer._buffers.keys():
             stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
-                cut[_key(path, name)] = layer.as_stored(name, stored)
-    order = stack._plain[0].state_dict()
+                cut[_key(path, name)] = layer.to_stored(name, stored)
+    order = stack._skeleton[0].state_dict()
     for index in range(stack.n_members):
         # contiguous, which safetensors asks for
         state.update({f"{prefix}{index}.{name}": cut[name][index].contiguous() for name in order})
 
 
-def _from_members(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Turn the members' tensors back into the stacked ones."""
     for path, layer in stack.stacked_layers():
         for name in layer._parameters.keys() | layer._buffers.keys():
             keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
             tensors = [state.pop(key) for key in keys if key in state]
             if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
-                stored = torch.stack([layer.as_stored(name, tensor) for tensor in tensors])
+                stored = torch.stack([layer.to_stored(name, tensor) for tensor in tensors])
                 state[_key(f"{prefix}net", path, name)] = stored
 
 
@@ -374,7 +375,7 @@ def _key(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _together(outputs: Sequence[Any]) -> Tensor:
+def _stack_outputs(outputs: Sequence[Any]) -> Tensor:
     first = outputs[0]
     if not isinstance(first, Tensor):
         raise TypeError(f"members must return a tensor, got {type(first).__name__}.")
@@ -384,7 +385,7 @@ def _together(outputs: Sequence[Any]) -> Tensor:
     return torch.stack(list(outputs))
 
 
-def _difference(given: Tensor, expected: Tensor) -> str:
+def _describe_difference(given: Tensor, expected: Tensor) -> str:
     if given.shape != expected.shape:
         return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
     tolerance = _TOLERANCES.get(given.dtype, 0.05)

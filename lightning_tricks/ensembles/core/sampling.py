@@ -36,7 +36,7 @@ class MemberOrders:
         seed: Decides, with the epoch, about all of them.
         bootstrap: Whether each member has a data set of its own, drawn once with replacement.
         sampler: The loader's; None and a `RandomSampler` stand for all samples, shuffled.
-        ranks: This rank and the number of them, for a loader that Lightning would share out.
+        shard: This rank and the number of them, for a loader that Lightning would share out.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class MemberOrders:
         *,
         bootstrap: bool = False,
         sampler: Any = None,
-        ranks: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         self.size, self.n_members, self.seed = size, n_members, seed
-        self.sampler, self.ranks = sampler, ranks
+        self.sampler, self.shard = sampler, shard
         self.epoch = 0
-        self.tables = [self._table(member) for member in range(n_members)] if bootstrap else None
+        self.member_rows = [self._bootstrap_rows(member) for member in range(n_members)] if bootstrap else None
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
@@ -60,10 +60,10 @@ class MemberOrders:
 
     def __len__(self) -> int:
         """Return the number of samples that each member sees on this rank."""
-        world = self.ranks[1]
+        world = self.shard[1]
         return -(-(self.size if self.sampler is None else len(self.sampler)) // world)
 
-    def draw(self) -> Tensor:
+    def draw_orders(self) -> Tensor:
         """Return this epoch's indices, (n_members, samples)."""
         seed = self.seed
         generator = getattr(self.sampler, "generator", None)
@@ -75,11 +75,11 @@ class MemberOrders:
         own = torch.Generator().manual_seed(derive_seed(seed, _ORDER, self.epoch, member, distinguish_lengths=True))
         sampled = self._sampled(own, member)
         order = sampled if isinstance(sampled, Tensor) else torch.tensor(list(sampled), dtype=torch.int64)
-        rank, world = self.ranks
+        rank, world = self.shard
         if world > 1:  # as DistributedSampler does it
             missing = len(self) * world - len(order)
             order = torch.cat([order, order.repeat(-(-missing // len(order)))[:missing]])[rank::world]
-        return order if self.tables is None else self.tables[member][order]
+        return order if self.member_rows is None else self.member_rows[member][order]
 
     def _sampled(self, own: torch.Generator, member: int) -> Any:
         sampler, twin = self.sampler, copy.copy(self.sampler)
@@ -94,7 +94,7 @@ class MemberOrders:
             return twin
         return sampler
 
-    def _table(self, member: int) -> Tensor:
+    def _bootstrap_rows(self, member: int) -> Tensor:
         own = torch.Generator().manual_seed(derive_seed(self.seed, _BOOTSTRAP, member, distinguish_lengths=True))
         return torch.randint(self.size, (self.size,), generator=own)
 
@@ -108,7 +108,7 @@ class MemberLoader:
     not seen, however many workers make them.
 
     Args:
-        loader: For which `objection_to_orders` has no objection.
+        loader: For which `why_not_reorder` has no objection.
         orders: Of the members.
     """
 
@@ -117,9 +117,9 @@ class MemberLoader:
         batches = cast(BatchSampler, loader.batch_sampler)
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
-        self._inner: DataLoader[Any] | None = None
+        self._batch_loader: DataLoader[Any] | None = None
         self.given = 0  # batches of this epoch
-        self._resumed = {"epoch": -1, "batches": 0}
+        self._resume_position = {"epoch": -1, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
         """Return how far this epoch has come."""
@@ -127,27 +127,27 @@ class MemberLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there, where the next epoch is that one."""
-        self._resumed = dict(state)
+        self._resume_position = dict(state)
 
     def __len__(self) -> int:
         count = len(self.sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        resumed, self._resumed = self._resumed, {"epoch": -1, "batches": 0}
+        resumed, self._resume_position = self._resume_position, {"epoch": -1, "batches": 0}
         self.given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
         tensors = tensors_in_memory(self.loader)
-        for batch in self._reading() if tensors is None else self._indexed(*tensors):
+        for batch in self._load_batches() if tensors is None else self._index_batches(*tensors):
             self.given += 1
             yield batch
 
     def batches(self) -> Iterator[Tensor]:
         """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
-        indices = self.sampler.draw()
+        indices = self.sampler.draw_orders()
         for number in range(self.given, len(self)):
             yield indices[:, number * self.batch_size : (number + 1) * self.batch_size]
 
-    def _indexed(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
+    def _index_batches(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
         pinned = self.loader.pin_memory and torch.cuda.is_available()
         for indices in self.batches():
             flat = indices.flatten()
@@ -155,12 +155,12 @@ class MemberLoader:
             parts = [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
             yield [part.pin_memory() if pinned and not part.is_cuda else part for part in parts]
 
-    def _reading(self) -> Iterator[Any]:
-        if self._inner is None:
+    def _load_batches(self) -> Iterator[Any]:
+        if self._batch_loader is None:
             given = self.loader
-            self._inner = DataLoader(
-                _SeededBatches(given.dataset),
-                batch_sampler=_Flat(self),
+            self._batch_loader = DataLoader(
+                _SeededBatchDataset(given.dataset),
+                batch_sampler=_FlatBatchSampler(self),
                 num_workers=given.num_workers,
                 collate_fn=given.collate_fn,
                 pin_memory=given.pin_memory,
@@ -171,10 +171,10 @@ class MemberLoader:
                 prefetch_factor=given.prefetch_factor,
                 persistent_workers=given.persistent_workers,
             )
-        return iter(self._inner)
+        return iter(self._batch_loader)
 
 
-class _Flat:
+class _FlatBatchSampler:
     """A batch sampler of all members' indices."""
 
     def __init__(self, loader: MemberLoader) -> None:
@@ -186,11 +186,11 @@ class _Flat:
     def __iter__(self) -> Iterator[list[int]]:
         orders = self.loader.sampler
         for number, indices in enumerate(self.loader.batches(), self.loader.given):
-            seed = derive_seed(orders.seed, _WORKERS, orders.epoch, number, orders.ranks[0], distinguish_lengths=True)
+            seed = derive_seed(orders.seed, _WORKERS, orders.epoch, number, orders.shard[0], distinguish_lengths=True)
             yield [seed, *indices.flatten().tolist()]
 
 
-class _SeededBatches(Dataset[Any]):
+class _SeededBatchDataset(Dataset[Any]):
     """A data set asked for whole batches, whose random numbers in workers follow from the batch alone."""
 
     def __init__(self, dataset: Any) -> None:
@@ -204,7 +204,7 @@ class _SeededBatches(Dataset[Any]):
         return list(whole(rows)) if whole is not None else [self.dataset[row] for row in rows]
 
 
-def objection_to_orders(loader: Any) -> str:
+def why_not_reorder(loader: Any) -> str:
     """Return why the order of a loader's samples cannot be chosen, or nothing."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is no DataLoader"
@@ -227,18 +227,18 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     return cast(BatchSampler, loader.batch_sampler).sampler
 
 
-def orders_of(
-    loader: DataLoader[Any], n_members: int, seed: int, bootstrap: bool, ranks: tuple[int, int]
+def member_orders(
+    loader: DataLoader[Any], n_members: int, seed: int, bootstrap: bool, shard: tuple[int, int]
 ) -> MemberOrders:
-    """Return the orders of the members for a loader's sampler; `ranks` as Lightning would share it out."""
+    """Return the orders of the members for a loader's sampler; `shard` as Lightning would share it out."""
     sampler = _sampler(loader)
     if isinstance(sampler, DistributedSampler):
-        ranks = (0, 1)  # shares out by itself
+        shard = (0, 1)  # shares out by itself
     all_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     if all_shuffled and sampler.generator is None:
         sampler = None
     size = len(loader.dataset)  # type: ignore[arg-type]
-    return MemberOrders(size, n_members, seed, bootstrap=bootstrap, sampler=sampler, ranks=ranks)
+    return MemberOrders(size, n_members, seed, bootstrap=bootstrap, sampler=sampler, shard=shard)
 
 
 def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
@@ -254,15 +254,15 @@ def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tens
     return dataset.tensors, rows
 
 
-def rows_of_member(batch: Any, index: int, n_members: int) -> Any:
+def batch_of_member(batch: Any, index: int, n_members: int) -> Any:
     """Return one member's part of a batch that holds the rows of all."""
     if isinstance(batch, Tensor):
         return batch.chunk(n_members)[index] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {name: rows_of_member(value, index, n_members) for name, value in batch.items()}
+        return {name: batch_of_member(value, index, n_members) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
         if any(isinstance(value, Tensor) and value.ndim and len(value) % n_members == 0 for value in batch):
-            return type(batch)(rows_of_member(value, index, n_members) for value in batch)
+            return type(batch)(batch_of_member(value, index, n_members) for value in batch)
         size = len(batch) // n_members
         return batch[index * size : (index + 1) * size]
     return batch

@@ -25,7 +25,7 @@ class StackedLayer(nn.Module):
     """
 
     layer_types: tuple[type[nn.Module], ...] = ()
-    needs_loop_on_cpu = False  # a loop is faster there
+    sequential_is_faster_on_cpu = False  # a loop is faster there
     transposed: tuple[str, ...] = ()  # stored as (n, columns, rows)
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -36,7 +36,7 @@ class StackedLayer(nn.Module):
         self.layer = [copy.deepcopy(layers[0]).to("meta")]  # its options; in a list, so that it is no child
         with torch.no_grad():
             for name, parameter in layers[0].named_parameters(recurse=False):
-                stacked = torch.stack([self.as_stored(name, getattr(layer, name)) for layer in layers])
+                stacked = torch.stack([self.to_stored(name, getattr(layer, name)) for layer in layers])
                 self.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
             for name, buffer in layers[0].named_buffers(recurse=False):
                 kept = name not in layers[0]._non_persistent_buffers_set
@@ -51,7 +51,7 @@ class StackedLayer(nn.Module):
         """Return why layers like this one cannot be stacked, or nothing."""
         return ""
 
-    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+    def to_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Turn a member's tensor into the form in which it is stored, or back."""
         return tensor.mT if name in self.transposed else tensor
 
@@ -94,7 +94,7 @@ class StackedConv(StackedLayer):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` of n members, as one grouped convolution."""
 
     layer_types = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    needs_loop_on_cpu = True
+    sequential_is_faster_on_cpu = True
 
     @classmethod
     def objection(cls, layer: Any) -> str:

@@ -19,7 +19,7 @@ from lightning_tricks.ensembles.core.factory import build_members, class_name
 _MEMBER = "estimators_"
 
 
-class Interchange:
+class TorchensembleInterchange:
     """What an ensemble has for torchensemble's sake."""
 
     hparams: Any
@@ -30,7 +30,7 @@ class Interchange:
         Raises:
             ValueError: If torchensemble cannot combine as this one does, by weights that are not equal.
         """
-        return _exported(self)
+        return _export(self)
 
     @classmethod
     def from_torchensemble(
@@ -48,20 +48,20 @@ class Interchange:
             ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
             CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or does not fit.
         """
-        members, n_outputs, options = _imported(cls.__name__, model_or_path, estimator, estimator_args)
-        ensemble = cls._of_members(members, n_outputs=n_outputs, **{**options, **kwargs})
+        members, n_outputs, options = _import(cls.__name__, model_or_path, estimator, estimator_args)
+        ensemble = cls._from_members(members, n_outputs=n_outputs, **{**options, **kwargs})
         if class_name(estimator):
             ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
         return ensemble
 
     @classmethod
-    def _of_members(cls, members: list[nn.Module], **options: Any) -> Any:
+    def _from_members(cls, members: list[nn.Module], **options: Any) -> Any:
         """Return an ensemble of trained members."""
         made: Any = cls
         return made(members, len(members), **options)
 
 
-def _exported(ensemble: Any) -> Any:
+def _export(ensemble: Any) -> Any:
     """Return torchensemble's object for an ensemble of the collection, with copies of its members."""
     import torchensemble
 
@@ -84,7 +84,7 @@ def _exported(ensemble: Any) -> Any:
     return model
 
 
-def _imported(
+def _import(
     name: str, model_or_path: Any, estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
     """Return the members, the number of outputs and the options of a fitted torchensemble model.
@@ -96,7 +96,7 @@ def _imported(
         arguments: Of the estimator.
     """
     if isinstance(model_or_path, str | os.PathLike):
-        return _of_file(name, model_or_path, estimator, arguments)
+        return _import_file(name, model_or_path, estimator, arguments)
     kind = type(model_or_path).__name__
     if kind != name:
         raise ValueError(f"{name}.from_torchensemble got a {kind}: call {kind}.from_torchensemble, if there is one.")
@@ -111,7 +111,7 @@ def _imported(
     return members, getattr(model_or_path, "n_outputs", None), options
 
 
-def _of_file(
+def _import_file(
     name: str, path: str | os.PathLike[str], estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
     if estimator is None:

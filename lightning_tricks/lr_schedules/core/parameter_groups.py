@@ -36,10 +36,10 @@ def layer_of_parameters(module: nn.Module) -> dict[str, int]:
         >>> layer_of_parameters(net)
         {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 1}
     """
-    stacked = list(_stacked(module, ""))
+    stacked = list(_children_of_stacks(module, ""))
     names = [name for name, _ in module.named_parameters()]
     owners = [next((path for path in stacked if name.startswith(f"{path}.")), None) for name in names]
-    norms = _names_in_norms(module)
+    norms = _parameters_of_norms(module)
     last_stacked = max((place for place, owner in enumerate(owners) if owner), default=-1)
 
     layers: dict[str, int] = {}
@@ -58,7 +58,7 @@ def layer_of_parameters(module: nn.Module) -> dict[str, int]:
     return layers
 
 
-def _stacked(module: nn.Module, prefix: str) -> Iterator[str]:
+def _children_of_stacks(module: nn.Module, prefix: str) -> Iterator[str]:
     """Find the children of stacks; one that is a plain stack itself is opened."""
     for name, child in module.named_children():
         path = f"{prefix}.{name}".lstrip(".")
@@ -66,7 +66,7 @@ def _stacked(module: nn.Module, prefix: str) -> Iterator[str]:
             if _has_parameters(child):
                 yield path
         else:
-            yield from _stacked(child, path)
+            yield from _children_of_stacks(child, path)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -101,8 +101,10 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
     patterns = [Pattern(text) for text in spec.groups or ()]
     undecayed = [Pattern(text) for text in spec.no_decay if text not in NO_DECAY_WORDS]
     # a pattern for what is frozen is no misspelling
-    _refuse_unmatched([*patterns, *undecayed], [strip_compile_prefix(name) for name, _ in module.named_parameters()])
-    norms = _names_in_norms(module)
+    _check_patterns_match(
+        [*patterns, *undecayed], [strip_compile_prefix(name) for name, _ in module.named_parameters()]
+    )
+    norms = _parameters_of_norms(module)
     layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
 
     groups: dict[str, dict[str, Any]] = {}
@@ -126,7 +128,7 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
     return list(groups.values())
 
 
-def _refuse_unmatched(patterns: list[Pattern], names: list[str]) -> None:
+def _check_patterns_match(patterns: list[Pattern], names: list[str]) -> None:
     for pattern in patterns:
         if not any(map(pattern.matches, names)):
             raise ValueError(
@@ -135,7 +137,7 @@ def _refuse_unmatched(patterns: list[Pattern], names: list[str]) -> None:
             )
 
 
-def _names_in_norms(module: nn.Module) -> set[str]:
+def _parameters_of_norms(module: nn.Module) -> set[str]:
     """Return the parameters of modules whose class is called a norm; names like `net.1.weight` do not say so."""
     return {
         f"{path}.{name}".lstrip(".")

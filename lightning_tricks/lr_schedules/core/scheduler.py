@@ -33,13 +33,13 @@ class FactorLR(LRScheduler):
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self.factor = factor
         super().__init__(optimizer)
-        self._watch()
+        self._register_step_hook()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._watch()  # hooks are not copied with an optimizer
+        self._register_step_hook()  # hooks are not copied with an optimizer
 
-    def _watch(self) -> None:
+    def _register_step_hook(self) -> None:
         this = ref(self)  # no circle of scheduler and hook
 
         def adopt(*_: Any) -> None:

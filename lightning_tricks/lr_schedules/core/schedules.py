@@ -49,7 +49,7 @@ def warmup_cosine(step: float, total: float, warmup: float = 0, end_factor: floa
     """
     if step < warmup:
         return ramp(step, warmup)
-    return _mix((1 + math.cos(math.pi * _share(step, warmup, total))) / 2, end_factor)
+    return _interpolate((1 + math.cos(math.pi * _fraction_done(step, warmup, total))) / 2, end_factor)
 
 
 def warmup_linear(step: float, total: float, warmup: float = 0, end_factor: float = 0.0) -> float:
@@ -79,7 +79,9 @@ def wsd(step: float, total: float, warmup: float = 0, decay: float = 0, end_fact
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
     return (
-        ramp(step, warmup) if step < warmup else _mix(1 - _share(step, max(warmup, total - decay), total), end_factor)
+        ramp(step, warmup)
+        if step < warmup
+        else _interpolate(1 - _fraction_done(step, max(warmup, total - decay), total), end_factor)
     )
 
 
@@ -142,7 +144,11 @@ def polynomial(step: float, total: float, power: float = 1.0, end_factor: float 
         >>> [polynomial(step, total=4, power=2.0) for step in range(6)]
         [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
-    return ramp(step, warmup) if step < warmup else _mix((1 - _share(step, warmup, total)) ** power, end_factor)
+    return (
+        ramp(step, warmup)
+        if step < warmup
+        else _interpolate((1 - _fraction_done(step, warmup, total)) ** power, end_factor)
+    )
 
 
 def one_cycle(
@@ -167,14 +173,14 @@ def one_cycle(
     """
     peak = warmup - 1
     if step <= peak:
-        return _mix((1 - math.cos(math.pi * _share(step, 0, peak))) / 2, start_factor)
-    return _mix((1 + math.cos(math.pi * _share(step, peak, total - 1))) / 2, end_factor)
+        return _interpolate((1 - math.cos(math.pi * _fraction_done(step, 0, peak))) / 2, start_factor)
+    return _interpolate((1 + math.cos(math.pi * _fraction_done(step, peak, total - 1))) / 2, end_factor)
 
 
-def _share(step: float, start: float, end: float) -> float:
+def _fraction_done(step: float, start: float, end: float) -> float:
     """Return how much of the way from start to end is done, in [0, 1]; all of it where there is none."""
     return 1.0 if step >= end else 0.0 if step <= start else (step - start) / (end - start)
 
 
-def _mix(weight: float, end_factor: float) -> float:
+def _interpolate(weight: float, end_factor: float) -> float:
     return end_factor + (1 - end_factor) * weight

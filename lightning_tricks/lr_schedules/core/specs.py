@@ -25,10 +25,10 @@ from lightning_tricks.lr_schedules.core import schedules as functional
 
 NO_DECAY_WORDS = ("bias", "norm")
 _OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
-_WARMUPS = {"warmup_cosine": 0.03, "warmup_linear": 0.03, "wsd": 0.03, "inverse_sqrt": 0.03, "one_cycle": 0.3}
+_DEFAULT_WARMUPS = {"warmup_cosine": 0.03, "warmup_linear": 0.03, "wsd": 0.03, "inverse_sqrt": 0.03, "one_cycle": 0.3}
 _REQUIRED = object()
 # what each kind takes beside that which all take, and what None stands for
-_OPTIONS: dict[str, dict[str, Any]] = {
+_FIELDS_OF_KIND: dict[str, dict[str, Any]] = {
     "warmup_cosine": {"end_factor": 0.0},
     "warmup_linear": {"end_factor": 0.0},
     "wsd": {"decay": 0.2, "end_factor": 0.0},
@@ -40,9 +40,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "exponential": {"gamma": _REQUIRED},
     "constant": {},
 }
-_OF_ALL_KINDS = ("warmup", "total", "interval")
+_COMMON_FIELDS = ("warmup", "total", "interval")
 _HINTS = {"exponential": ", such as 0.999 for steps or 0.95 for epochs"}
-_NEED_TOTAL = ("warmup_cosine", "warmup_linear", "wsd", "one_cycle", "polynomial")
+_KINDS_WITH_END = ("warmup_cosine", "warmup_linear", "wsd", "one_cycle", "polynomial")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(step|epoch)s?\s*")
 
 Factor = Callable[[float], float]
@@ -182,9 +182,9 @@ class ScheduleSpec:
     end_factor: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("ScheduleSpec.kind", self.kind, _OPTIONS)
+        check_choice("ScheduleSpec.kind", self.kind, _FIELDS_OF_KIND)
         check_choice("interval", self.interval, ("step", "epoch"))
-        self._fill_in({"warmup": _WARMUPS.get(self.kind, 0.0), **_OPTIONS[self.kind]})
+        self._set_defaults({"warmup": _DEFAULT_WARMUPS.get(self.kind, 0.0), **_FIELDS_OF_KIND[self.kind]})
         for name, most in (("gamma", math.inf), ("power", math.inf), ("start_factor", 1)):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0, at_most=most)
@@ -207,7 +207,7 @@ class ScheduleSpec:
     def needs_total(self) -> bool:
         """Whether the schedule depends on the length of the run."""
         durations = [self.warmup, self.step_size, *(self.milestones or ())]
-        return self.kind in _NEED_TOTAL or any(isinstance(d, float | int) and 0 < d < 1 for d in durations)
+        return self.kind in _KINDS_WITH_END or any(isinstance(d, float | int) and 0 < d < 1 for d in durations)
 
     def bind(self, total: float | None, steps_after: Callable[[float], float] | None = None) -> Factor:
         """Turn durations into counts, and return the factor as a function of the `interval`s that have passed.
@@ -220,12 +220,12 @@ class ScheduleSpec:
             ValueError: If the warm-up (and wsd's decay) is longer than the whole, or a length that is needed unknown.
         """
         if self.total is not None:
-            total = self._count("total", self.total, None, steps_after)
+            total = self._to_intervals("total", self.total, None, steps_after)
         if total is None and self.needs_total:
             raise ValueError(f'kind="{self.kind}" needs the length of the run: give ScheduleSpec(total=...).')
 
         def count(name: str) -> float:
-            return self._count(name, getattr(self, name), total, steps_after)
+            return self._to_intervals(name, getattr(self, name), total, steps_after)
 
         warmup, until = count("warmup"), math.inf if total is None else total
         decay = count("decay") if self.kind == "wsd" else 0
@@ -237,7 +237,7 @@ class ScheduleSpec:
         step_size = count("step_size") if self.step_size else None
         if step_size == 0:
             raise ValueError(f"step_size={self.step_size!r} is less than one {self.interval} of {until:g}.")
-        milestones = [self._count("milestones", m, total, steps_after) for m in self.milestones or ()]
+        milestones = [self._to_intervals("milestones", m, total, steps_after) for m in self.milestones or ()]
         _check_increasing(milestones)
         fall = {"total": until, "warmup": warmup, "end_factor": self.end_factor}
         arguments: dict[str, dict[str, Any]] = {
@@ -253,7 +253,7 @@ class ScheduleSpec:
             "constant": {},
         }
         factor: Factor = partial(getattr(functional, self.kind), **arguments[self.kind])
-        return factor if "warmup" in arguments[self.kind] or not warmup else partial(_ramped, factor, warmup)
+        return factor if "warmup" in arguments[self.kind] or not warmup else partial(_with_warmup, factor, warmup)
 
     def factors(self, total_steps: int, steps_per_epoch: int | None = None) -> list[float]:
         """List the factor at each step of a run.
@@ -284,9 +284,9 @@ class ScheduleSpec:
         factor = self.bind(math.ceil(total_steps / steps_per_epoch), steps_after)
         return [factor(step // steps_per_epoch) for step in range(total_steps + 1)]
 
-    def _fill_in(self, options: dict[str, Any]) -> None:
+    def _set_defaults(self, options: dict[str, Any]) -> None:
         """Put the kind's own values in the place of None, and refuse what it does not take."""
-        takes = [*_OF_ALL_KINDS, *(name for name in options if name not in _OF_ALL_KINDS)]
+        takes = [*_COMMON_FIELDS, *(name for name in options if name not in _COMMON_FIELDS)]
         for part in fields(self):
             value = getattr(self, part.name)
             if value is not None and part.name not in ("kind", *takes):
@@ -296,7 +296,7 @@ class ScheduleSpec:
             if value is None and part.name in options:
                 object.__setattr__(self, part.name, options[part.name])
 
-    def _count(
+    def _to_intervals(
         self, name: str, duration: Any, total: float | None, steps_after: Callable[[float], float] | None
     ) -> float:
         """Return a duration in `interval`s."""
@@ -309,7 +309,7 @@ class ScheduleSpec:
                 )
             share = duration * total
             return float(share if self.kind == "one_cycle" else round(share))  # torch's own cycle does not round
-        amount, unit = _parsed(name, duration)
+        amount, unit = _parse_duration(name, duration)
         if unit == self.interval:
             return amount
         if steps_after is None:
@@ -322,14 +322,14 @@ class ScheduleSpec:
         return steps_after(amount) if unit == "epoch" else amount / max(per_epoch, 1)
 
 
-def _ramped(factor: Factor, warmup: float, step: float) -> float:
+def _with_warmup(factor: Factor, warmup: float, step: float) -> float:
     return factor(step) * functional.ramp(step, warmup)
 
 
 def _check_duration(name: str, value: object, *, zero: bool = False, fraction: bool = True) -> None:
     must = f'{name} must be a whole number{" or a fraction" * fraction} > 0, or such as "500 steps" or "2 epochs"'
     if isinstance(value, str):
-        amount = _parsed(name, value)[0]
+        amount = _parse_duration(name, value)[0]
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{must}, got {value!r} ({type(value).__name__}).")
     else:
@@ -340,7 +340,7 @@ def _check_duration(name: str, value: object, *, zero: bool = False, fraction: b
         raise ValueError(f"{must}, got {value!r}.")
 
 
-def _parsed(name: str, duration: str) -> tuple[float, str]:
+def _parse_duration(name: str, duration: str) -> tuple[float, str]:
     match = _DURATION.fullmatch(duration)
     if match is None:
         raise ValueError(f'{name} must be a number or such as "500 steps" or "2 epochs", got {duration!r}.')
