@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import to_double
+from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 
 _MAX_BATCHES = 256
 
@@ -66,7 +66,7 @@ class MeanLoss:
     def _flush(self) -> None:
         if not self._pending:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode():
             losses = to_double(torch.stack([loss for loss, _ in self._pending]))
             weights = torch.tensor([weight for _, weight in self._pending], dtype=losses.dtype)
             total = (losses * weights.to(losses.device, non_blocking=True)).sum()

@@ -1,11 +1,14 @@
-"""Tensors inside other values, in double precision, and gathered from all ranks."""
+"""Tensors inside other values, their copies, and tensors that are sharded over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -24,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def to_double(numbers: Tensor) -> Tensor:
-    """Return numbers in doubles; in floats on MPS, which has no doubles."""
+    """Return numbers as float64; as float32 on MPS, which has no float64."""
     return numbers.float() if numbers.device.type == "mps" else numbers.double()
 
 
@@ -37,3 +40,24 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor, so that each rank has the whole tensor; return any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return whole
+
+
+def detach_tensors(value: Any) -> Any:
+    """Return nested containers with their tensors detached."""
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def clone_tensors(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return nested containers with copies of their tensors, without gradients; on a device if one is given."""
+
+    def clone(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True) if device is not None else tensor.detach().clone()
+
+    return tree_map_only(Tensor, clone, value)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave inference mode, whose tensors can be changed in no other mode, and record no gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.images.callback import ImageLogger as ImageLogger
     from lightning_tricks.images.core.conversion import denormalize as denormalize
-    from lightning_tricks.images.core.conversion import image_grid as image_grid
     from lightning_tricks.images.core.conversion import to_numpy as to_numpy
     from lightning_tricks.images.core.conversion import to_pil as to_pil
     from lightning_tricks.images.core.conversion import to_tensor as to_tensor
+    from lightning_tricks.images.core.grid import image_grid as image_grid
 
     __all__ = ["ImageLogger", "denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"]
 else:  # or a type checker would take any name for one of the package
@@ -33,6 +33,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("ImageLogger",),
-            "core.conversion": ("denormalize", "image_grid", "to_numpy", "to_pil", "to_tensor"),
+            "core.conversion": ("denormalize", "to_numpy", "to_pil", "to_tensor"),
+            "core.grid": ("image_grid",),
         },
     )

@@ -18,7 +18,8 @@ from lightning_tricks._shared.logger_images import log_image
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.images.core.confident_mistakes import RankedSamples, concat_samples, rank_predictions
-from lightning_tricks.images.core.conversion import denormalize, image_grid, to_tensor
+from lightning_tricks.images.core.conversion import denormalize, to_tensor
+from lightning_tricks.images.core.grid import image_grid
 
 _STAGES = ("train", "val", "test")
 

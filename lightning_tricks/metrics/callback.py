@@ -26,9 +26,10 @@ from lightning_tricks._shared.tensors import tensors_in, to_double
 from lightning_tricks.metrics.core.expected_names import expected_names
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
+from lightning_tricks.metrics.core.metric_values import is_number
 from lightning_tricks.metrics.core.plots import PlotData, as_array, history_figure, make_figures
 from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
-from lightning_tricks.metrics.core.suite import MetricSuite, is_number
+from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
 from lightning_tricks.metrics.key_conflicts import STEPS, KeyConflicts, MetricsError, merge_logged_keys
 
@@ -350,8 +351,8 @@ class MetricsMonitor(StepsCallback):
         """Whether a step returned what the metrics need; the first time that it did, it is looked at."""
         suite = loader.suite
         names = inputs.keys() if isinstance(inputs, Mapping) else frozenset()
-        whole = isinstance(inputs, Mapping) and suite.needed <= names
-        if not suite.checked and (whole or not suite.needed.isdisjoint(names)):
+        whole = isinstance(inputs, Mapping) and suite.required_inputs <= names
+        if not suite.checked and (whole or not suite.required_inputs.isdisjoint(names)):
             try:
                 suite.check(**inputs)
             except ValueError as error:
@@ -370,7 +371,7 @@ class MetricsMonitor(StepsCallback):
             what = "nothing"
         elif isinstance(inputs, Mapping):
             what = f"{', '.join(map(str, inputs))} alone"
-        needed = ", ".join(sorted(suite.needed))
+        needed = ", ".join(sorted(suite.required_inputs))
         rest = [name for name in self.stages if name != stage]
         words = (
             f"{self._name}: {source} returned {what} in batch {batch_idx} of {stage}, and the metrics need {needed}. "
@@ -506,7 +507,9 @@ class MetricsMonitor(StepsCallback):
                 log_epoch_value(trainer, self._name, key, value)
         if self._draws and trainer.is_global_zero and stage != "train":
             kind = loader.suite.task.kind if loader.suite.task is not None else ""
-            self._to_draw[record.prefix] = PlotData(record, kind, loader.suite.confusion(), loader.suite.scores())
+            self._to_draw[record.prefix] = PlotData(
+                record, kind, loader.suite.confusion_matrix(), loader.suite.score_histogram()
+            )
             every = self.plots if not isinstance(self.plots, bool) else 0
             if self._function != "fit" or (every and (trainer.current_epoch + 1) % every == 0):
                 self._draw(trainer)

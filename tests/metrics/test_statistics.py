@@ -8,22 +8,24 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from lightning_tricks.metrics import MeanLoss
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
-from lightning_tricks.metrics.core.statistics import (
-    average_precision,
+from lightning_tricks.metrics.core.confusion_counts import (
     binary_cells,
     cells_to_matrix,
     count_cells_,
     count_invalid,
-    count_scores_,
-    merge_state,
     multiclass_cells,
+    stat_scores,
+    zero_counts,
+)
+from lightning_tricks.metrics.core.groups.shared_state import merge_state
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
+from lightning_tricks.metrics.core.score_curves import (
+    average_precision,
+    count_scores_,
     pr_curve,
     reliability_curve,
     roc_auc,
     roc_curve,
-    stat_scores,
-    zero_counts,
 )
 
 SEEDS = st.integers(0, 2**20)

@@ -12,13 +12,11 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
+from lightning_tricks.metrics.core.groups.cat import RetrievalGroup
+from lightning_tricks.metrics.core.groups.confusion_matrix import ConfusionMatrixGroup
+from lightning_tricks.metrics.core.groups.score_histogram import ScoreHistogram
+from lightning_tricks.metrics.core.groups.shared_state import SharedStateGroup
 from lightning_tricks.metrics.core.metric_properties import Task, can_concat_batches, task_of
-from lightning_tricks.metrics.core.shared_states import (
-    ConfusionMatrixGroup,
-    RetrievalGroup,
-    ScoreHistogram,
-    SharedStateGroup,
-)
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -307,7 +305,7 @@ def test_no_graph_is_kept():
     weight = torch.ones(4, requires_grad=True)
     suite = MetricSuite({"f1": tm.MulticlassF1Score(4), "own": Longest()})
     suite.update(preds=SCORES * weight, target=TARGET, lengths=weight * 2)
-    assert not any(tensor.requires_grad for batch in suite._pending for tensor in batch)
+    assert not any(tensor.requires_grad for batch in suite._buffer._pending for tensor in batch)
     assert not suite.compute()["own/longest"].requires_grad
 
 
@@ -337,7 +335,7 @@ def test_large_batches_are_counted_at_once():
     suite = MetricSuite(tm.MulticlassAccuracy(4, average="micro"))
     scores, target = torch.rand(4, 4, 300, 300), torch.randint(4, (4, 300, 300))
     suite.update(preds=scores, target=target)
-    assert not suite._pending
+    assert not suite._buffer._pending
     assert suite.compute()["MulticlassAccuracy"].item() == pytest.approx(
         (scores.argmax(1) == target).float().mean().item()
     )

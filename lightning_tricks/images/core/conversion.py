@@ -1,8 +1,7 @@
-"""The pure core of the images room: tensors, PIL images and arrays into each other, and grids of them."""
+"""Conversions between tensors, PIL images and arrays; denormalization."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,21 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_tricks._shared.checks import check_count
-
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-    Picture = Tensor | npt.NDArray[Any] | PILImage
+    ImageLike = Tensor | npt.NDArray[Any] | PILImage
 else:
     PILImage = Any
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # by channels
 _TOLERANCE = 1e-3  # of [0, 1]: a quarter of a step of uint8
-_CAPTION_HEIGHT = 14
 
 
-def to_tensor(image: Picture | Sequence[Picture], dtype: torch.dtype = torch.float32) -> Tensor:
+def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch.float32) -> Tensor:
     """Turn images into a tensor that shares no memory with them.
 
     Args:
@@ -60,7 +56,7 @@ def to_tensor(image: Picture | Sequence[Picture], dtype: torch.dtype = torch.flo
     return _scaled(tensor.movedim(-1, -3), dtype).contiguous()
 
 
-def to_numpy(image: Picture | Sequence[Picture]) -> npt.NDArray[Any]:
+def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
     """Turn images into an array (H, W, C), or (N, H, W, C) of several: uint8 stays so, floats become float32.
 
     Args:
@@ -80,7 +76,7 @@ def to_numpy(image: Picture | Sequence[Picture]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(tensor.cpu().movedim(-3, -1).numpy())
 
 
-def to_pil(image: Picture) -> PILImage:
+def to_pil(image: ImageLike) -> PILImage:
     """Turn one image into a PIL image: "L", "LA", "RGB" or "RGBA", as it has 1 to 4 channels.
 
     Floats are rounded, not cut off, so that uint8 -> float -> PIL is exact.
@@ -97,7 +93,7 @@ def to_pil(image: Picture) -> PILImage:
         >>> to_pil(torch.zeros(1, 4, 6)).size
         (6, 4)
     """
-    Image = _pillow()  # noqa: N806  # as everybody calls it
+    Image = import_pillow()  # noqa: N806  # as everybody calls it
     if isinstance(image, Image.Image):
         return cast(PILImage, image.copy())
     tensor = to_tensor(image, torch.uint8)
@@ -143,64 +139,12 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
     return images * parts[1] + parts[0]
 
 
-def image_grid(
-    images: Picture | Sequence[Picture],
-    *,
-    columns: int | None = None,
-    captions: Sequence[str] | None = None,
-    padding: int = 2,
-    least_side: int = 64,
-) -> PILImage:
-    """Put images side by side, row after row, each with a caption below.
-
-    Args:
-        images: A tensor (N, C, H, W), an array (N, H, W, C), or a sequence of images of any kinds and sizes.
-        columns: How many in a row; None makes the grid about as wide as high.
-        captions: A line for each image; a line that starts with "!" is red, without it.
-        padding: Pixels between them.
-        least_side: Smaller images are enlarged by a whole factor to at least so many pixels.
-
-    Returns:
-        A PIL image, "RGB"; transparent pixels are white.
+def import_pillow() -> Any:
+    """Import `PIL.Image`.
 
     Raises:
-        TypeError, ValueError: Those of `to_tensor`; if there are no images, or not as many captions.
-
-    Example:
-        >>> import torch
-        >>> image_grid(torch.rand(6, 1, 8, 8), columns=3).size
-        (200, 134)
+        ModuleNotFoundError: If Pillow is missing; the message names the extra.
     """
-    Image = _pillow()  # noqa: N806
-    singles = [_as_rgb(to_pil(one), least_side) for one in cast(Any, images)]
-    if not singles:
-        raise ValueError("There are no images to put into a grid.")
-    if captions is not None and len(captions) != len(singles):
-        raise ValueError(f"{len(singles)} images need as many captions, got {len(captions)}.")
-    columns = math.ceil(math.sqrt(len(singles))) if columns is None else check_count("columns", columns)
-    columns = min(columns, len(singles))
-    width = max(single.width for single in singles)
-    if captions is not None:
-        from PIL import ImageDraw
-
-        width = max(width, *(int(_font().getlength(caption)) + 2 for caption in captions))
-    height = max(single.height for single in singles) + (_CAPTION_HEIGHT if captions is not None else 0)
-    rows = math.ceil(len(singles) / columns)
-    size = columns * width + (columns + 1) * padding, rows * height + (rows + 1) * padding
-    grid = Image.new("RGB", size, "white")
-    for number, single in enumerate(singles):
-        left = padding + number % columns * (width + padding)
-        top = padding + number // columns * (height + padding)
-        grid.paste(single, (left + (width - single.width) // 2, top))
-        if captions is not None:
-            text = captions[number]
-            color = "firebrick" if text.startswith("!") else "black"
-            place = left + width / 2, top + height - _CAPTION_HEIGHT / 2
-            ImageDraw.Draw(grid).text(place, text.removeprefix("!"), fill=color, anchor="mm", font=_font())
-    return cast(PILImage, grid)
-
-
-def _pillow() -> Any:
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
@@ -209,24 +153,9 @@ def _pillow() -> Any:
     return Image
 
 
-def _font() -> Any:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(11)
-
-
-def _as_rgb(image: Any, least_side: int) -> Any:
-    Image = _pillow()  # noqa: N806
-    image = image.convert("RGBA")
-    flat = Image.new("RGB", image.size, "white")
-    flat.paste(image, mask=image.getchannel("A"))
-    factor = math.ceil(least_side / max(1, min(flat.size)))
-    return flat.resize((flat.width * factor, flat.height * factor), Image.Resampling.NEAREST) if factor > 1 else flat
-
-
 def _array_of(image: Any) -> npt.NDArray[Any]:
     """Return the pixels of a PIL image: uint8, or uint16 with 16 bits."""
-    if not isinstance(image, _pillow().Image):
+    if not isinstance(image, import_pillow().Image):
         raise TypeError(f"An image must be a tensor, an array or a PIL image, got {image!r} ({type(image).__name__}).")
     mode = image.mode
     if mode.startswith("I;16"):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.metrics.core.groups.base import MetricGroup
 from lightning_tricks.metrics.core.metric_properties import Task
-from lightning_tricks.metrics.core.shared_states import MetricGroup
 
 
 def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks: Mapping[str, Task | None]) -> None:
@@ -26,7 +26,7 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
             NaN, or are logits where probabilities are needed.
     """
     for group in groups:
-        missing = sorted(group.needed - inputs.keys())
+        missing = sorted(group.required_inputs - inputs.keys())
         if missing:
             keys = ", ".join(repr(key) for key in group.members) or "the curves"
             raise ValueError(
@@ -70,13 +70,13 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         raise ValueError(f"predictions and targets need the same shape{hint}.")
     if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
-    if task.scored and not preds.is_floating_point():
+    if task.needs_scores and not preds.is_floating_point():
         raise ValueError("scores are needed, and the predictions are classes.")
     if task.kind in ("binary", "multiclass", "multilabel"):
         _check_classes("targets", target, task)
         if not preds.is_floating_point() and preds.dtype is not torch.bool:
             _check_classes("predictions", preds, replace(task, ignore_index=None))
-    if task.probabilities and preds.is_floating_point():
+    if task.needs_probabilities and preds.is_floating_point():
         _check_probabilities(preds, task)
 
 

@@ -1,4 +1,4 @@
-"""What a metric of torchmetrics is about: its task, its classes, what its update needs, with whom it shares states."""
+"""Properties of a metric of torchmetrics: its task and classes, its arguments, with which metrics it shares a state."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Task:
     """What kind of predictions a metric compares.
 
     Attributes:
-        kind: Of the task.
-        classes: How many classes or labels there are; None where the metric does not say.
+        kind: The kind of the task.
+        classes: The number of classes or labels; None if the metric does not say.
         ignore_index: A target that does not count.
-        scored: Whether classes alone will not do for predictions.
-        probabilities: Whether floating predictions have to be probabilities.
+        needs_scores: Whether predictions have to be scores, not classes.
+        needs_probabilities: Whether floating-point predictions have to be probabilities.
     """
 
     kind: Kind
     classes: int | None = None
     ignore_index: int | None = None
-    scored: bool = False
-    probabilities: bool = False
+    needs_scores: bool = False
+    needs_probabilities: bool = False
 
 
 def task_of(metric: Metric) -> Task | None:
@@ -61,52 +61,55 @@ def task_of(metric: Metric) -> Task | None:
     return None
 
 
-def state_sharing_key(metric: Metric) -> Hashable | None:
-    """Return a value that metrics have in common which gather the same statistic from the same data, or None.
+def state_sharing_key(metric: Metric) -> tuple[Hashable, ...] | None:
+    """Return a key that is equal for metrics which compute the same statistic from the same data, or None.
 
-    It depends on how they were made and what they inherit, never on what their states hold: metrics of which the first
-    batch happens to make equal states (`ignore_index=0` and none, three thresholds) stay apart.
+    It depends on the type and the arguments of the metrics, never on the values of their states: metrics whose states
+    are equal by chance after the first batch (`ignore_index=0` and none, three thresholds) do not share.
+
+    Returns:
+        A tuple that starts with the name of the statistic: "confusion matrix", "retrieval", "curve" or "binned curve".
     """
     ignored = getattr(metric, "ignore_index", None)
     if _inherits_update(metric, (RetrievalMetric,)):
-        return "ranking", ignored
+        return "retrieval", ignored
     if _inherits_update(metric, _CURVES):
         thresholds = getattr(metric, "thresholds", None)
         classes = getattr(metric, "num_classes", None), getattr(metric, "num_labels", None)
-        of_all = getattr(metric, "average", None) == "micro"  # classes are not told apart
-        exact = thresholds is None and not of_all
+        is_micro = getattr(metric, "average", None) == "micro"  # scores of all classes make one curve
+        is_exact = thresholds is None and not is_micro
         grid = None if thresholds is None else tuple(thresholds.tolist())
-        return "curve" if exact else "binned curve", _update_of(metric), classes, grid, ignored, of_all
+        return "curve" if is_exact else "binned curve", _update_of(metric), classes, grid, ignored, is_micro
     per_sample = getattr(metric, "multidim_average", "global") != "global"
     if per_sample or not _inherits_update(metric, (*_STAT_SCORES, *_MATRICES)):
         return None
     task = task_of(metric)
     if task is None or getattr(metric, "top_k", 1) != 1 or (task.kind != "binary" and task.classes is None):
         return None
-    return "counts", task.kind, task.classes, ignored, getattr(metric, "threshold", None)
+    return "confusion matrix", task.kind, task.classes, ignored, getattr(metric, "threshold", None)
 
 
 def stores_confusion_matrix(metric: Metric) -> bool:
-    """Whether the state of a metric of the counting family is the matrix itself, not what is derived from it."""
+    """Whether the state of a metric is the confusion matrix itself, not counts that are derived from it."""
     return isinstance(metric, _MATRICES)
 
 
 def can_concat_batches(metric: Metric) -> bool:
-    """Whether an update with two batches in one is an update with the one and then with the other."""
+    """Whether an update with concatenated batches gives the same result as one update for each batch."""
     return _update_module(metric).startswith(_CONCATENABLE)
 
 
 def update_arguments(metric: Metric) -> tuple[set[str], set[str]]:
-    """Return the names that a metric's `update` needs, and those that it takes; a wrapper's are its metrics'."""
+    """Return the names of the required and of all arguments of `update`; for a wrapper those of the wrapped metrics."""
     parameters = inspect.signature(metric.update).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed, taken = {p.name for p in named if p.default is p.empty}, {p.name for p in named}
+    required, accepted = {p.name for p in named if p.default is p.empty}, {p.name for p in named}
     if len(named) < len(parameters):
         for child in metric.modules():
             if isinstance(child, Metric) and child is not metric:
                 of_child = update_arguments(child)
-                needed, taken = needed | of_child[0], taken | of_child[1]
-    return needed, taken
+                required, accepted = required | of_child[0], accepted | of_child[1]
+    return required, accepted
 
 
 def _update_of(metric: Metric) -> Any:

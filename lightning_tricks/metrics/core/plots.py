@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.metrics.core.history import EpochRecord
-from lightning_tricks.metrics.core.statistics import pr_curve, reliability_curve, roc_curve
+from lightning_tricks.metrics.core.score_curves import pr_curve, reliability_curve, roc_curve
 from lightning_tricks.metrics.core.value_names import per_class_names
 
 if TYPE_CHECKING:

@@ -1,0 +1,93 @@
+"""`SharedStateGroup`: one metric that updates itself, and others that compute from its states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_tricks.metrics.core.groups.base import MetricGroup, State, metrics_in, set_states
+from lightning_tricks.metrics.core.metric_properties import can_concat_batches, task_of
+
+
+class SharedStateGroup(MetricGroup):
+    """A metric that updates itself, and others with the same states, which are copied from it."""
+
+    def __init__(self, members: Mapping[str, Metric]) -> None:
+        super().__init__(members)
+        self._updated = next(iter(self.members.values()))
+        self._task = task_of(self._updated)
+        self.can_concat_batches = can_concat_batches(self._updated)
+        self._is_double = False
+        for metric in self.members.values():
+            for part in metrics_in(metric):
+                part.validate_args = False  # `check_batch` checks the first batch
+
+    def update(self, inputs: Mapping[str, Any]) -> None:
+        """Update the one metric."""
+        given = {name: self._convert_input(name, inputs[name]) for name in self.accepted_inputs if name in inputs}
+        self._updated.update(**given)
+
+    def state(self) -> State:
+        """Return the states of the one metric and of those that it wraps."""
+        return [
+            {"updates": part.update_count, "states": {name: getattr(part, name) for name in part._defaults}}
+            for part in metrics_in(self._updated)
+        ]
+
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the states by those of several parts of the data, merged as each `dist_reduce_fx` says."""
+        self._updated.reset()
+        for position, part in enumerate(metrics_in(self._updated)):
+            seen = [state[position] for state in states if state[position]["updates"]]
+            if not seen:
+                continue
+            for name, reduction in part._reductions.items():
+                merged = merge_state([state["states"][name] for state in seen], reduction)  # type: ignore[arg-type]
+                setattr(part, name, merged)
+            part._update_count, part._computed = sum(state["updates"] for state in seen), None
+
+    def set_member_states(self) -> None:
+        """Copy the states of the one metric to the other members."""
+        states = {name: getattr(self._updated, name) for name in self._updated._defaults}
+        for metric in self.members.values():
+            if metric is not self._updated:
+                set_states(metric, states)
+
+    def _convert_input(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name == "target" and self._task is not None and self._task.kind in ("binary", "multiclass", "multilabel"):
+            return value.long()
+        if not value.is_floating_point():
+            return value
+        if self._task is not None and self._task.kind == "regression" and value.device.type != "mps":
+            if not self._is_double:
+                self._updated.set_dtype(torch.float64)  # so that sums do not depend on the batch size
+                self._is_double = True
+            return value.double()
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def merge_state(parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | None) -> Any:
+    """Merge one state of a metric over ranks or over the parts of an epoch, as its `dist_reduce_fx` says.
+
+    Args:
+        parts: The state's values, each a tensor or a list of tensors, of those that have seen data.
+        reduction: What torchmetrics made of `dist_reduce_fx`.
+
+    Returns:
+        A tensor, or a list of tensors where the parts are lists.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], list):
+        return [tensor for part in parts for tensor in part]
+    if reduction is None:
+        return torch.stack(list(parts))
+    if getattr(reduction, "__name__", "") == "dim_zero_cat":
+        return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in parts])
+    return reduction(torch.stack(list(parts)))
