@@ -1,4 +1,4 @@
-"""The global random streams (`random`, `numpy.random`, torch on CPU and CUDA): seeded, captured, restored, isolated."""
+"""Seed, capture, restore and isolate the global random number generators: `random`, `numpy.random`, torch, CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RNGS = ("python", "numpy", "torch", "cuda")
 
 
 def check_seed(seed: object) -> int:
-    """Return `seed` as an int, or say what is wrong with it.
+    """Return `seed` as an int, or raise an error if it is no valid seed.
 
     Args:
         seed: A Python or numpy integer in [0, 2**32 - 1].
@@ -27,7 +27,7 @@ def check_seed(seed: object) -> int:
         The seed as a plain int.
 
     Raises:
-        TypeError: If `seed` is no integer (a bool is none).
+        TypeError: If `seed` is no integer; a bool is refused, too.
         ValueError: If `seed` is out of range.
     """
     remedy = f"seed must be an integer in [0, 2**32 - 1] = [0, {MAX_SEED}]"
@@ -39,7 +39,7 @@ def check_seed(seed: object) -> int:
 
 
 def seed_global_rngs(seed: int) -> None:
-    """Start the global streams from `seed` and touch nothing else (no environment variable, no switch).
+    """Seed the global generators, without setting environment variables or flags.
 
     Args:
         seed: An integer in [0, 2**32 - 1].
@@ -71,10 +71,10 @@ def derive_seed(seed: int, *keys: int, distinguish_lengths: bool = False) -> int
 
 
 def determinism_switches() -> dict[str, bool | str]:
-    """Read the switches that `set_determinism` sets.
+    """Return the settings that `set_determinism` changes.
 
     Returns:
-        Switch -> value, as plain values for logs and checkpoints.
+        Setting -> value, as plain values for logs and checkpoints.
     """
     return {
         "cudnn.enabled": torch.backends.cudnn.enabled,
@@ -87,9 +87,9 @@ def determinism_switches() -> dict[str, bool | str]:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Copy the state of the global random streams.
+    """Return a copy of the state of the global random number generators.
 
-    CUDA streams are captured once CUDA is initialised; capturing never creates a CUDA context.
+    CUDA generators are captured only if CUDA is initialized; capturing never creates a CUDA context.
 
     Returns:
         `python` (version, words as an int64 tensor (625,), cached Gaussian), `numpy` (generator, words as an int64
@@ -123,17 +123,17 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global random streams back to a captured state.
+    """Restore the state of the global random number generators.
 
     Args:
         state: What `capture_rng_state` returned, possibly saved and loaded meanwhile (on any device).
 
     Raises:
-        ValueError: If a stream is missing from `state`; no stream is changed then.
+        ValueError: If a generator is missing from `state`; no generator is changed then.
     """
-    missing = [stream for stream in _RNGS if stream not in state]
+    missing = [name for name in _RNGS if name not in state]
     if missing:
-        raise ValueError(f"the random state lacks {missing}; it must be what capture_rng_state() returned.")
+        raise ValueError(f"The random state lacks {missing}; it must be what capture_rng_state() returned.")
     version, words, gauss = state["python"]
     name, key, position, has_gauss, cached_gauss = state["numpy"]
     cuda_states = [cuda_state.cpu() for cuda_state in state["cuda"]]
@@ -144,8 +144,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if cuda_states else 0
     if len(cuda_states) != devices:
         warnings.warn(
-            f"the random state holds {len(cuda_states)} CUDA streams and this machine has {devices} CUDA devices: "
-            f"{min(devices, len(cuda_states))} restored.",
+            f"The random state holds generators of {len(cuda_states)} CUDA devices, but this machine has {devices}: "
+            f"{min(devices, len(cuda_states))} were restored.",
             stacklevel=2,
         )
     for device, cuda_state in enumerate(cuda_states[:devices]):
@@ -154,13 +154,14 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Run a block (or, as a decorator, a function that is no generator) that leaves the random streams untouched.
+    """Run a block, or a decorated function, after which the global random number generators are as before.
 
     Args:
-        seed: What the streams start from inside; None lets them go on from where they are.
+        seed: The seed inside the block; None keeps the present state. As a decorator it does not work for generator
+            functions.
 
     Yields:
-        Nothing. The streams are restored on leaving, also through an exception.
+        Nothing. The state is restored on leaving, also after an exception.
 
     Example:
         >>> before = torch.get_rng_state()
@@ -191,10 +192,10 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def isolated_seeding() -> Iterator[None]:
-    """Run a block that may seed and set switches, and leave streams, switches and environment as they were.
+    """Run a block after which generators, determinism and environment variables are as before.
 
     Yields:
-        Nothing. All is restored on leaving, also through an exception.
+        Nothing. Everything is restored on leaving, also after an exception.
     """
     environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
     switches = determinism_switches()
@@ -204,7 +205,7 @@ def isolated_seeding() -> Iterator[None]:
             yield
     finally:
         if not cuda_was_initialized:
-            # the block may have queued a seed of its own for a CUDA context, made in it or to come
+            # the block may have queued a seed for a CUDA context that it, or the program after it, creates
             torch.cuda.manual_seed_all(torch.initial_seed())
         torch.use_deterministic_algorithms(
             bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])

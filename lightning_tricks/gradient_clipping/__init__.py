@@ -1,13 +1,13 @@
-"""Clip gradients right before the optimizer sees them, and leave out the steps whose gradients are not finite.
+"""Clip gradients right before the optimizer uses them, and skip the steps whose gradients are not finite.
 
-When to use it: where a rare large gradient (recurrent nets, transformers, small batches, early training) throws the
-weights away. By norm (`max_norm`, about the 90th percentile of the norms that `GradientClipping(float("inf"))` logs is
-a start), by value (`ClipValue`), unit by unit relative to the weights (`AGC`, for nets without batch normalisation), or
+When to use it: where a rare large gradient (recurrent nets, transformers, small batches, early training) spoils the
+weights. By norm (a good first `max_norm` is the 90th percentile of the norms that `GradientClipping(float("inf"))`
+logs), by value (`ClipValue`), unit by unit relative to the weights (`AGC`, for nets without batch normalisation), or
 by a threshold that follows the norms (`PercentileClip`, `ZScoreClip`); for all parameters or group by group.
 
-What it does that the Trainer's `gradient_clip_val` does not: works under manual optimization, with fused optimizers in
-fp16 and bf16, with sharded gradients (FSDP2), logs the norms that it has computed anyway, and skips a step exactly:
-weights and optimizer state stay as they are.
+What it does that the Trainer's `gradient_clip_val` does not: it works under manual optimization, with fused optimizers
+in fp16 and bf16, and with sharded gradients (FSDP2), logs the norms that it has computed anyway, and skips a step
+exactly: weights and optimizer state stay as they are.
 
 Caveats: a norm is one number over all parameters of one optimizer (or of one group of `groups`); with
 `on_nonfinite="ignore"` a NaN or Inf gradient is passed on as `torch.nn.utils.clip_grad_norm_` does (a GradScaler then

@@ -1,4 +1,4 @@
-"""The Lightning shell of the gradient clipping room."""
+"""The callback `GradientClipping`."""
 
 from __future__ import annotations
 
@@ -46,43 +46,45 @@ from lightning_tricks.gradient_clipping.trainer_settings import (
 class GradientClipping(TrickCallback):
     """Clip the gradients of each optimizer right before its step, and skip the step where they are not finite.
 
-    It sees the gradients unscaled and accumulated: once for each optimizer step, under automatic and manual
+    The gradients are clipped unscaled and accumulated: once for each optimizer step, under automatic and manual
     optimization, in every precision, with fused optimizers, under DDP and ModelParallelStrategy (FSDP2). LBFGS is
     clipped at each evaluation of its closure. The Trainer's own `gradient_clip_val` is not needed beside it. A module's
-    own `on_before_optimizer_step` comes later and sees the clipped gradients.
+    own `on_before_optimizer_step` runs later and receives the clipped gradients.
 
     Logs `grad_norm/pre_clip`, `grad_norm/post_clip`, `grad_norm/clipped_fraction` (the share of this fit's steps in
     which something was clipped) and, with `on_nonfinite="skip"`, `grad_norm/skipped_steps`; with several optimizers
     `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
-        max_norm: The largest norm allowed, > 0. Neutral: `float("inf")` clips nothing and goes on logging.
+        max_norm: The largest norm allowed, > 0. Neutral: `float("inf")` clips nothing and still logs.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
         method: Another way to clip, instead of `max_norm`: `ClipValue`, `AGC`, `PercentileClip` or `ZScoreClip`.
-        groups: Pattern over qualified names -> how to clip the parameters that it matches, by a norm of their own (a
-            number is its `max_norm`) or a method. The first pattern that matches counts; `max_norm` or `method` is for
-            the rest. A pattern is a glob (`backbone.*`) or, with `re:` in front, a regular expression.
+        groups: Pattern over qualified names -> how to clip the parameters that it matches, as a group of their own: a
+            number (its `max_norm`) or a method. The first pattern that matches a parameter counts; all other parameters
+            are clipped by `max_norm` or `method`. A pattern is a glob (`backbone.*`) or, with the prefix `re:`, a
+            regular expression.
         on_nonfinite: What to do with a NaN or Inf among the gradients of an optimizer. "ignore" clips as
-            `torch.nn.utils.clip_grad_norm_` does: a NaN spoils all gradients. "skip" leaves the optimizer's step out:
-            its weights and state stay bit-identical, on all ranks alike. "raise" stops and names the layers. A
-            GradScaler leaves out such steps by itself; while its scale is above 1 they are taken for its search for a
-            scale, and neither raise nor count as consecutive.
-        max_consecutive_skips: With "skip": stop and name the layers once more steps than this are skipped in a row. For
-            fused optimizers and under a GradScaler that is looked up only every so many steps.
-        hold_lr_on_skip: With "skip": keep the learning rate schedulers of an optimizer where they are when its step is
-            skipped. Lightning's `global_step` goes on.
+            `torch.nn.utils.clip_grad_norm_` does: a NaN makes all gradients NaN. "skip" skips the optimizer's step: its
+            weights and state stay bit-identical, on all ranks alike. "raise" raises an error that names the layers. A
+            GradScaler skips such steps by itself; while its scale is above 1 they count as a part of its search for a
+            scale, and neither raise an error nor count as consecutive.
+        max_consecutive_skips: With "skip": raise an error that names the layers once more than this many steps in a row
+            are skipped; at least 1. With fused optimizers and under a GradScaler this is checked only once in as many
+            steps.
+        hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer whose step is skipped.
+            Lightning's `global_step` advances all the same.
         log: Whether to log the norms, without a host read beyond the logger's own.
         log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
             `log_every_n_steps`; the norms come from the pass that clips.
 
-    "skip" reads one value a step back to the host, but for fused optimizers and under a GradScaler; `hold_lr_on_skip`
-    and "raise" read it always.
+    "skip" copies one value a step to the host, except with fused optimizers and under a GradScaler; `hold_lr_on_skip`
+    and "raise" always do.
 
     The clipping itself: `lightning_tricks.gradient_clipping.core.clipping`.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If one is out of range, or two contradict each other.
+        ValueError: If an argument is out of range, or two contradict each other.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -129,7 +131,7 @@ class GradientClipping(TrickCallback):
         return super().__getstate__() | {"_installed": ExitStack(), "_names": {}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, warn about a second clip, and count from zero."""
+        """Raise an error for unsupported strategies, warn if gradients are clipped twice, and reset the counts."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -144,12 +146,12 @@ class GradientClipping(TrickCallback):
         self._states = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report what the patterns match, refuse what cannot be skipped, and watch for steps that go past Lightning."""
+        """Log what the patterns match, and hook the optimizers to detect steps without Lightning."""
         self._names = _names(pl_module)
         if not self._clip_groups.is_single:
             sizes = {name: parameter.numel() for parameter, name in self._names.items()}
             try:
-                rank_zero_info(f"GradientClipping, {self._clip_groups.report(sizes)}.")
+                rank_zero_info(f"GradientClipping clips by group: {self._clip_groups.report(sizes)}.")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
         for index, optimizer in enumerate(trainer.optimizers):
@@ -158,7 +160,7 @@ class GradientClipping(TrickCallback):
             self._installed.enter_context(optimizer.register_step_post_hook(self._refuse_unseen_step(index)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Expect a backward."""
+        """Note that there are no new gradients yet."""
         self._had_backward = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -166,7 +168,7 @@ class GradientClipping(TrickCallback):
         self._had_backward = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Clip the gradients of this optimizer, log their norms, and see to those that are not finite."""
+        """Clip the gradients of an optimizer, log their norms, and handle those that are not finite."""
         index = trainer.optimizers.index(optimizer)
         state = self._state_of(index)
         state.is_announced = True
@@ -251,14 +253,16 @@ class GradientClipping(TrickCallback):
                 threshold.load_state_dict(learnt)
                 self._state_of(int(index)).thresholds[label] = threshold
             else:
-                rank_zero_warn(f"GradientClipping has another method now: what it had learnt for {key!r} is dropped.")
+                rank_zero_warn(
+                    f"GradientClipping has another method than the checkpoint: what {key!r} had learnt is dropped."
+                )
 
     def _state_of(self, index: int) -> ClipState:
         return self._states.setdefault(index, ClipState())
 
     def _names_of(self, pl_module: LightningModule, parameters: Sequence[Tensor]) -> list[str]:
         if any(parameter not in self._names for parameter in parameters):
-            self._names = _names(pl_module)  # some were added since
+            self._names = _names(pl_module)  # some were added during the fit
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
 
     def _skip(
@@ -281,7 +285,7 @@ class GradientClipping(TrickCallback):
         return True
 
     def _refuse_unseen_step(self, index: int) -> Callable[..., None]:
-        """Make the hook that stops training after a step of an optimizer of which Lightning has said nothing."""
+        """Return a hook that raises an error after a step of the optimizer that Lightning did not announce."""
 
         def refuse(*_: Any) -> None:
             state = self._state_of(index)

@@ -1,4 +1,4 @@
-"""What the demo shows of gradient clipping."""
+"""The part of the demo that shows GradientClipping."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MAX_NORM = 2.0
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that GradientClipping fills in the demo."""
     return {"gradient_clipping": {"max_norm": _MAX_NORM, "log_layers": True}}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
-    before = _finite("grad_norm/pre_clip", history)  # a step that overflowed in fp16 was left out, not clipped
+    """Return what was clipped in a fit, as label -> text; `history` holds the logged values of each step."""
+    before = _finite("grad_norm/pre_clip", history)  # a step that overflowed in fp16 was skipped, not clipped
     after = _finite("grad_norm/post_clip", history)
     clipped = sum(norm > _MAX_NORM for norm in before)
     return {

@@ -1,4 +1,4 @@
-"""What precision, strategy and scaler of a Trainer do to gradients."""
+"""What the precision, the strategy and the GradScaler of a Trainer do to gradients."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch.optim import Optimizer
 
 
 def active_scaler(trainer: Trainer) -> GradScaler | None:
-    """Return the GradScaler of a Trainer that has one at work."""
+    """Return the enabled GradScaler of a Trainer, or None."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def unscales_in_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether the gradients are still scaled because the (fused) optimizer unscales them itself."""
+    """Whether the gradients are still scaled because the (fused) optimizer unscales them in its step."""
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
 
 
 def scale_may_have_overflowed(scaler: GradScaler) -> Tensor:
-    """Whether the scale may be what made the gradients overflow; the scaler then looks for a lower one; shape ()."""
+    """Whether the scale may have made the gradients overflow; the scaler then lowers it; a bool of shape ()."""
     return scaler._scale > 1  # type: ignore[operator, return-value]
 
 
 def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
-    """Return what the ranks must hold alike; only gradients that nobody has reduced can differ between them."""
+    """Whether a condition holds on any rank; a collective only where the strategy does not reduce the gradients."""
     strategies = _base_names(trainer.strategy)
     if trainer.world_size == 1 or "DDPStrategy" in strategies or all(hasattr(p, "full_tensor") for p in parameters):
         return nonfinite
@@ -35,7 +35,7 @@ def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -
 
 
 def refuse_unsupported_strategies(trainer: Trainer) -> None:
-    """Refuse the strategies under which no rank sees the whole gradient."""
+    """Raise an error for strategies under which no rank sees the whole gradient."""
     strategies = _base_names(trainer.strategy)
     if "DeepSpeedStrategy" in strategies:
         remedy = "set `gradient_clipping` in DeepSpeed's own configuration"

@@ -1,13 +1,14 @@
-"""Find the first step, and the layer, at which two runs that should be equal are not.
+"""Find the first step, and the layer, at which two runs that should be equal diverge.
 
 When to use it: the same script gives another result the second time, on another machine, after an update, or after a
-resume; or a test shall say that it does not.
+resume; or a test shall assert that it does not.
 
 What it sees that a sum or a norm does not: the order of elements, and each single bit. A fingerprint reads each
-tensor once, on its device, and nothing is fetched before a block of steps is done.
+tensor once, on its device, and nothing is copied to the host before a block of steps is complete.
 
-Caveats: equal means bit for bit. Runs with other numbers of ranks, devices, precisions or versions of libraries part at
-the first step, through no fault of theirs. A GPU needs `torch.use_deterministic_algorithms` for equal runs.
+Caveats: equal means bit for bit. Runs with different numbers of ranks, devices, precisions or versions of libraries
+diverge at the first step, although nothing is wrong with them. On a GPU, equal runs
+need `torch.use_deterministic_algorithms`.
 
 Source: the mixing is that of MurmurHash3's finalizer (Austin Appleby, public domain).
 """

@@ -1,4 +1,4 @@
-"""The Lightning shell of the run_fingerprint room."""
+"""The callback `RunFingerprint`."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
 
 class RunFingerprint(TrickCallback):
-    """Record 64-bit fingerprints of batch, loss, gradients and weights at each step, to find where two runs part.
+    """Record 64-bit fingerprints of batch, loss, gradients and weights at each step, to find where two runs diverge.
 
-    `lightning-tricks fingerprint diff A B` names the first step at which two files differ, and whether it is in the
-    data, the forward pass, the gradient or the update; with `detail="layer"` also the layer. The numbers stay on the
-    device and are fetched in blocks of 128 steps, when a checkpoint is saved, and at the end. A resumed fit goes on in
-    its file where the checkpoint was saved: if it is exact, the file is that of the run that was never stopped.
+    `lightning-tricks fingerprint diff A B` names the first step at which two files differ, and whether the difference
+    is in the data, the forward pass, the gradient or the update; with `detail="layer"` also the layer. The fingerprints
+    stay on the device and are copied to the host in blocks of 128 steps, when a checkpoint is saved, and at the end. A
+    resumed fit continues its file from where the checkpoint was saved: if the resume is exact, the file equals that of
+    the run that was never stopped.
 
-    Gradients are seen before each optimizer step as they are when this callback's turn comes, unscaled and accumulated;
-    weights and buffers are seen after the step, and once before the first batch. Batches without an optimizer step have
-    neither. Under DDP each rank records what it sees: rank 1 of `run.jsonl` in `run.rank1.jsonl`.
+    Gradients are recorded before each optimizer step as this callback receives them, unscaled and accumulated; weights
+    and buffers are recorded after the step, and once before the first batch. Batches without an optimizer step have
+    neither. Under DDP each rank records what it sees: rank 1 of `run.jsonl` writes `run.rank1.jsonl`.
 
-    Not seen: optimizer states, until they change weights; gradients that DeepSpeed keeps to itself; layers inside what
-    `torch.compile` has compiled, whose whole is seen; the parts of the model in validation.
+    Not recorded: optimizer states, until they change weights; gradients that DeepSpeed does not expose; layers inside a
+    module that `torch.compile` has compiled, of which only the whole output is recorded; validation.
 
     Args:
-        path: File to write, of lines of JSON; its directory is made where it is missing. A file that is there is
-            replaced, unless a resumed fit goes on in it.
-        every_n_train_steps: Record the batches of every n-th optimizer step.
-        detail: "step" for four numbers a step; "layer" for one of each part of the batch, each layer's output, each
-            gradient and each weight.
+        path: The file to write, in lines of JSON. Missing parent directories are created. An existing file is replaced,
+            unless a resumed fit continues it.
+        every_n_train_steps: Record the batches of every n-th optimizer step; at least 1.
+        detail: "step" records four fingerprints a step; "layer" records one for each part of the batch, each layer's
+            output, each gradient and each weight.
 
     The fingerprint itself: `lightning_tricks.run_fingerprint.core.fingerprint.fingerprint`.
 
@@ -70,11 +71,11 @@ class RunFingerprint(TrickCallback):
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
         self._num_rows = 0
-        self._num_rows_to_keep: int | None = None  # of the file in which a resumed fit goes on
+        self._num_rows_to_keep: int | None = None  # of the file that a resumed fit continues
         self._recorder: StepRecorder | None = None  # between the start of training and its end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a path that cannot be written."""
+        """Raise an error for a path that cannot be written."""
         super().setup(trainer, pl_module, stage)
         self._close()
         if stage != "fit":
@@ -86,16 +87,16 @@ class RunFingerprint(TrickCallback):
             if path.is_dir():
                 problem = "it is a directory"
             elif not os.access(path.parent, os.W_OK):
-                problem = f"{path.parent} may not be written to"
+                problem = f"{path.parent} is not writable"
         except OSError as error:
             problem = str(error)
         if problem:
             raise MisconfigurationException(f"RunFingerprint cannot write {path}: {problem}. Choose another path.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file with the weights as they are, or go on in it."""
+        """Start the file with the initial weights, or continue it after a resume."""
         if is_fast_dev_run(trainer):
-            rank_zero_info("RunFingerprint: a fast_dev_run is not recorded.")
+            rank_zero_info("RunFingerprint does not record a fast_dev_run.")
             return
         header = RecordHeader(
             detail=self.detail,
@@ -108,40 +109,40 @@ class RunFingerprint(TrickCallback):
         with self._stops_on_oserror(recorder):
             if self._num_rows_to_keep is None or not writer.resume_file(self._num_rows_to_keep):
                 if writer.path.exists():
-                    rank_zero_info(f"RunFingerprint replaces what is in {writer.path}.")
+                    rank_zero_info(f"RunFingerprint replaces the record in {writer.path}.")
                 recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
-        """Write down what `AutoResume` could not restore: `fingerprint diff` names it where the runs diverge."""
+        """Record what `AutoResume` could not restore; `fingerprint diff` names it where the runs diverge."""
         recorder = self._recorder
         if recorder is not None and not_restored:
             with self._stops_on_oserror(recorder):
                 recorder.writer.add_resume(trainer.global_step, trainer.current_epoch, not_restored)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find layers and weights anew."""
+        """Find the layers and weights again: the module may have changed."""
         if self._recorder is not None:
             self._recorder.find_layers()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the batch, and from here on at the layers."""
+        """Record the batch, and hook the layers."""
         if self._recorder is not None and trainer.global_step % self.every_n_train_steps == 0:
             self._recorder.on_batch_start(trainer.global_step, trainer.current_epoch, batch_idx, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Look at the loss."""
+        """Record the loss."""
         if self._recorder is not None:
             self._recorder.on_backward_start(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the gradients."""
+        """Record the gradients."""
         if self._recorder is not None:
             self._recorder.on_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the weights."""
+        """Record the weights, and unhook the layers."""
         recorder = self._recorder
         if recorder is not None:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -149,28 +150,28 @@ class RunFingerprint(TrickCallback):
                 recorder.on_batch_end(loss, may_have_stepped=not pl_module.automatic_optimization)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         self._flush()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is, of the step that broke off as well."""
+        """Write the remaining rows, also that of the interrupted step."""
         recorder = self._recorder
         if recorder is not None:
-            with suppress(RuntimeError), self._stops_on_oserror(recorder):  # of a device that is lost
+            with suppress(RuntimeError), self._stops_on_oserror(recorder):  # raised by a lost device
                 recorder.on_exception()
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind."""
+        """Remove the hooks."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what there is, and return how many rows the file has."""
+        """Write the remaining rows, and return how many rows the file has."""
         self._flush()
         return {"rows": self._num_rows}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Note where to go on in the file."""
+        """Remember from which row to continue the file."""
         self._num_rows_to_keep = self._num_rows = state_dict["rows"]
 
     def _flush(self) -> None:
@@ -181,12 +182,12 @@ class RunFingerprint(TrickCallback):
 
     @contextmanager
     def _stops_on_oserror(self, recorder: StepRecorder) -> Iterator[None]:
-        """Count rows that are recorded here; where the file cannot be written, training goes on without it."""
+        """Count the rows recorded in the block; if the file cannot be written, training continues without it."""
         try:
             yield
             self._num_rows = recorder.writer.num_rows
         except OSError as error:
-            warnings.warn(f"RunFingerprint stops recording, {self.path} cannot be written: {error}.", stacklevel=2)
+            warnings.warn(f"RunFingerprint stops recording: {self.path} cannot be written ({error}).", stacklevel=2)
             self._close()
 
     def _close(self) -> None:

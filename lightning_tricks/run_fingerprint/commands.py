@@ -1,4 +1,4 @@
-"""`lightning-tricks fingerprint`: where two recorded runs part."""
+"""The subcommand `lightning-tricks fingerprint`: find where two recorded runs diverge."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
-    parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs part")
+    parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs diverge")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
-    words = "name the first step at which two runs differ, and in what; the exit status is 1 where they do"
+    words = "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0"
     diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
     for name in "AB":
-        diff.add_argument(name, help="a file that RunFingerprint wrote")
+        diff.add_argument(name, help="a file written by RunFingerprint")
     diff.set_defaults(run=partial(_diff, diff))
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows of fingerprints."""
+"""The part of the demo that shows RunFingerprint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_tricks.run_fingerprint.core.record_file import read_record
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that RunFingerprint fills in the demo."""
     return {"run_fingerprint": str(out / "fingerprint.jsonl")}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say what was recorded."""
+    """Return what was recorded, as label -> text."""
     (callback,) = callbacks_of_type(trainer, RunFingerprint)
     path = Path(callback.path)
     size = format_bytes(path.stat().st_size)

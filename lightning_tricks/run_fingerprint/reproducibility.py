@@ -1,4 +1,4 @@
-"""A test of users' own: whether their training is the same when it runs again."""
+"""An assertion for the tests of users: training gives the same result when it runs again."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def assert_reproducible(
     """Train twice and compare each step, bit for bit.
 
     Each time it calls `make_trainer`, `make_module` and `make_data`, in this order, and fits. Whatever makes a run
-    reproducible belongs into them, seeds above all: the second run finds other random numbers than the first. The
-    streams of Python, NumPy and torch are put back afterwards; what the functions switch on, such as deterministic
-    algorithms, stays.
+    reproducible belongs in these functions, above all seeding: otherwise the second run draws other random numbers than
+    the first. The random states of Python, NumPy and torch are restored afterwards; what the functions switch on, such
+    as deterministic algorithms, stays on.
 
     Args:
         make_trainer: Returns a new Trainer.
         make_module: Returns a new LightningModule.
-        make_data: Returns a LightningDataModule or training loaders, what `Trainer.fit` takes second; None if the
-            module brings its data.
-        detail: "layer" names the layer at which the runs part, "step" is faster.
+        make_data: Returns a LightningDataModule or training loaders, the second argument of `Trainer.fit`; None if the
+            module has dataloaders of its own.
+        detail: "layer" names the layer at which the runs diverge; "step" is faster.
 
     Returns:
-        What was compared.
+        The comparison of the two runs.
 
     Raises:
-        AssertionError: If the runs part; it says at which step, in which layer, and whether data, forward pass,
-            gradient or update differed.
+        AssertionError: If the runs diverge. The message names the step and the layer, and says whether the data, the
+            forward pass, the gradient or the update differed.
 
     Example:
         >>> from lightning.pytorch import Trainer, seed_everything

@@ -1,4 +1,4 @@
-"""The Lightning shell of the seeding room."""
+"""The callback `SeedEverything`."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from lightning_tricks.seeding.functional import check_determinism, seed_everythi
 
 
 class SeedEverything(TrickCallback):
-    """Seed a run in `setup`, and record the seed and the determinism switches with it.
+    """Seed a run in `setup`, and record the seed and the settings of determinism.
 
-    A model that is built in `configure_model` is covered. A model whose parameters exist already is left alone: its
-    initial weights are covered only if `seed_everything(seed)` ran before it was built (`TricksMixin` does that). A
-    note says so once. A datamodule's `setup` runs earlier, too, and is covered in the same way only.
+    A model that is built in `configure_model` gets its initial weights from the seed. A model whose parameters exist
+    already is not changed: its initial weights come from the seed only if `seed_everything(seed)` was called before it
+    was built (`TricksMixin` does that); otherwise this is logged once. The same holds for a datamodule's `setup`, which
+    runs earlier, too.
 
-    On a resume, and when one Trainer fits again, the streams start from (seed, global step): no part of the run
+    On a resume, and when one Trainer fits again, random numbers start from (seed, global step): no part of the run
     repeats the random numbers of another.
 
-    Where `deterministic` or `benchmark` is given, it overrules the Trainer's argument of that name.
+    If `deterministic` or `benchmark` is given, it overrides the Trainer's argument of that name.
 
     Args:
         seed: An integer in [0, 2**32 - 1].
-        workers: Whether the stream of a DataLoader worker depends on the rank, too. (Before 2.6.1 Lightning's worker
-            seeding repeats torch's numbers in every epoch: a warning says so where there are workers.)
-        deterministic: True, "warn" or False sets torch's, cuDNN's and cuBLAS' switches, None leaves them.
-        benchmark: True or False sets cuDNN's benchmark mode, None leaves it.
-        per_rank: Whether each rank draws from a stream of its own in the batches of an epoch, so that dropout and
-            augmentation differ between ranks. Until an epoch's first batch is there, while loaders and samplers draw,
-            all ranks share one stream, and `PL_GLOBAL_SEED` stays common: initial weights agree, and each sample is
-            read once. (Seeding `seed + rank` in `setup`, the usual snippet, makes ranks read the same samples.)
-            Augmentation in DataLoader workers needs `workers=True`; without workers the first batch of an epoch is
-            augmented alike on all ranks.
+        workers: Whether the seed of a DataLoader worker depends on its rank, too. (Before 2.6.1 Lightning's worker
+            seeding repeats torch's numbers in every epoch; this callback then warns.)
+        deterministic: True, "warn" or False configures torch, cuDNN and cuBLAS as `seed_everything` does; None changes
+            nothing.
+        benchmark: True or False sets cuDNN's benchmark mode; None changes nothing.
+        per_rank: Whether each rank draws random numbers of its own in the batches of an epoch, so that dropout and
+            augmentation differ between ranks. Before the first batch of an epoch, while loaders and samplers draw, all
+            ranks have the same generator state, and `PL_GLOBAL_SEED` is the same on all: initial weights agree, and
+            each sample is read once. (Seeding `seed + rank` in `setup`, the usual snippet, makes ranks read the same
+            samples.) Augmentation in DataLoader workers needs `workers=True`; without workers the first batch of an
+            epoch is augmented alike on all ranks.
 
     The seeding itself: `lightning_tricks.seeding.functional.seed_everything`.
 
     Raises:
         TypeError: If `seed` is no integer.
-        ValueError: If `seed` is out of range, or `deterministic` unknown.
+        ValueError: If `seed` is out of range, or `deterministic` has an unknown value.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -68,17 +70,17 @@ class SeedEverything(TrickCallback):
         self.benchmark = benchmark
         self.per_rank = per_rank
         self._is_first_fit = True
-        self._num_unseeded = 0  # parameter tensors whose initial values this seed does not cover
+        self._num_unseeded = 0  # parameter tensors that existed before the seed was set
         self._has_rank_seed = False
 
     def before_module_init(self) -> None:
-        """Seed now, as `setup` will do again."""
+        """Seed before the model is built, as `setup` does again."""
         seed_everything(
             self.seed, self.workers, verbose=False, deterministic=self.deterministic, benchmark=self.benchmark
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Seed all streams, before `configure_model` builds the model."""
+        """Seed all generators, before `configure_model` builds the model."""
         super().setup(trainer, pl_module, stage)
         is_covered = self.added_by_mixin or torch.initial_seed() == self.seed
         if stage == "fit" and self._is_first_fit and not is_covered:
@@ -90,33 +92,35 @@ class SeedEverything(TrickCallback):
             self._seed_for_step(trainer.global_step)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue with the streams of the step that the run resumes at."""
+        """Seed all generators for the step that the run resumes at."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         saved_seed = checkpoint["callbacks"].get(self.state_key, {}).get("seed", self.seed)
         if saved_seed != self.seed:
-            rank_zero_warn(f"The checkpoint's run was seeded with {saved_seed}, this one goes on with {self.seed}.")
+            rank_zero_warn(
+                f"The checkpoint's run was seeded with {saved_seed}, but this one continues with {self.seed}."
+            )
         self._num_unseeded = 0
         self._seed_for_step(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note once what is not covered; record the seed and the switches in the loggers' hyper-parameters."""
+        """Log once which weights the seed did not initialize; record the seed in the loggers' hyper-parameters."""
         if self._num_unseeded:
             rank_zero_info(
                 f"SeedEverything({self.seed}): {self._num_unseeded} parameter tensors existed before `setup`, so their "
-                f"initial values are not covered by this seed. Call lightning_tricks.seed_everything({self.seed}) "
+                f"initial values do not depend on this seed. Call lightning_tricks.seed_everything({self.seed}) "
                 "before building the model, build it in `configure_model`, or use TricksMixin."
             )
             self._num_unseeded = 0
         if trainer.loggers and getattr(trainer, "enable_autolog_hparams", True):
-            # with the module's own, which follow in a moment: TensorBoard shows the first record alone
+            # together with the module's own, which Lightning logs next: TensorBoard shows only the first record
             record = hyperparameters_for_loggers(trainer)
             record |= {f"seeding/{name}": value for name, value in self.state_dict().items()}
             for logger in trainer.loggers:
                 logger.log_hyperparams(record)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so where DataLoader workers do not get the streams that they should."""
+        """Warn if DataLoader workers repeat random numbers."""
         if not getattr(trainer.train_dataloader, "num_workers", True):
             return
         if self.workers and repeats_worker_seeds():
@@ -131,38 +135,38 @@ class SeedEverything(TrickCallback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the streams of each rank when the loaders have drawn theirs."""
+        """Seed each rank differently once the loaders have drawn their random numbers."""
         if self.per_rank and not self._has_rank_seed:
             self._has_rank_seed = True
             self._seed_for_rank(1 + _data_parallel_rank(trainer), trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go back to one stream for all ranks, for the loaders of the next epoch."""
+        """Seed all ranks alike for the loaders of the next epoch."""
         if self._has_rank_seed:
             self._has_rank_seed = False
             self._seed_for_rank(0, trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the switches as they are now, for the checkpoint."""
+        """Return the seed and the present settings of determinism."""
         return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_switches()}
 
     def mid_epoch_state(self) -> dict[str, Any]:
-        """Return whether this rank draws from a stream of its own by now."""
+        """Return whether the rank has been seeded differently from the others in this epoch."""
         return {"in_batches": self._has_rank_seed}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
-        """Do not start that stream once more."""
+        """Restore what `mid_epoch_state` returned, so that the rank is not seeded once more."""
         self._has_rank_seed = state["in_batches"]
 
     def _seed_for_step(self, global_step: int) -> None:
         if global_step > 0:
             seed_global_rngs(derive_seed(self.seed, global_step, 0, 0))
 
-    def _seed_for_rank(self, place: int, trainer: Trainer) -> None:
-        seed_global_rngs(derive_seed(self.seed, trainer.global_step, 1 + trainer.current_epoch, place))
+    def _seed_for_rank(self, rank_key: int, trainer: Trainer) -> None:
+        seed_global_rngs(derive_seed(self.seed, trainer.global_step, 1 + trainer.current_epoch, rank_key))
 
 
 def _data_parallel_rank(trainer: Trainer) -> int:
-    """Return the rank among those that read different samples; tensor-parallel ranks read the same ones."""
+    """Return the data-parallel rank: tensor-parallel ranks read the same samples, and share one."""
     sharing: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return sharing.get("rank", trainer.global_rank)

@@ -1,4 +1,4 @@
-"""What the demo shows of seeding."""
+"""The part of the demo that shows SeedEverything."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_tricks.seeding.callback import SeedEverything
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that SeedEverything fills in the demo."""
     return {"seeding": seed}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say what the trick did in this fit, of which `history` holds the logged values, step by step."""
+    """Return the seed and the settings of determinism, as label -> text."""
     (callback,) = callbacks_of_type(trainer, SeedEverything)
     switches = callback.state_dict()
     return {

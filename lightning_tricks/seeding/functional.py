@@ -1,4 +1,4 @@
-"""Seeding for any training loop, and the switches that decide about determinism."""
+"""Seeding for any training loop, and the settings of determinism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("lightning.pytorch.tricks.seeding")
 
 
 def check_determinism(deterministic: Deterministic) -> Deterministic:
-    """Return `deterministic`, or raise a ValueError that says which values there are."""
+    """Return `deterministic`, or raise a ValueError that lists the valid values."""
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic must be True, False, 'warn' or None, got {deterministic!r}.")
     return deterministic
@@ -34,30 +34,30 @@ def seed_everything(
     deterministic: Deterministic = None,
     benchmark: bool | None = None,
 ) -> int:
-    """Seed `random`, `numpy.random` and torch on all devices, and set the switches that decide about determinism.
+    """Seed `random`, `numpy.random` and torch on all devices, and configure determinism.
 
-    Call it before the model is built: initial weights come from these streams. A superset of
-    `lightning.seed_everything`: given the same `seed` and `workers`, streams and environment variables are the same.
+    Call it before the model is built: initial weights are drawn from these generators. It is a superset of
+    `lightning.seed_everything`: with the same `seed` and `workers`, random numbers and environment variables are equal.
 
     Args:
         seed: An integer in [0, 2**32 - 1]. None takes `PL_GLOBAL_SEED` from the environment, or 0 when it is not set.
-        workers: Whether Lightning shall add the rank to the stream of each DataLoader worker (environment variable
-            `PL_SEED_WORKERS`), so that workers of different ranks draw different numbers. `lightning.seed_everything`
-            has it off by default.
+        workers: Whether Lightning derives the seed of each DataLoader worker from its rank as well (environment
+            variable `PL_SEED_WORKERS`), so that workers of different ranks draw different numbers. The default of
+            `lightning.seed_everything` is False.
         verbose: Whether to log the seed, through Lightning's logger once Lightning is imported.
-        deterministic: True makes torch, cuDNN and cuBLAS use deterministic algorithms and raise where there is none,
-            "warn" warns there instead, False allows nondeterministic ones. None leaves the switches as they are.
-        benchmark: Whether cuDNN times its convolution algorithms and takes the fastest. None leaves the switch as it
-            is, but turns it off when `deterministic` is on.
+        deterministic: True makes torch, cuDNN and cuBLAS use deterministic algorithms, and raise an error where there
+            is none; "warn" warns there instead; False allows nondeterministic ones. None changes nothing.
+        benchmark: Whether cuDNN times its convolution algorithms and uses the fastest. None changes nothing, except
+            that `deterministic` turns it off.
 
-    Where one of the two is switched on, so is cuDNN itself (`torch.backends.cudnn.enabled`).
+    If one of the two is turned on, so is cuDNN itself (`torch.backends.cudnn.enabled`).
 
     Returns:
         The seed that was set.
 
     Raises:
         TypeError: If `seed` is no integer.
-        ValueError: If `seed` (or `PL_GLOBAL_SEED`) is out of range, or `deterministic` unknown.
+        ValueError: If `seed` (or `PL_GLOBAL_SEED`) is out of range, or `deterministic` has an unknown value.
 
     Example:
         >>> seed_everything(42, verbose=False)
@@ -76,20 +76,20 @@ def seed_everything(
 
 
 def set_determinism(deterministic: Deterministic = None, benchmark: bool | None = None) -> None:
-    """Set torch's, cuDNN's and cuBLAS' switches; see `seed_everything` for the arguments.
+    """Configure the determinism of torch, cuDNN and cuBLAS, as `seed_everything` does.
 
     Args:
         deterministic: True, "warn", False, or None for no change.
         benchmark: True, False, or None for no change.
 
     Raises:
-        ValueError: If `deterministic` is none of these.
+        ValueError: If `deterministic` has another value.
     """
     check_determinism(deterministic)
     if deterministic and benchmark:
         warnings.warn(
             "benchmark=True picks convolution algorithms by their timing, which differs from run to run, in spite of "
-            f"deterministic={deterministic!r}. Leave benchmark out for reproducible results.",
+            f"deterministic={deterministic!r}. Omit benchmark for reproducible results.",
             stacklevel=3,
         )
     if deterministic or benchmark:
@@ -113,6 +113,6 @@ def _seed_from_environment(verbose: bool) -> int:
         return check_seed(int(value))
     except ValueError as error:
         raise ValueError(
-            f"the environment variable PL_GLOBAL_SEED is {value!r}, it must be an integer in [0, {MAX_SEED}]: "
-            "correct it, unset it, or give a seed."
+            f"The environment variable PL_GLOBAL_SEED is {value!r}, but must be an integer in [0, {MAX_SEED}]: "
+            "correct it, unset it, or pass a seed."
         ) from error

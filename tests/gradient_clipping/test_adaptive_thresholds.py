@@ -105,7 +105,7 @@ def test_resumes_from_its_state(make, stop):
 def test_another_history_is_refused():
     threshold = PercentileThreshold(10, history=5)
     threshold.update(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="remembers 5 gradient norms, history is 6: set history=5"):
+    with pytest.raises(ValueError, match="holds 5 gradient norms, but history is 6: set history=5"):
         PercentileThreshold(10, history=6).load_state_dict(threshold.state_dict())
 
 

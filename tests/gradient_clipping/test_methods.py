@@ -283,5 +283,7 @@ def test_pickles_with_methods_and_groups(lab):
 
 def test_says_what_a_resume_with_another_method_drops(lab):
     lab.fit([GradientClipping(method=PercentileClip(20))], max_epochs=1, save_to=lab.folder / "one.ckpt")
-    with pytest.warns(UserWarning, match="has another method now: what it had learnt for '0:the rest' is dropped"):
+    with pytest.warns(
+        UserWarning, match="has another method than the checkpoint: what '0:the rest' had learnt is dropped"
+    ):
         lab.fit([GradientClipping(0.5)], ckpt_path=lab.folder / "one.ckpt")

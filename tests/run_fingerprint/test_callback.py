@@ -384,7 +384,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_training(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
 
     try:
-        with pytest.warns(UserWarning, match=r"stops recording, .*a.jsonl cannot be written: .*too large"):
+        with pytest.warns(UserWarning, match=r"stops recording: .*a.jsonl cannot be written \(.*too large"):
             record(tmp_path / "a.jsonl", [AtStep(3, fill)], max_epochs=14)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -410,7 +410,9 @@ def test_a_record_that_is_replaced_is_mentioned(tmp_path, lightning_log):
     record(tmp_path / "a.jsonl", seed=1)
     assert not any("replaces" in line for _, line in lightning_log)
     record(tmp_path / "a.jsonl", seed=2)
-    assert sum(f"RunFingerprint replaces what is in {tmp_path / 'a.jsonl'}." in line for _, line in lightning_log) == 1
+    assert (
+        sum(f"RunFingerprint replaces the record in {tmp_path / 'a.jsonl'}." in line for _, line in lightning_log) == 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*logger.*:UserWarning")

@@ -26,8 +26,8 @@ def test_diff_names_the_divergence(runs):
     done = subprocess.run([*command, "fingerprint", "diff", *runs], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.splitlines() == [
-        "The runs part at step 5, in epoch 0, batch 5: forward. The output of net.5 differs (2 of 7 differ).",
-        "The output right before it, of net.4, is equal.",
+        "The runs diverge at step 5, in epoch 0, batch 5: forward. The output of net.5 differs (2 of 7 differ).",
+        "The output of the layer that ran before it, net.4, is equal.",
         "Batch and weights were equal: look at dropout and other random numbers, at kernels that are not "
         "deterministic, and at what changes weights between steps.",
         "5 batches are equal before it.",

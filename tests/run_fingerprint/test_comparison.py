@@ -1,4 +1,4 @@
-"""Where two records part, and how that is said."""
+"""Where two records diverge, and how that is reported."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_equal_runs_have_no_difference():
     assert str(comparison) == "No difference: 5 batches are equal, bit for bit."
     longer = compare(record(), record(range(9)))
     assert (longer.divergence, longer.equal_batches, longer.longer_run) == (None, 5, "B")
-    assert str(longer).endswith("B goes on after that.")
+    assert str(longer).endswith("Run B has more steps.")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_equal_runs_have_no_difference():
     [
         (Column("data", "0"), "data", "0", "data. Part 0 of the batch differs."),
         (Column("forward", "conv"), "forward", "conv", "forward. The output of conv differs (2 of 2 differ)."),
-        (Column("forward", "fc"), "forward", "fc", "The output right before it, of conv, is equal."),
+        (Column("forward", "fc"), "forward", "fc", "The output of the layer that ran before it, conv, is equal."),
         (Column("loss"), "forward", "loss", "forward. The output of loss differs."),
         (
             Column("gradient", "fc.weight"),
@@ -73,7 +73,7 @@ def test_the_first_difference_is_named(column, kind, layer, words):
         layer,
     )
     assert words in str(comparison)
-    assert str(comparison).startswith("The runs part at step 3, in epoch 0, batch 3: ")
+    assert str(comparison).startswith("The runs diverge at step 3, in epoch 0, batch 3: ")
     assert str(comparison).endswith("3 batches are equal before it.")
 
 
@@ -99,7 +99,7 @@ def test_without_layers_the_remedy_is_named():
         divergence = compare(run_a, record(columns=columns, changed={(2, column)}, detail="step")).divergence
         assert (divergence.kind, divergence.layer) == (kind, None)
         assert words in str(divergence)
-        assert ('detail="layer" tells' in str(divergence)) == (kind != "data")
+        assert ('detail="layer" to learn in which layer' in str(divergence)) == (kind != "data")
 
 
 def test_a_run_that_began_later_is_compared_from_there():
@@ -115,7 +115,7 @@ def test_runs_of_which_not_every_step_was_recorded():
     assert compare(every, third).equal_batches == 4
     divergence = compare(every, record(range(0, 12, 3), changed={(6, columns[0])}, every_n_train_steps=3)).divergence
     assert (divergence.step, divergence.last_equal_step) == (6, 3)
-    assert "It began after step 3: every_n_train_steps=1 records the steps between as well." in str(divergence)
+    assert "They diverged after step 3: every_n_train_steps=1 records the steps in between." in str(divergence)
     assert compare(every, record(range(1, 12, 3), every_n_train_steps=3)).equal_batches == 4
 
 
@@ -128,7 +128,7 @@ def test_epochs_of_other_lengths_diverge_where_the_numbers_do():
         "data",
         "B",
     )
-    assert "B has none there." in str(divergence)
+    assert "Run B has no such value." in str(divergence)
 
 
 def test_what_only_one_run_has_is_a_difference():
@@ -160,7 +160,7 @@ def test_calls_are_told_apart():
     columns = (Column("forward", "cell"), Column("forward", "cell", 2), Column("forward", "cell", 3), Column("loss"))
     divergence = compare(record(columns=columns), record(columns=columns, changed={(1, columns[1])})).divergence
     assert (divergence.layer, divergence.call) == ("cell", 2)
-    assert "The output of cell differs at its call 2 within the batch (2 of 3 differ)." in str(divergence)
+    assert "The output of cell differs at call 2 within the batch (2 of 3 differ)." in str(divergence)
 
 
 def test_what_cannot_be_compared_is_refused():

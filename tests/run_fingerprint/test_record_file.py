@@ -85,7 +85,7 @@ def test_a_file_that_was_cut_keeps_its_whole_lines(tmp_path):
         assert len(read_record(path)) in (0, 128, 256)
     path.write_bytes(whole[:-5])
     assert recorded(path, 400, begin=257) is None
-    assert recorded(path, 400, begin=250).rows == len(read_record(path)) == 400
+    assert recorded(path, 400, begin=250).num_rows == len(read_record(path)) == 400
 
 
 def test_a_record_with_another_header_is_not_resumed(tmp_path):
@@ -105,7 +105,7 @@ def test_other_files_are_refused_with_an_error(tmp_path):
     recorded(path, 10)
     text = path.read_text()
     path.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(FingerprintRecordError, match="version 2, this reads 1: update"):
+    with pytest.raises(FingerprintRecordError, match="version 2, but this lightning_tricks reads version 1: update"):
         read_record(path)
     path.write_text(text.replace('"rows": "', '"rows": "?'))
     with pytest.raises(FingerprintRecordError, match="damaged in line 3"):

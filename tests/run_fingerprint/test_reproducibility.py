@@ -46,7 +46,7 @@ def test_data_may_be_a_datamodule_or_the_modules_own():
 
 
 def test_an_unseeded_run_is_named():
-    with pytest.raises(AssertionError, match=r"not reproducible. The runs part at step 0, .*: start. net.0.weight"):
+    with pytest.raises(AssertionError, match=r"not reproducible. The runs diverge at step 0, .*: start. net.0.weight"):
         assert_reproducible(lambda: trainer(seed=None), net, data)
 
     def seeded_net():

@@ -272,7 +272,7 @@ def test_one_trainer_that_fits_again_draws_new_numbers():
 
 def test_says_when_the_checkpoint_had_another_seed():
     _fit(SeedEverything(3), epochs=1, save_to="one.ckpt")
-    with pytest.warns(UserWarning, match="run was seeded with 3, this one goes on with 4"):
+    with pytest.warns(UserWarning, match="run was seeded with 3, but this one continues with 4"):
         _fit(SeedEverything(4), ckpt_path="one.ckpt")
 
 

@@ -166,7 +166,7 @@ def test_a_state_that_lacks_a_stream_changes_nothing():
 def test_a_state_with_more_devices_than_the_machine(monkeypatch):
     state = capture_rng_state()
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)
-    with pytest.warns(UserWarning, match=r"holds \d+ CUDA streams and this machine has \d+ CUDA devices"):
+    with pytest.warns(UserWarning, match=r"holds generators of \d+ CUDA devices, but this machine has \d+"):
         restore_rng_state(state)
 
 

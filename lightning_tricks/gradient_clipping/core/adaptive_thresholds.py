@@ -1,4 +1,4 @@
-"""Thresholds that follow the gradient norm: small states that live on its device and never read it back."""
+"""Thresholds that follow the gradient norm, computed on its device without a host read."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from lightning_tricks._shared.checks import check_count, check_number
 
 
 class Threshold(Protocol):
-    """The largest norm allowed, which may depend on the norms before."""
+    """A largest norm allowed that may depend on the norms of earlier steps."""
 
     def update(self, norm: Tensor) -> Tensor:
-        """Learn from a norm, shape (), and return the threshold for it, shape ()."""
+        """Update the state with a norm, shape (), and return the threshold for it, shape ()."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what was learnt."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
 
 
 class NoThreshold:
-    """Infinity, for methods that have none."""
+    """An infinite threshold, for methods that need none."""
 
     def update(self, norm: Tensor) -> Tensor:
         """Return Inf."""
         return torch.full_like(norm, torch.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take nothing."""
+        """Do nothing: there is no state."""
 
 
 class PercentileThreshold:
-    """The p-th percentile of the last finite norms, the present one among them (AutoClip).
+    """The percentile of the last finite norms, including the present one (AutoClip).
 
     Args:
         percentile: In (0, 100]; 100 never clips.
-        history: How many norms it remembers, at least 1; 4 bytes each.
+        history: How many norms it keeps, at least 1; each takes 4 bytes.
 
     Raises:
         TypeError: If an argument is no number.
@@ -66,41 +66,43 @@ class PercentileThreshold:
 
     @torch.no_grad()
     def update(self, norm: Tensor) -> Tensor:
-        """Remember a norm, unless it is NaN or Inf, and return the threshold.
+        """Add a norm to the history, unless it is NaN or Inf, and return the threshold.
 
         Args:
             norm: Shape (), fp32 or fp64.
 
         Returns:
-            The threshold, shape (), on the norm's device; Inf as long as there was no finite norm.
+            The threshold, shape (), on the norm's device; Inf before the first finite norm.
         """
         if self._norms is None:
             self._norms = norm.new_full((self.history,), torch.nan)
         self._norms, self._position = self._norms.to(norm), self._position.to(norm.device)
+        # A ring buffer without a host read: a norm that is not finite writes back what is in its place, and the
+        # position does not move.
         finite = norm.isfinite()
         kept = torch.where(finite, norm, self._norms[self._position])
-        self._norms = self._norms.index_copy(0, self._position, kept)  # not in place: a state_dict shares it
+        self._norms = self._norms.index_copy(0, self._position, kept)  # not in place: a state dict shares the tensor
         self._position = (self._position + finite) % self.history
         threshold = torch.nanquantile(self._norms, self.percentile / 100)
         return torch.where(threshold.isnan(), torch.inf, threshold)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the remembered norms (NaN where there is none yet) and where the next one goes."""
+        """Return the history (NaN where there is no norm yet) and the position of the next norm."""
         if self._norms is None:
             return {}
         return {"norms": self._norms.cpu(), "position": self._position.cpu()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: If it was taken with another `history`.
+            ValueError: If the state has another `history`.
         """
         norms = state_dict.get("norms")
         if norms is not None and len(norms) != self.history:
             raise ValueError(
-                f"The checkpoint remembers {len(norms)} gradient norms, history is {self.history}: set history="
-                f"{len(norms)} to go on with it."
+                f"The checkpoint holds {len(norms)} gradient norms, but history is {self.history}: set history="
+                f"{len(norms)} to resume from it."
             )
         self._norms = None if norms is None else norms.clone()
         self._position = state_dict.get("position", torch.zeros(1, dtype=torch.int64)).clone()
@@ -109,14 +111,14 @@ class PercentileThreshold:
 class ZScoreThreshold:
     """A threshold for norms that lie far above their running mean (ZClip).
 
-    For `warmup_steps` norms it only learns their mean and variance. From then on a norm whose z-score is above `z` gets
-    the threshold mean + z^2 / score * std, which is the lower, the further out the norm is; any other norm gets Inf.
-    Mean and variance then follow what the step will have, the clipped norm, as exponential moving averages.
+    The first `warmup_steps` norms are only used to estimate their mean and variance. From then on a norm whose z-score
+    is above `z` gets the threshold mean + z^2 / score * std, which is lower the further out the norm is; any other norm
+    gets Inf. Mean and variance then follow the clipped norms, as exponential moving averages.
 
     Args:
-        z: The largest z-score that is left alone, > 0.
-        decay: Of the moving averages, in (0, 1]; ZClip's alpha.
-        warmup_steps: How many norms it learns from before it clips, at least 1.
+        z: The largest z-score that is not clipped, > 0.
+        decay: The decay of the moving averages, in (0, 1]; ZClip's alpha.
+        warmup_steps: How many norms are used before clipping starts, at least 1.
 
     Raises:
         TypeError: If an argument is no number.
@@ -138,7 +140,7 @@ class ZScoreThreshold:
 
     @torch.no_grad()
     def update(self, norm: Tensor) -> Tensor:
-        """Learn from a norm, unless it is NaN or Inf, and return the threshold.
+        """Update mean and variance with a norm, unless it is NaN or Inf, and return the threshold.
 
         Args:
             norm: Shape (), fp32 or fp64.
@@ -146,26 +148,27 @@ class ZScoreThreshold:
         Returns:
             The threshold, shape (), on the norm's device.
         """
+        # All branches are computed and chosen by torch.where, so that nothing is read back to the host.
         self._moments = self._moments.to(norm)
         count, mean, variance = self._moments.unbind()
         std = variance.sqrt()
         score = (norm - mean) / (std + 1e-6)
-        learning = count < self.warmup_steps
-        threshold = torch.where(learning | ~(score > self.z), torch.inf, mean + self.z**2 / score * std)
+        is_warmup = count < self.warmup_steps
+        threshold = torch.where(is_warmup | ~(score > self.z), torch.inf, mean + self.z**2 / score * std)
 
         effective = torch.minimum(norm, threshold)
-        weight = torch.where(learning, 1 / (count + 1), 1 - self.decay)
+        weight = torch.where(is_warmup, 1 / (count + 1), 1 - self.decay)
         new_mean = mean + weight * (effective - mean)
-        # the population's variance while learning (Welford), ZClip's own average from then on
-        spread = torch.where(learning, effective - mean, effective - new_mean) * (effective - new_mean)
+        # the population's variance during the warm-up (Welford), ZClip's own average from then on
+        spread = torch.where(is_warmup, effective - mean, effective - new_mean) * (effective - new_mean)
         moments = torch.stack([count + 1, new_mean, variance + weight * (spread - variance)])
         self._moments = torch.where(norm.isfinite(), moments, self._moments)
         return threshold
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return how many norms there were, their mean and their variance; shape (3,)."""
+        """Return the number of norms, their mean and their variance; shape (3,)."""
         return {"moments": self._moments.cpu()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self._moments = state_dict["moments"].clone()

@@ -1,4 +1,4 @@
-"""Which parameters are clipped together, and how."""
+"""Groups of parameters that are clipped together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ClipGroup(NamedTuple):
     """Parameters that are clipped together.
 
     Attributes:
-        label: The pattern that they match, or what stands for the rest.
-        method: How they are clipped; None where they are left alone.
-        parameters: Those of the part that have a gradient.
-        indices: Their indices_by_label among all with a gradient, shape (n,); None where they are all.
+        label: The pattern that the parameters match, or `ClipGroups.REST`.
+        method: How they are clipped; None if they are not.
+        parameters: The parameters of the group that have a gradient.
+        indices: Their indices among all parameters that have a gradient, shape (n,); None if the group has them all.
     """
 
     label: str
@@ -30,7 +30,7 @@ class ClipGroup(NamedTuple):
     indices: Tensor | None
 
     def norm(self, norms: GradientNorms, norm_type: float) -> Tensor:
-        """Return the norm of the part's gradients, of `norms` those of all; shape ()."""
+        """Return the norm of the group's gradients, shape (), from the norms of all gradients."""
         if self.indices is None:
             return norms.total
         total: Tensor = torch.linalg.vector_norm(norms.per_parameter[self.indices], norm_type)
@@ -38,14 +38,14 @@ class ClipGroup(NamedTuple):
 
 
 class ClipGroups:
-    """Sorts qualified names by the first pattern that they match, and by what a method excludes.
+    """Assigns parameters to groups by the first pattern that matches their qualified name.
 
     Args:
         methods: Pattern -> method.
-        rest: The method for what no pattern matches.
+        rest: The method for the parameters that no pattern matches.
     """
 
-    REST = "the rest"
+    REST = "the rest"  # also in checkpoints
 
     def __init__(self, methods: Mapping[str, ClipMethod], rest: ClipMethod) -> None:
         self._methods = {**methods, self.REST: rest}
@@ -54,26 +54,26 @@ class ClipGroups:
 
     @property
     def is_single(self) -> bool:
-        """Whether all parameters are always clipped together."""
+        """Whether all parameters form one group."""
         return not self._patterns and not self._excludes[self.REST]
 
     def label_of(self, name: str) -> tuple[str, bool]:
-        """Return the label of a name, and whether its method excludes it."""
+        """Return the label of a name's group, and whether the group's method excludes the name."""
         label = next((pattern.text for pattern in self._patterns if pattern.matches(name)), self.REST)
         return label, any(pattern.matches(name) for pattern in self._excludes[label])
 
     def new_threshold(self, label: str) -> Threshold:
-        """Return what the method of a label remembers from step to step; nothing for an unknown label."""
+        """Return a new threshold of a group's method; `NoThreshold` for an unknown label."""
         return self._methods[label].new_threshold() if label in self._methods else NoThreshold()
 
     def report(self, sizes: Mapping[str, int]) -> str:
-        """Say what is clipped how, by label.
+        """Describe which parameters each group has and how they are clipped.
 
         Args:
-            sizes: Qualified name -> number of values, of all parameters of a model.
+            sizes: Qualified name -> number of elements, for all parameters of a model.
 
         Raises:
-            ValueError: If a pattern matches nothing, or nothing that an earlier one has not taken.
+            ValueError: If a pattern matches nothing, or only what earlier patterns match.
         """
         labels = {name: self.label_of(name) for name in sizes}
         for label, method in self._methods.items():
@@ -95,7 +95,7 @@ class ClipGroups:
         return "; ".join(said + [f"excluded: {', '.join(left)}"] * bool(left))
 
     def split(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[ClipGroup]:
-        """Divide parameters, all of which have a gradient, by their qualified names."""
+        """Split parameters, all of which have a gradient, into groups by their qualified names."""
         if self.is_single:
             return [ClipGroup(self.REST, self._methods[self.REST], list(parameters), None)]
         indices_by_label: dict[tuple[str, bool], list[int]] = {}

@@ -49,7 +49,7 @@ class StepCounts:
         return {"steps": self.steps, "counts": self._counts.cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self.steps, self._counts = state_dict["steps"], state_dict["counts"].clone()
 
 

@@ -30,14 +30,14 @@ class GradientNorms(NamedTuple):
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients in place so that their common norm is at most `max_norm`.
+    """Scale gradients in place so that the norm of all of them is at most `max_norm`.
 
     In fp32 the result is that of `torch.nn.utils.clip_grad_norm_`, bit for bit. Beyond it: norms of fp16 and bf16
-    gradients are accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of several meshes, with plain
-    tensors among them, share one norm. It never reads a value back to the host.
+    gradients are accumulated in fp32 (in fp16 they overflow at 65504), and DTensors of several meshes and plain tensors
+    may be mixed. No value is read back to the host.
 
     Args:
-        parameters: A tensor or tensors; those without a gradient are passed over.
+        parameters: A tensor or tensors; those without a gradient are ignored.
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
 
@@ -58,7 +58,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
     if not isinstance(parameters, Tensor):
-        parameters = list(parameters)  # a generator serves once
+        parameters = list(parameters)  # a generator can be read only once
     total = gradient_norms(parameters, norm_type).total
     clip_grads_with_norm_(parameters, max_norm, total)
     return total
@@ -69,11 +69,11 @@ def gradient_norms(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0
     """Compute the norm of each gradient and of all gradients together, in one pass.
 
     Args:
-        parameters: A tensor or tensors; those without a gradient are passed over.
+        parameters: A tensor or tensors; those without a gradient are ignored.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
 
     Returns:
-        The norms, on the device of the first gradient, in fp32 or the gradients' own higher precision.
+        The norms, on the device of the first gradient, in fp32 or in the gradients' precision if that is higher.
 
     Raises:
         TypeError: If `norm_type` is no number.
@@ -102,9 +102,9 @@ def clip_grads_with_norm_(
     """Scale gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
     Args:
-        parameters: A tensor or tensors; those without a gradient are passed over.
+        parameters: A tensor or tensors; those without a gradient are ignored.
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched. A tensor of shape (), as
-            `PercentileThreshold` and `ZScoreThreshold` give it, is taken as it is.
+            `PercentileThreshold` and `ZScoreThreshold` return it, is not validated.
         total_norm: Their norm, as `gradient_norms` or `clip_grad_norm_` returns it; shape ().
 
     Returns:
@@ -131,7 +131,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     The result is that of `torch.nn.utils.clip_grad_value_`, bit for bit; NaN stays NaN, Inf becomes `clip_value`.
 
     Args:
-        parameters: A tensor or tensors; those without a gradient are passed over.
+        parameters: A tensor or tensors; those without a gradient are ignored.
         clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
@@ -159,16 +159,16 @@ def adaptive_clip_grad_(
 ) -> UnitClipResult:
     """Scale the gradient of each unit in place to at most `clip_factor` times the norm of the unit's weights (AGC).
 
-    A unit is what one output sees: the slice of a weight at one index of its first dimension (a row of a Linear, a
-    filter of a convolution), or all of a tensor of fewer than two dimensions (a bias, a norm's scale).
+    A unit is what computes one output: the slice of a weight at one index of its first dimension (a row of a Linear, a
+    filter of a convolution), or a whole tensor of fewer than two dimensions (a bias, the scale of a normalisation).
 
-    In fp32 the result is that of `timm.utils.agc.adaptive_clip_grad`. It never reads a value back to the host. Leave
-    the final linear layer out, as the paper does.
+    In fp32 the result is that of `timm.utils.agc.adaptive_clip_grad`. No value is read back to the host. Exclude the
+    final linear layer, as the paper does.
 
     Args:
-        parameters: A tensor or tensors; those without a gradient are passed over.
+        parameters: A tensor or tensors; those without a gradient are ignored.
         clip_factor: The largest ratio of the norms allowed, > 0; `float("inf")` leaves the gradients untouched.
-        eps: The least norm that a unit's weights are taken to have, > 0: weights of zero could never start to learn.
+        eps: The lower bound for the norm of a unit's weights, > 0: without it, weights of zero would never change.
 
     Returns:
         The 2-norm of all gradients after clipping, and how many units were clipped.
@@ -208,7 +208,7 @@ def adaptive_clip_grad_(
 
 
 class UnitClipResult(NamedTuple):
-    """What `adaptive_clip_grad_` did.
+    """The result of `adaptive_clip_grad_`.
 
     Attributes:
         norm: The 2-norm of all gradients after clipping; shape ().
@@ -220,27 +220,27 @@ class UnitClipResult(NamedTuple):
 
 
 def check_max_norm(value: object) -> float:
-    """Return `value` as a float, or say why it is no `max_norm`."""
+    """Return `value` as a float, or raise an error if it is no valid `max_norm`."""
     return check_number("max_norm", value, above=0, note=_NEUTRAL)
 
 
 def check_norm_type(value: object) -> float:
-    """Return `value` as a float, or say why it is no `norm_type`."""
+    """Return `value` as a float, or raise an error if it is no valid `norm_type`."""
     return check_number("norm_type", value, above=0, note='float("inf"), in YAML .inf, is the maximum norm')
 
 
 def check_clip_value(value: object) -> float:
-    """Return `value` as a float, or say why it is no `clip_value`."""
+    """Return `value` as a float, or raise an error if it is no valid `clip_value`."""
     return check_number("clip_value", value, above=0, note=_NEUTRAL)
 
 
 def check_clip_factor(value: object) -> float:
-    """Return `value` as a float, or say why it is no `clip_factor`."""
+    """Return `value` as a float, or raise an error if it is no valid `clip_factor`."""
     return check_number("clip_factor", value, above=0, note=_NEUTRAL)
 
 
 def _split_by_strategy(gradients: list[Tensor]) -> Iterator[tuple[_ClipUnits, list[int]]]:
-    """Split a batch by how it is clipped: with few launches on an accelerator, tensor by tensor in a CPU's cache."""
+    """Split a batch by how it is clipped: in few kernels on an accelerator, tensor by tensor in the cache of a CPU."""
     vectors = [position for position, gradient in enumerate(gradients) if gradient.ndim <= 1]
     others = [position for position, gradient in enumerate(gradients) if gradient.ndim > 1]
     together = gradients[0].device.type != "cpu" and not is_sharded(gradients[0])
@@ -305,13 +305,15 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _unit_factors(norms: Tensor, weight_norms: Tensor, clip_factor: float, eps: float) -> Tensor:
-    # the least norm of a gradient is timm's, against a division by zero
+    # the lower bound for the norm of a gradient is that of timm, and avoids a division by zero
     return weight_norms.clamp(min=eps).mul_(clip_factor).div_(norms.clamp(min=1e-6)).clamp_(max=1)
 
 
 def _refuse_sparse(function: str, gradients: list[Tensor]) -> None:
     if any(gradient.layout is not torch.strided for gradient in gradients):
-        raise TypeError(f"{function} takes dense gradients, got a sparse one (Embedding(sparse=True)?): leave it out.")
+        raise TypeError(
+            f"{function} takes dense gradients, got a sparse one (Embedding(sparse=True)?): exclude its parameter."
+        )
 
 
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -321,7 +323,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[int]]]:
-    """Split gradients into what one foreach call can take: one device, one dtype, one mesh; with their positions."""
+    """Split gradients into batches for foreach calls, each of one device, dtype and mesh; with their positions."""
     if not gradients:
         return
     grouped: dict[Any, Any] = _group_tensors_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]

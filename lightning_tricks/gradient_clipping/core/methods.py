@@ -1,4 +1,4 @@
-"""The ways to clip that `GradientClipping` takes: small descriptions that check their values when they are made."""
+"""The methods of clipping that `GradientClipping` takes: small dataclasses that validate their values."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lightning_tricks.gradient_clipping.core.clipping import (
 
 
 class ClipResult(NamedTuple):
-    """What a method did to the gradients that it was given.
+    """The result of clipping a group of gradients.
 
     Attributes:
-        norm_after: Their norm after clipping, shape (); None where it would take another pass to know it.
+        norm_after: The norm of the gradients after clipping, shape (); None if it takes another pass to compute it.
         was_clipped: Whether anything was clipped, a bool, shape ().
     """
 
@@ -43,33 +43,33 @@ class ClipResult(NamedTuple):
 
 
 class ClipMethod(ABC):
-    """A way to clip gradients.
+    """A method of clipping gradients.
 
     Attributes:
-        exclude: Patterns of parameters that it leaves alone.
+        exclude: Patterns over the qualified names of parameters that are not clipped.
     """
 
     exclude: str | Sequence[str] = ()
 
     def new_threshold(self) -> Threshold:
-        """Return what it remembers from step to step; each optimizer and group gets its own."""
+        """Return a new threshold; each optimizer and group has its own."""
         return NoThreshold()
 
     @abstractmethod
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
-        """Clip the gradients of `parameters` in place, whose common norm, of `norm_type`, is `total_norm`."""
+        """Clip the gradients of parameters in place; `total_norm` is the norm of all of them, of type `norm_type`."""
 
 
 @dataclass(frozen=True)
 class ClipNorm(ClipMethod):
-    """Scale all gradients so that their common norm is at most `max_norm`: `clip_grad_norm_`.
+    """Scale all gradients so that the norm of all of them is at most `max_norm`: `clip_grad_norm_`.
 
     Args:
         max_norm: The largest norm allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is not positive.
+        TypeError: If the argument is no number.
+        ValueError: If the argument is not positive.
     """
 
     max_norm: float = 1.0
@@ -90,8 +90,8 @@ class ClipValue(ClipMethod):
         clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is not positive.
+        TypeError: If the argument is no number.
+        ValueError: If the argument is not positive.
     """
 
     clip_value: float
@@ -100,7 +100,7 @@ class ClipValue(ClipMethod):
         check_clip_value(self.clip_value)
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
-        """Clamp."""
+        """Clamp each element."""
         was_clipped = gradient_norms(parameters, inf).total > self.clip_value
         clip_grad_value_(parameters, self.clip_value)
         return ClipResult(None, was_clipped)
@@ -112,13 +112,13 @@ class AGC(ClipMethod):
 
     Args:
         clip_factor: The largest ratio of the two norms, > 0; `float("inf")` leaves the gradients untouched.
-        eps: The least norm that a unit's weights are taken to have, > 0.
-        exclude: Patterns of parameters that are not clipped; the paper leaves out the final linear layer
-            (`exclude="head.*"`).
+        eps: The lower bound for the norm of a unit's weights, > 0.
+        exclude: Patterns over the qualified names of parameters that are not clipped; the paper excludes the final
+            linear layer (`exclude="head.*"`).
 
     Raises:
-        TypeError: If a number or a pattern is none.
-        ValueError: If a number is not positive, or a pattern is empty or no regular expression.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is not positive, or a pattern is empty or not a valid regular expression.
 
     Source: Brock et al., arXiv 2102.06171.
     """
@@ -142,27 +142,27 @@ class AGC(ClipMethod):
 
 
 class _ClipToThreshold(ClipMethod):
-    """Scales all gradients to a common norm that follows those of the steps before."""
+    """Scales all gradients to a norm that follows the norms of earlier steps."""
 
     def __post_init__(self) -> None:
-        self.new_threshold()  # refuses wrong values
+        self.new_threshold()  # raises an error for wrong values
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Threshold) -> ClipResult:
-        """Clip to what the threshold makes of this norm."""
+        """Clip to the threshold for this norm."""
         return _clip_to_norm_(parameters, threshold.update(total_norm), total_norm)
 
 
 @dataclass(frozen=True)
 class PercentileClip(_ClipToThreshold):
-    """Clip the common norm to a percentile of the norms of the last steps: `PercentileThreshold` (AutoClip).
+    """Clip the norm of all gradients to a percentile of the last norms: `PercentileThreshold` (AutoClip).
 
     Args:
         percentile: In (0, 100]; 100 never clips.
-        history: How many norms it remembers, at least 1.
+        history: How many norms it keeps, at least 1.
 
     Raises:
         TypeError: If an argument is no number.
-        ValueError: If one is out of range.
+        ValueError: If an argument is out of range.
 
     Source: Seetharaman et al., arXiv 2007.14469.
     """
@@ -171,22 +171,22 @@ class PercentileClip(_ClipToThreshold):
     history: int = 1000
 
     def new_threshold(self) -> PercentileThreshold:
-        """Return the memory of one optimizer or group."""
+        """Return a new threshold; each optimizer and group has its own."""
         return PercentileThreshold(self.percentile, self.history)
 
 
 @dataclass(frozen=True)
 class ZScoreClip(_ClipToThreshold):
-    """Clip the common norm where it is an outlier of the norms before it: `ZScoreThreshold` (ZClip).
+    """Clip the norm of all gradients where it is an outlier among the last norms: `ZScoreThreshold` (ZClip).
 
     Args:
-        z: The largest z-score that is left alone, > 0.
-        decay: Of the running mean and variance, in (0, 1].
-        warmup_steps: How many steps it learns from before it clips, at least 1.
+        z: The largest z-score that is not clipped, > 0.
+        decay: The decay of the running mean and variance, in (0, 1].
+        warmup_steps: How many steps are used before clipping starts, at least 1.
 
     Raises:
         TypeError: If an argument is no number.
-        ValueError: If one is out of range.
+        ValueError: If an argument is out of range.
 
     Source: Kumar et al., arXiv 2504.02507.
     """
@@ -196,7 +196,7 @@ class ZScoreClip(_ClipToThreshold):
     warmup_steps: int = 25
 
     def new_threshold(self) -> ZScoreThreshold:
-        """Return the memory of one optimizer or group."""
+        """Return a new threshold; each optimizer and group has its own."""
         return ZScoreThreshold(self.z, self.decay, self.warmup_steps)
 
 
@@ -205,7 +205,7 @@ METHODS = {method.__name__: method for method in (AGC, ClipNorm, ClipValue, Perc
 
 
 def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | None:
-    """Return `method`, or say why it is none, or why it cannot be beside `max_norm`."""
+    """Return `method`, or raise an error if it is no ClipMethod, or if `max_norm` is given, too."""
     if method is None:
         return None
     if not isinstance(method, ClipMethod):
@@ -219,7 +219,7 @@ def check_method(method: ClipMethod | None, max_norm: float) -> ClipMethod | Non
 
 
 def check_groups(groups: Mapping[str, float | ClipMethod] | None) -> dict[str, ClipMethod]:
-    """Return pattern -> method, or say what is wrong with a value; a number is a `max_norm`."""
+    """Return pattern -> method, where a number stands for `ClipNorm`, or raise an error that names the wrong value."""
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(f"groups must be a dict of pattern -> max_norm or method, got {groups!r}.")
     methods = {}

@@ -1,4 +1,4 @@
-"""Leave out an optimizer's next step, so that weights and optimizer state stay bit-identical, in any training loop."""
+"""Skip an optimizer's next step, so that weights and optimizer state stay bit-identical, in any training loop."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether `skip_step_on_device_` works with an optimizer, as it stands before its next step.
+    """Whether `skip_step_on_device_` works for the next step of an optimizer.
 
-    It does with torch's fused optimizers, but for the first step of an SGD with momentum: a fused kernel that leaves
-    that out keeps uninitialised memory for its momentum.
+    It works for torch's fused optimizers, except for the first step of an SGD with momentum: a fused kernel that skips
+    this step keeps uninitialised memory as its momentum.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -75,7 +75,7 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
     Returns:
         A function for a step that never comes: it takes the condition back. After the step it does nothing.
     """
-    # the way in which a GradScaler tells a fused optimizer that it found an overflow
+    # a GradScaler sets the same attributes to tell a fused optimizer that it found an overflow
     optimizer.found_inf = condition.float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
 
@@ -89,7 +89,7 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
 
 
 def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copy what an optimizer keeps in its parameter groups beside the parameters."""
+    """Copy the options in the parameter groups of an optimizer, which is all but the parameters."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
@@ -98,7 +98,7 @@ def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def restore_group_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
-    """Put back what `copy_group_options` copied; groups that were added since stay as they are."""
+    """Restore the options that `copy_group_options` copied; groups that were added since stay as they are."""
     for group, values in zip(optimizer.param_groups, options, strict=False):
         for name, value in values.items():
             if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
@@ -108,11 +108,11 @@ def restore_group_options(optimizer: Optimizer, options: list[dict[str, Any]]) -
 
 
 class HeldSchedulers:
-    """Learning rate schedulers that are put back to where they are now, with the options that they set.
+    """Learning rate schedulers whose present state, with the options that they set, is restored later.
 
     Args:
-        optimizer: The one whose step is left out.
-        schedulers: Those of its schedulers that may be stepped before `restore`.
+        optimizer: The optimizer whose step is skipped.
+        schedulers: Its schedulers that may be stepped before `restore`.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: list[Any]) -> None:
@@ -120,7 +120,7 @@ class HeldSchedulers:
         self._states = [(scheduler, dict(scheduler.state_dict())) for scheduler in schedulers]
 
     def restore(self) -> None:
-        """Undo what the schedulers did since."""
+        """Restore the state of the schedulers and the options of the optimizer."""
         for scheduler, state in self._states:
             scheduler.load_state_dict(state)
         restore_group_options(self._optimizer, self._options)

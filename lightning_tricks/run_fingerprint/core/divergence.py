@@ -12,19 +12,20 @@ class Divergence:
     """The first difference of two runs.
 
     Attributes:
-        step: Optimizer steps that were done when its batch began.
+        step: How many optimizer steps were done when the batch began.
         epoch: The batch's epoch.
-        batch_idx: The batch's number in the epoch; -1 for the weights with which the runs began.
-        rank: On which it was seen.
+        batch_idx: The batch's index in the epoch; -1 for the initial weights of the runs.
+        rank: The rank on which the difference was recorded.
         kind: "start" (the weights before the first batch), "data", "forward", "gradient" or "update".
-        layer: The first layer whose output differs, or parameter, or part of the batch, or "loss"; None without detail.
-            Of gradients, which are made from the loss on, it is the one nearest to the loss.
-        call: Which time at this batch, for what comes several times.
-        num_differing: How many of those that the step made together differ.
-        num_compared: How many those are.
-        last_equal_layer: The layer right before it, whose output is equal, for "forward" by layer.
-        missing_in: The run that has no such value, "A" or "B", or "".
-        last_equal_step: The last step that was equal, where steps between it and this one were not recorded.
+        layer: The first layer whose output differs, or the first parameter or part of the batch that does, or "loss";
+            None where the runs were recorded with `detail="step"`. Of gradients, which are computed from the loss on,
+            it is the one nearest to the loss.
+        call: 1 if the layer differs at its first call within the batch, 2 at its second, ...
+        num_differing: How many values differ of those that were computed together with it.
+        num_compared: How many values were computed together with it.
+        last_equal_layer: For "forward" by layer: the layer that ran before it, whose output is equal, or None.
+        missing_in: The run that lacks the value, "A" or "B", or "".
+        last_equal_step: The last equal step, if the steps between it and this one were not recorded, or None.
     """
 
     step: int
@@ -45,20 +46,20 @@ class Divergence:
         of_rank = f" on rank {self.rank}" if self.rank else ""
         share = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
         verdict = (_VERDICTS if self.layer is None else _VERDICTS_BY_LAYER)[self.kind].format(self.layer)
-        time = f" at its call {self.call} within the batch" if self.call > 1 else ""
-        lines = [f"The runs part at step {self.step}, {place}{of_rank}: {self.kind}. {verdict}{time}{share}."]
+        time = f" at call {self.call} within the batch" if self.call > 1 else ""
+        lines = [f"The runs diverge at step {self.step}, {place}{of_rank}: {self.kind}. {verdict}{time}{share}."]
         if self.missing_in:
-            lines.append(f"{self.missing_in} has none there.")
+            lines.append(f"Run {self.missing_in} has no such value.")
         if self.last_equal_layer is not None:
-            lines.append(f"The output right before it, of {self.last_equal_layer}, is equal.")
+            lines.append(f"The output of the layer that ran before it, {self.last_equal_layer}, is equal.")
         if self.last_equal_step is None:
             lines.append(_CAUSES[self.kind])
         else:
             lines.append(
-                f"It began after step {self.last_equal_step}: every_n_train_steps=1 records the steps between as well."
+                f"They diverged after step {self.last_equal_step}: every_n_train_steps=1 records the steps in between."
             )
         if self.layer is None and self.kind != "data":
-            lines.append('detail="layer" tells in which layer.')
+            lines.append('Record with detail="layer" to learn in which layer.')
         return "\n".join(lines)
 
 
@@ -88,13 +89,14 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came out when two runs were compared.
+    """The result of a comparison of two runs.
 
     Attributes:
-        divergence: Their first difference, or None.
-        equal_batches: How many batches were compared and are equal, over all ranks.
-        longer_run: The run that goes on where the other ends, "A", "B" or "".
-        incomplete_resumes: The run, "A" or "B", and what it lacked when it was resumed, before the first difference.
+        divergence: The first difference, or None.
+        equal_batches: How many batches are equal before it, over all ranks.
+        longer_run: The run that has more steps than the other, "A" or "B", or "".
+        incomplete_resumes: The resumes before the first difference that could not restore everything, each with the
+            name of its run, "A" or "B".
     """
 
     divergence: Divergence | None
@@ -108,7 +110,7 @@ class Comparison:
             return "\n".join(
                 [str(self.divergence), *map(_describe_resume, self.incomplete_resumes), f"{equal} before it."]
             )
-        more = f" {self.longer_run} goes on after that." if self.longer_run else ""
+        more = f" Run {self.longer_run} has more steps." if self.longer_run else ""
         return "\n".join(
             [f"No difference: {equal}, bit for bit.{more}", *map(_describe_resume, self.incomplete_resumes)]
         )

@@ -1,4 +1,4 @@
-"""The core of the run_fingerprint room: 64 bits that stand for tensors and their order, made where the tensors are."""
+"""64-bit fingerprints of tensors and of what contains them, computed on the device of the tensors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = (
 
 @torch.no_grad()
 def fingerprint(value: Any) -> Tensor:
-    """Return 64 bits that two values share if they are the same, bit for bit, and else practically never.
+    """Return 64 bits that are equal for values that are equal bit for bit, and practically never for others.
 
-    It sees values, order, names, shapes and dtypes: one flipped bit, two swapped samples, a permuted weight. Zeros of
-    different sign differ, and so do NaNs of different bits. Memory is read once and nothing is read back to the host.
-    What is longer than 32,749 64-bit words is added up in rows of that length first: two words that change places go
-    unseen where an exact multiple of it lies between them.
+    The fingerprint depends on values, order, names, shapes and dtypes: one flipped bit, two swapped samples or a
+    permuted weight changes it. Zeros of different sign differ, and so do NaNs of different bits. Memory is read once,
+    and nothing is copied to the host. Memory longer than 32,749 64-bit words is first added up in rows of that length:
+    a swap of two words goes unseen if their distance is an exact multiple of it.
 
     Args:
         value: A tensor of any shape, dtype, layout and device, or tensors, arrays and plain values in containers,
-            dataclasses and other objects. Of a DTensor it sees this rank's part.
+            dataclasses and other objects. Of a DTensor only this rank's shard counts.
 
     Returns:
-        A scalar of dtype int64, on the first device that is not the CPU, where there is one.
+        A scalar of dtype int64, on the first device that is not the CPU, if there is one, else on the CPU.
 
     Source: the mixing is that of the finalizer of MurmurHash3, on words that are numbered by the golden ratio.
 
@@ -71,13 +71,16 @@ def _hash(tensors: Iterable[Tensor]) -> Tensor:
     if short:
         words.append(_words([torch.cat(flats) for flats in short.values()]))
     rows = words[0] if len(words) == 1 and len(words[0]) <= _ROW_LENGTH else _sum_of_rows(words)
+    # Each word gets the number of its place, and is mixed as by MurmurHash3's finalizer, before the sum: a plain sum
+    # would not depend on the order. All operations wrap around in int64 and are exact, so the order in which a device
+    # adds does not matter.
     numbered = torch.add(rows, torch.arange(len(rows), device=rows.device), alpha=_GOLDEN_RATIO)
     numbered.bitwise_xor_(numbered >> 32).mul_(_MURMUR_FACTOR)
     return numbered.bitwise_xor_(numbered >> 29).sum()
 
 
 def _sum_of_rows(words: Sequence[Tensor]) -> Tensor:
-    """Add up the rows of what lies one after another, without laying it there."""
+    """Return the sum of the rows of the concatenated words, without concatenating them."""
     total = words[0].new_zeros(_ROW_LENGTH)
     start = 0
     for part in words:
@@ -91,7 +94,7 @@ def _sum_of_rows(words: Sequence[Tensor]) -> Tensor:
 
 
 def _words(flats: Sequence[Tensor]) -> Tensor:
-    """Return the 64-bit words of what is laid one after another; no copy is made of one tensor that has whole words."""
+    """Return the 64-bit words of concatenated tensors; a single tensor of whole words is not copied."""
     first, size = flats[0], sum(flat.nbytes for flat in flats)
     if len(flats) == 1 and size % 8 == 0 and first.storage_offset() * first.itemsize % 8 == 0:
         return first.view(torch.int64)
@@ -102,7 +105,7 @@ def _words(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
-    """Return dense tensors with memory of their own that make up one of any kind; none where there is no memory."""
+    """Return the dense tensors that a tensor of any layout consists of; none for a tensor on the meta device."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_meta:

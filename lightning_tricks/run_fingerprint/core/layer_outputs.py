@@ -59,9 +59,13 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _hook(name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+    layer_id = id(
+        layer
+    )  # a copy of the model has a copy of this hook, which must not take the copied layer for its own
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        # a copy of the model takes the hook along; the compiler would break its graph here
-        if module is layer and not torch.compiler.is_compiling():
+        # torch.compile would break its graph at the call
+        if id(module) == layer_id and not torch.compiler.is_compiling():
             on_output(name, output)
 
     return hook

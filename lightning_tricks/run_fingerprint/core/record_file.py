@@ -1,4 +1,4 @@
-"""The file of a fingerprint: lines of JSON, to which blocks of rows are appended."""
+"""The file of a record: lines of JSON, to which blocks of rows are appended."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _LONGEST_HEADER = 10_000  # characters
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return where a rank records: rank zero in the file itself, rank 1 of `run.jsonl` in `run.rank1.jsonl`."""
+    """Return the file of a rank: `run.jsonl` itself for rank zero, `run.rank1.jsonl` for rank 1."""
     path = Path(path)
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 def write_record(path: Path, record: FingerprintRecord) -> None:
-    """Write a record whole, in place of what is there.
+    """Write a whole record, atomically, in place of an existing file.
 
     Raises:
-        OSError: If it cannot be written; what was there stays.
+        OSError: If it cannot be written; the existing file stays as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as staged, staged.open("w", encoding="utf-8") as file:
@@ -53,24 +53,24 @@ def write_record(path: Path, record: FingerprintRecord) -> None:
 
 
 def append_rows(path: Path, columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> None:
-    """Append a block of rows; its columns are written where they are others than those `before`."""
+    """Append a block of rows, and its columns if they differ from those of the block before."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_format_rows(columns, table, before))
 
 
 def append_resume(path: Path, resume: IncompleteResume) -> None:
-    """Append what a resumed run lacks."""
+    """Append what a resume could not restore."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_format_resume(resume))
 
 
 def read_record(path: Path) -> FingerprintRecord:
-    """Read what was recorded of one rank; a last line that was cut off is left out.
+    """Read the record of one rank; an incomplete last line is ignored.
 
     Raises:
-        OSError: If there is no such file.
-        FingerprintRecordError: If it is no fingerprint, is damaged, is of a later version, or asks for far more memory
-            or time than its size explains.
+        OSError: If the file cannot be read.
+        FingerprintRecordError: If the file is no record, is damaged, has a later version, or needs far more memory or
+            time than its size explains.
     """
     try:
         with open_file(path) as stream:
@@ -94,7 +94,7 @@ def read_ranks(path: str | os.PathLike[str]) -> list[FingerprintRecord]:
 
     Raises:
         OSError: If a file is missing.
-        FingerprintRecordError: If one is no fingerprint.
+        FingerprintRecordError: If a file is no record, or is damaged.
     """
     first = read_record(Path(path))
     return [first, *(read_record(rank_path(path, rank)) for rank in range(1, first.header.world_size))]
@@ -112,7 +112,7 @@ def _format_resume(resume: IncompleteResume) -> str:
 def _parse_line(
     line: bytes, columns: tuple[Column, ...], record: FingerprintRecord, budget: Budget
 ) -> tuple[Column, ...]:
-    """Add a line's rows to a record; return the columns of those that follow."""
+    """Add the rows of a line to a record; return the columns of the rows that follow."""
     budget.spend(512)
     content = parse_json(line, budget)
     if "resume" in content:
@@ -127,13 +127,13 @@ def _parse_line(
 
 def _parse_column(kind: Any, name: Any = "", call: Any = 1) -> Column:
     if kind not in _COLUMN_KINDS or not isinstance(name, str) or type(call) is not int:
-        raise ValueError("a column that is none")
+        raise ValueError("a column is malformed")
     return Column(kind, name, call)
 
 
 def _parse_resume(rows: Any, step: Any, epoch: Any, not_restored: Any) -> IncompleteResume:
     if not all(type(number) is int for number in (rows, step, epoch)):
-        raise ValueError("a resume that is none")
+        raise ValueError("a resume is malformed")
     return IncompleteResume(rows, step, epoch, tuple(str(place)[:200] for place in not_restored))
 
 
@@ -149,7 +149,7 @@ def _parse_header(path: Path, line: bytes, budget: Budget) -> RecordHeader:
         raise FingerprintRecordError(f"{path} is no file of RunFingerprint.") from None
     if version > RecordHeader.version:
         raise FingerprintRecordError(
-            f"{path} is of version {version}, this reads {RecordHeader.version}: update lightning_tricks."
+            f"{path} has version {version}, but this lightning_tricks reads version {RecordHeader.version}: update it."
         )
     try:
         header = RecordHeader(**fields)

@@ -1,4 +1,4 @@
-"""What is recorded of a fit: rows that stay on the device until a block of them is fetched and written."""
+"""A writer of rows of fingerprints, which stay on the device until a block of them is copied to the host."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class RowWriter:
     """Collects the fingerprints of one rank and writes them to its file.
 
     Args:
-        path: Of the file; `begin` replaces what is there.
-        header: Of the run.
+        path: The file; `start_file` replaces an existing one.
+        header: How the run is recorded.
 
     Attributes:
-        rows: How many rows are done, written or not.
+        num_rows: How many rows were ended, written or not.
     """
 
     def __init__(self, path: Path, header: RecordHeader) -> None:
         self.path, self.header = path, header
         self.num_rows = 0
-        self._columns: dict[Column, None] = {}  # in the order in which steps make them
+        self._columns: dict[Column, None] = {}  # in the order of a step
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
         self._block: list[Tensor] = []
         self._key: tuple[int, int, int] | None = None
         self._values: dict[Column, Tensor] = {}
-        self._calls: Counter[tuple[str, str]] = Counter()  # of each kind and name in the row
+        self._calls: Counter[tuple[str, str]] = Counter()  # how often each kind and name came in the row
 
     def start_file(self) -> None:
-        """Start the file anew."""
+        """Write a new file without rows."""
         write_record(self.path, FingerprintRecord(self.header))
 
     def resume_file(self, rows: int) -> bool:
-        """Keep the first rows of the file and go on behind them; False if they are not there."""
+        """Keep the first rows of the file and continue after them; return False if the file does not have them."""
         try:
             record = read_record(self.path)
         except (OSError, FingerprintRecordError):
@@ -67,24 +67,24 @@ class RowWriter:
 
     @property
     def has_open_row(self) -> bool:
-        """Whether a row was started."""
+        """Whether a row was started and not ended."""
         return self._key is not None
 
     def start_row(self, step: int, epoch: int, batch: int) -> None:
-        """Start the row of a batch; one that was not ended is dropped."""
+        """Start the row of a batch, and drop a row that was not ended."""
         self._key, self._values, self._calls = (step, epoch, batch), {}, Counter()
 
     def add(self, kind: str, value: Any, name: str = "") -> None:
-        """Add the fingerprint of a value to the row; the second one of a kind and name is another call."""
+        """Add the fingerprint of a value to the row; the second one of a kind and name is recorded as call 2."""
         call = self._calls[kind, name] = self._calls[kind, name] + 1
         self._values[Column(kind, name, call)] = fingerprint(value)
 
     def has(self, kind: str) -> bool:
-        """Whether the row has something of a kind as a whole."""
+        """Whether the row has a fingerprint of a kind, without a name."""
         return Column(kind) in self._values
 
     def end_row(self) -> None:
-        """Keep the row; write the block where it is full or the columns become more."""
+        """Keep the row; write the block if it is full or if the row has new columns."""
         if self._key is None:
             return
         if not self._values.keys() <= self._columns.keys():
@@ -98,7 +98,7 @@ class RowWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Fetch the rows that are not written and append them to the file.
+        """Copy the rows that are not written yet to the host, and append them to the file.
 
         Raises:
             OSError: If that fails; the rows are lost.
@@ -112,7 +112,7 @@ class RowWriter:
         self._written_columns = columns
 
     def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
-        """Write down what a resumed run lacks.
+        """Append what a resume could not restore.
 
         Raises:
             OSError: If that fails.
@@ -128,7 +128,7 @@ class RowWriter:
 
 
 def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
-    """Put the columns of a row that are new where they come in it."""
+    """Insert the new columns of a row into the known ones, each after its predecessor in the row."""
     new: dict[Column | None, list[Column]] = {column: [] for column in (None, *known)}
     before = None
     for column in row:

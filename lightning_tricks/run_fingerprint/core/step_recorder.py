@@ -1,4 +1,4 @@
-"""What is looked at in each step of a fit."""
+"""What is recorded of each step of a fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_tricks.run_fingerprint.core.value_parts import children_of
 
 
 class StepRecorder:
-    """Shows a writer the batch, loss, gradients and weights of a fit's steps, as a whole or by layer.
+    """Records the batch, loss, gradients and weights of a fit's steps, as a whole or by layer.
 
     Args:
-        writer: That writes the fingerprints.
-        model: That is trained.
+        writer: The writer of the fingerprints.
+        model: The model that is trained.
     """
 
     def __init__(self, writer: RowWriter, model: nn.Module) -> None:
@@ -31,19 +31,19 @@ class StepRecorder:
         self.find_layers()
 
     def find_layers(self) -> None:
-        """Find the layers and tensors of the model anew."""
+        """Find the layers and tensors of the model again."""
         self._tensors = ModelTensors(self.model)
         self._outputs = LayerOutputs(self.model) if self._by_layer else None
 
     def record_initial_weights(self, step: int, epoch: int) -> None:
-        """Start the file with the weights as they are before the first batch."""
+        """Start the file with the weights before the first batch."""
         self.writer.start_file()
         self.writer.start_row(step, epoch, -1)
         self._add("weights", self._tensors())
         self.writer.end_row()
 
     def on_batch_start(self, step: int, epoch: int, number: int, batch: Any) -> None:
-        """Look at a batch, and at the layers until it ends."""
+        """Record a batch, and hook the layers until it ends."""
         self.close()  # the hooks of a batch that was skipped
         self._stepped = False
         self.writer.start_row(step, epoch, number)
@@ -52,12 +52,12 @@ class StepRecorder:
             self._hooks.enter_context(self._outputs.hooked(lambda name, output: self._add("forward", {name: output})))
 
     def on_backward_start(self, loss: Any) -> None:
-        """Look at a loss."""
+        """Record a loss."""
         if self.writer.has_open_row:
             self.writer.add("loss", loss)
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Look at the gradients of an optimizer."""
+        """Record the gradients of an optimizer."""
         if self.writer.has_open_row:
             self._stepped = True
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -65,7 +65,7 @@ class StepRecorder:
             self._add("gradient", {name: t.grad for name, t in tensors if id(t) in own and t.grad is not None})
 
     def on_batch_end(self, loss: Any, *, may_have_stepped: bool) -> None:
-        """Look at the weights after a step, and at the loss, if no backward showed it.
+        """Record the weights after a step, and the loss, if `on_backward_start` did not.
 
         Raises:
             OSError: If the rows cannot be written.
@@ -80,7 +80,7 @@ class StepRecorder:
         self.writer.end_row()
 
     def on_exception(self) -> None:
-        """Write what there is, of the step that is not done as well.
+        """Write all rows, also that of the interrupted step.
 
         Raises:
             OSError: If the rows cannot be written.

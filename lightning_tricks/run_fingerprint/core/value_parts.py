@@ -1,4 +1,4 @@
-"""The parts of a value that a fingerprint is made of."""
+"""The tensors that a fingerprint of any value is computed of."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 
 def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors in containers, dataclasses and other objects; what is plain comes as a tensor of bytes.
+    """Yield the names and tensors in containers, dataclasses and other objects; plain values as tensors of bytes.
 
-    Of objects their attributes count, of modules, functions and the like their type alone.
+    Of an object its attributes count; of a module, a function and the like only the type.
     """
     return _parts(value, name, ())
 
 
 def children_of(value: Any) -> dict[str, Any]:
-    """Return what a value directly consists of, by name; itself where it is one thing."""
+    """Return the items of a container or the attributes of an object, by name; {"batch": value} for a single value."""
     inner = None if isinstance(value, Tensor) else _children(value)
     return {"batch": value} if inner is None else {str(name): part for name, part in inner.items()}
 
