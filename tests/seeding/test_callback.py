@@ -318,7 +318,7 @@ def test_seed_and_switches_are_on_record(make_logger):
 
 
 def _notes(log):
-    return [message for _, message in log if "not covered by this seed" in message]
+    return [message for _, message in log if "do not depend on this seed" in message]
 
 
 def test_one_note_when_weights_exist_already(lightning_log):

@@ -59,9 +59,8 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _hook(name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
-    layer_id = id(
-        layer
-    )  # a copy of the model has a copy of this hook, which must not take the copied layer for its own
+    # A copy of the model has a copy of this hook, perhaps with a copy of all that it refers to. It must not record.
+    layer_id = id(layer)
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         # torch.compile would break its graph at the call
