@@ -70,7 +70,7 @@ def derive_seed(seed: int, *keys: int, distinguish_lengths: bool = False) -> int
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def determinism_switches() -> dict[str, bool | str]:
+def determinism_settings() -> dict[str, bool | str]:
     """Return the settings that `set_determinism` changes.
 
     Returns:
@@ -198,7 +198,7 @@ def isolated_seeding() -> Iterator[None]:
         Nothing. Everything is restored on leaving, also after an exception.
     """
     environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    switches = determinism_switches()
+    settings = determinism_settings()
     cuda_was_initialized = torch.cuda.is_initialized()
     try:
         with isolated_rng():
@@ -208,10 +208,10 @@ def isolated_seeding() -> Iterator[None]:
             # the block may have queued a seed for a CUDA context that it, or the program after it, creates
             torch.cuda.manual_seed_all(torch.initial_seed())
         torch.use_deterministic_algorithms(
-            bool(switches["deterministic_algorithms"]), warn_only=bool(switches["deterministic_warn_only"])
+            bool(settings["deterministic_algorithms"]), warn_only=bool(settings["deterministic_warn_only"])
         )
         for name in ("enabled", "deterministic", "benchmark"):
-            setattr(torch.backends.cudnn, name, switches[f"cudnn.{name}"])
+            setattr(torch.backends.cudnn, name, settings[f"cudnn.{name}"])
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,7 +1,7 @@
 """Find the first step, and the layer, at which two runs that should be equal diverge.
 
 When to use it: the same script gives another result the second time, on another machine, after an update, or after a
-resume; or a test shall assert that it does not.
+resume; or a test is to assert that it does not.
 
 What it sees that a sum or a norm does not: the order of elements, and each single bit. A fingerprint reads each
 tensor once, on its device, and nothing is copied to the host before a block of steps is complete.

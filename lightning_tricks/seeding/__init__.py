@@ -4,7 +4,7 @@ When to use it: in every run whose result you want to reproduce. `seed_everythin
 callback `SeedEverything` when the model is built in `configure_model` (or by the mixin).
 
 What it covers: `random`, `numpy.random`, torch on CPU and on all CUDA devices, DataLoader workers, and, on request, the
-switches that make cuDNN, cuBLAS and torch choose deterministic kernels.
+settings that make cuDNN, cuBLAS and torch choose deterministic kernels.
 
 Caveats: the same seed gives the same bits only on the same versions and hardware; atomics on a GPU stay
 nondeterministic unless `deterministic=True`; a resumed run draws random numbers from a seed that is derived from the

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
-from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_switches, seed_global_rngs
+from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_settings, seed_global_rngs
 from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
 
@@ -148,7 +148,7 @@ class SeedEverything(TrickCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the present settings of determinism."""
-        return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_switches()}
+        return {"seed": self.seed, "workers": self.workers, "per_rank": self.per_rank, **determinism_settings()}
 
     def mid_epoch_state(self) -> dict[str, Any]:
         """Return whether the rank has been seeded differently from the others in this epoch."""

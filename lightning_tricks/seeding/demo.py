@@ -20,8 +20,8 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Return the seed and the settings of determinism, as label -> text."""
     (callback,) = callbacks_of_type(trainer, SeedEverything)
-    switches = callback.state_dict()
+    settings = callback.state_dict()
     return {
         "seed": f"{callback.seed} (initial weights, batch order, workers)",
-        "deterministic algorithms": "on" if switches["deterministic_algorithms"] else "off",
+        "deterministic algorithms": "on" if settings["deterministic_algorithms"] else "off",
     }

@@ -145,7 +145,7 @@ class ClipState:
     def _groups_of(
         self, clip_groups: ClipGroups, parameters: Sequence[Tensor], names_of: Callable[[Sequence[Tensor]], list[str]]
     ) -> list[ClipGroup]:
-        """Split the parameters into groups, anew only when other parameters than before have a gradient."""
+        """Split the parameters into groups, again only if other parameters than before have a gradient."""
         ids = [id(parameter) for parameter in parameters]
         if ids != self._parameter_ids:
             names = [] if clip_groups.is_single else names_of(parameters)
