@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.adaptive_thresholds import PercentileThreshold as PercentileThreshold
     from lightning_tricks.gradient_clipping.core.adaptive_thresholds import ZScoreThreshold as ZScoreThreshold
     from lightning_tricks.gradient_clipping.core.clipping import GradientNorms as GradientNorms
-    from lightning_tricks.gradient_clipping.core.clipping import UnitClipResult as UnitClipResult
-    from lightning_tricks.gradient_clipping.core.clipping import adaptive_clip_grad_ as adaptive_clip_grad_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_norm_ as clip_grad_norm_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grad_value_ as clip_grad_value_
     from lightning_tricks.gradient_clipping.core.clipping import clip_grads_with_norm_ as clip_grads_with_norm_
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_ as skip_step_
     from lightning_tricks.gradient_clipping.core.step_skipping import skip_step_on_device_ as skip_step_on_device_
     from lightning_tricks.gradient_clipping.core.step_skipping import skips_on_device as skips_on_device
+    from lightning_tricks.gradient_clipping.core.unit_clipping import UnitClipResult as UnitClipResult
+    from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_ as adaptive_clip_grad_
 
     __all__ = [
         "AGC",
@@ -71,8 +71,6 @@ else:  # or a type checker would take any name for one of the package
             "callback": ("GradientClipping",),
             "core.clipping": (
                 "GradientNorms",
-                "UnitClipResult",
-                "adaptive_clip_grad_",
                 "clip_grad_norm_",
                 "clip_grad_value_",
                 "clip_grads_with_norm_",
@@ -91,6 +89,7 @@ else:  # or a type checker would take any name for one of the package
                 "skip_step_on_device_",
                 "skips_on_device",
             ),
+            "core.unit_clipping": ("UnitClipResult", "adaptive_clip_grad_"),
             "core.adaptive_thresholds": (
                 "PercentileThreshold",
                 "ZScoreThreshold",

@@ -80,7 +80,7 @@ class GradientClipping(TrickCallback):
     "skip" copies one value a step to the host, except with fused optimizers and under a GradScaler; `hold_lr_on_skip`
     and "raise" always do.
 
-    The clipping itself: `lightning_tricks.gradient_clipping.core.clipping`.
+    For other training loops: the functions in `lightning_tricks.gradient_clipping`.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -47,7 +47,7 @@ class RunFingerprint(TrickCallback):
         detail: "step" records four fingerprints a step; "layer" records one for each part of the batch, each layer's
             output, each gradient and each weight.
 
-    The fingerprint itself: `lightning_tricks.run_fingerprint.core.fingerprint.fingerprint`.
+    For other training loops: `lightning_tricks.run_fingerprint.fingerprint`.
 
     Raises:
         TypeError: If an argument is of the wrong type.

@@ -44,7 +44,7 @@ class SeedEverything(TrickCallback):
             samples.) Augmentation in DataLoader workers needs `workers=True`; without workers the first batch of an
             epoch is augmented alike on all ranks.
 
-    The seeding itself: `lightning_tricks.seeding.functional.seed_everything`.
+    For other training loops: `lightning_tricks.seed_everything`.
 
     Raises:
         TypeError: If `seed` is no integer.

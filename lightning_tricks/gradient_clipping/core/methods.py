@@ -20,14 +20,13 @@ from lightning_tricks.gradient_clipping.core.adaptive_thresholds import (
     ZScoreThreshold,
 )
 from lightning_tricks.gradient_clipping.core.clipping import (
-    adaptive_clip_grad_,
-    check_clip_factor,
     check_clip_value,
     check_max_norm,
     clip_grad_value_,
     clip_grads_with_norm_,
     gradient_norms,
 )
+from lightning_tricks.gradient_clipping.core.unit_clipping import adaptive_clip_grad_, check_clip_factor
 
 
 class ClipResult(NamedTuple):
