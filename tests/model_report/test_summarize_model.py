@@ -101,7 +101,7 @@ def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
 def test_a_frozen_model_has_no_graph():
     summary = summarize_model(nn.Linear(8, 4).requires_grad_(False), ROWS)
     assert summary.graph is None
-    assert summary.notes == ("no graph: nothing that the model returned requires a gradient",)
+    assert summary.notes == ("no graph: no output of the model requires a gradient",)
 
 
 def test_a_training_step_and_manual_optimization():

@@ -106,7 +106,7 @@ def _find_graph(model: nn.Module, call: ModelCall, options: Mapping[str, Any], n
     try:
         dot, _ = dry_run(model, call, partial(_autograd_graph, options=options))
     except NoGradientError:
-        notes.append("no graph: nothing that the model returned requires a gradient")
+        notes.append("no graph: no output of the model requires a gradient")
         return None
     return dot
 
