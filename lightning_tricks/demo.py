@@ -1,7 +1,7 @@
 """`lightning-tricks demo`: a small classifier on real digits, trained with every trick of the collection.
 
-A room joins by bringing a module `demo.py` with two functions: `specs(seed, out)`, the fields of `Tricks` it fills,
-where `out` is the report folder, and `rows(trainer, history)`, what to say of it afterwards.
+A room takes part with a module `demo.py` of two functions: `specs(seed, out)` returns the fields of `Tricks` that it
+sets, where `out` is the report folder, and `rows(trainer, history)` returns its rows of the table afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Digits(LightningDataModule):
         self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
-        """Load and split; the split is the same whatever the seed."""
+        """Load and split the digits; the split does not depend on the seed."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -95,14 +95,14 @@ class DigitsClassifier(TricksMixin, LightningModule):
         self.loss = nn.CrossEntropyLoss(reduction="none")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Measure a batch of images (n, 1, 8, 8) and labels (n,), and log its loss."""
+        """Compute and log the loss of a batch of images (n, 1, 8, 8) and labels (n,)."""
         outputs = self.validation_step(batch, batch_idx)
         outputs["loss"] = outputs["loss"].mean()
         self.log("train/loss", outputs["loss"])
         return outputs
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the cross-entropy of each image, the scores and the labels."""
+        """Return the cross-entropy of each image, the logits and the labels."""
         images, labels = batch
         scores = self.net(images)
         return {"loss": self.loss(scores, labels), "preds": scores, "target": labels}
@@ -111,18 +111,18 @@ class DigitsClassifier(TricksMixin, LightningModule):
 
 
 def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Trainer, Tricks]:
-    """Check the arguments, make the report folder and the Trainer.
+    """Check the arguments, and create the report folder and the Trainer.
 
     Args:
-        out: The report folder, made when it is not there.
+        out: The report folder; it is created if it does not exist.
         seed: The seed of the run.
-        **trainer_arguments: For the Trainer: `max_epochs`, `accelerator`, `devices`, `precision`.
+        **trainer_arguments: Arguments of the Trainer: `max_epochs`, `accelerator`, `devices`, `precision`.
 
     Returns:
-        What `run` takes beside `out`.
+        The Trainer and the tricks, for `run`.
 
     Raises:
-        OSError: If `out` cannot be a folder.
+        OSError: If the folder `out` cannot be created.
         MisconfigurationException, TypeError, ValueError: If the Trainer or a trick refuses an argument.
     """
     _quieten_lightning()
@@ -138,18 +138,18 @@ def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Traine
 
 
 def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
-    """Train, test, print the table of what each trick did, and write the report.
+    """Train, test, print a table of what each trick did, and write the report.
 
     Writes `report.json`, `report.html`, and the logs and checkpoint of the run under `logs/`. A run that was stopped
-    goes on when it is called again.
+    is resumed when this is called again.
     """
     unfinished = out / "resume"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # the loaders need no workers
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        warnings.filterwarnings("ignore", message="The dirpath has changed")  # a run that goes on logs to a new folder
+        warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run logs to a new folder
         model, data = DigitsClassifier(tricks), Digits()
-        folder = Path(str(trainer.log_dir))  # asked by all ranks: it is a broadcast
+        folder = Path(str(trainer.log_dir))  # all ranks must ask: it is a broadcast
         if trainer.is_global_zero:
             unfinished.mkdir(exist_ok=True)
             with (unfinished / "logs.txt").open("a") as names:
@@ -162,7 +162,7 @@ def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
             folders = (unfinished / "logs.txt").read_text().splitlines()
             report = _report(trainer, _read_history(folders), {k: v.item() for k, v in values.items()})
             _print_and_write(report, out, folder)
-            shutil.rmtree(unfinished)  # the next run begins afresh
+            shutil.rmtree(unfinished)  # the next run starts anew
 
 
 def _report(
@@ -195,14 +195,14 @@ def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path, folder:
 
 
 def _parts() -> dict[str, ModuleType]:
-    """Return the demo modules of the rooms that have one, by room."""
+    """Return the modules `demo.py` of the rooms that have one, by room."""
     rooms = [module.name for module in iter_modules(lightning_tricks.__path__) if module.ispkg]
     names = {room: f"lightning_tricks.{room}.demo" for room in rooms}
     return {room: import_module(name) for room, name in names.items() if find_spec(name)}
 
 
 def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:
-    """Return what was logged, step by step; a run that was stopped has several folders, and the last one counts."""
+    """Return the logged values of each step; a resumed run has several folders, of which the last one counts."""
     steps: dict[float, dict[str, float]] = {}
     for folder in folders:
         path, fresh = Path(folder) / "metrics.csv", set()
@@ -218,6 +218,6 @@ def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:
 
 
 def _quieten_lightning() -> None:
-    """Leave the screen to the progress bar and the table: no tips for other products, no device list."""
+    """Show only the progress bar and the table: no tips for other products, no list of devices."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
