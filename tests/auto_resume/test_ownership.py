@@ -130,14 +130,16 @@ def test_killed_between_a_checkpoint_and_its_manifest(tmp_path, monkeypatch, whe
     (tmp_path / "000009-epoch=3-step=4.ckpt").write_bytes((tmp_path / kept.file).read_bytes())
     killed = {
         "before the file": ("lightning_tricks._shared.files.os.fsync", lambda: folder.save({"step": 2}, **KNOWN)),
-        "before the manifest": (f"{CheckpointFolder.__module__}.CheckpointFolder.amend", None),
-        "in removing": (f"{CheckpointFolder.__module__}.CheckpointFolder._remove", lambda: folder.prune(0)),
+        "before the manifest": (f"{CheckpointFolder.__module__}.CheckpointFolder.rewrite_manifest", None),
+        "in removing": (f"{CheckpointFolder.__module__}.CheckpointFolder._remove_recorded", lambda: folder.prune(0)),
     }[where]
     pid = os.fork()
     if pid == 0:
-        monkeypatch.setattr(killed[0], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        (killed[1] or (lambda: folder.save({"step": 2}, **KNOWN)))()
-        os._exit(0)
+        try:
+            monkeypatch.setattr(killed[0], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            (killed[1] or (lambda: folder.save({"step": 2}, **KNOWN)))()
+        finally:
+            os._exit(0)  # or this process would run the other tests as well
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     folder.clean_up()
     wanted = {"before the file": 1, "before the manifest": 2, "in removing": 0}[where]
