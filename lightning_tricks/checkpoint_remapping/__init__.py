@@ -1,17 +1,17 @@
-"""Load the weights of any file into any model that has a place for them; never silently wrong, never running its code.
+"""Load the weights of any file into a model, whatever their names and format, without running code of the file.
 
-When to use it: weights from somewhere else. A `module.` or `_orig_mod.` in the names, another project's names, a
-safetensors file, a pickled module, a new head, a file from the internet.
+When to use it: the weights come from elsewhere. Their names have a `module.` or `_orig_mod.` or are another project's,
+the file is a .safetensors or a pickled module or comes from the internet, or the model has a new head.
 
-What it does that `torch.load` and `load_state_dict(strict=False)` do not: it reads pickles as data, with an
-interpreter that imports and calls nothing, whatever the environment says; it finds the mapping between the names of
-torchvision, timm and Hugging Face by itself, or refuses where two would do; and it raises where nothing, or not
-everything, was loaded. Tensors are mapped from the file: a model and its weights take the memory of the model alone.
+Unlike `torch.load` and `load_state_dict(strict=False)`, it reads pickles as data, with an interpreter that imports and
+calls nothing, whatever environment variables say; it finds the mapping between the names of torchvision, timm and
+Hugging Face, or raises an error where the mapping is ambiguous; and it raises an error where nothing, or not
+everything, was loaded. Tensors are mapped from the file: loading needs no memory beyond that of the model.
 
-Caveats: layers that are matched by structure are those of one architecture; what the forward pass does between them,
-such as another epsilon, is not in the weights (`max_output_difference` compares outputs). Tensors of `assign=True`, and
-those of a model on the meta device, stay mapped from the file: write a new file beside it, never into it. A resumed
-fit restores plain values alone.
+Caveats: matching by structure assumes that file and model have the same architecture; what the forward pass computes
+between the layers, such as another epsilon, is not in the weights (`max_output_difference` compares outputs). Tensors
+of `assign=True`, and those of a model on the meta device, stay mapped from the file: never write into that file.
+A resumed fit restores only plain values.
 
 Sources: the formats of torch.save and safetensors; PEP 307 and Python's `pickletools`.
 """
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint as read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights as save_weights
     from lightning_tricks.checkpoint_remapping.core.head_replacement import replace_head as replace_head
-    from lightning_tricks.checkpoint_remapping.core.loading import LoadReport as LoadReport
+    from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport as LoadReport
     from lightning_tricks.checkpoint_remapping.core.loading import load_weights as load_weights
-    from lightning_tricks.checkpoint_remapping.core.loading import max_output_difference as max_output_difference
     from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment as Alignment
-    from lightning_tricks.checkpoint_remapping.core.matching.alignment import align as align
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align as align
+    from lightning_tricks.checkpoint_remapping.core.output_comparison import (
+        max_output_difference as max_output_difference,
+    )
+    from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys as remap_keys
+    from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules as read_rules
     from lightning_tricks.checkpoint_remapping.core.rules import RemapRule as RemapRule
-    from lightning_tricks.checkpoint_remapping.core.rules import read_rules as read_rules
-    from lightning_tricks.checkpoint_remapping.core.rules import remap_keys as remap_keys
 
     __all__ = [
         "Alignment",
@@ -68,7 +70,8 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "core.matching.alignment": ("Alignment", "align"),
+            "core.matching.alignment": ("Alignment",),
+            "core.matching.alignment_search": ("align",),
             "callback": ("CheckpointRemapping",),
             "core.errors": (
                 "AmbiguousAlignmentError",
@@ -78,10 +81,14 @@ else:  # or a type checker would take any name for one of the package
                 "NothingLoadedError",
                 "UnsafeCheckpointError",
             ),
-            "core.loading": ("LoadReport", "load_weights", "max_output_difference"),
+            "core.load_plan": ("LoadReport",),
+            "core.loading": ("load_weights",),
+            "core.output_comparison": ("max_output_difference",),
             "core.head_replacement": ("replace_head",),
             "core.files.reading": ("Checkpoint", "read_checkpoint"),
-            "core.rules": ("RemapRule", "read_rules", "remap_keys"),
+            "core.remapping": ("remap_keys",),
+            "core.rule_file": ("read_rules",),
+            "core.rules": ("RemapRule",),
             "core.files.saving": ("save_weights",),
             "core.files.pickle_values": ("Placeholder",),
         },

@@ -1,62 +1,66 @@
-"""The Lightning shell of the checkpoint remapping room."""
+"""The callback `CheckpointRemapping`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_io import replace_checkpoint_io
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
-from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
 
 
 class CheckpointRemapping(TrickCallback):
-    """Let the Trainer take weights of any file and any names, and nothing that runs code.
+    """Load weights of any file and with any names into the Trainer's module, without running code of the file.
 
-    With `path`, its weights are loaded before training starts: rank zero reads, the others receive, sharded parameters
-    get their shards. A fit that resumes (`ckpt_path=`) or goes on is left alone, and so is a module of `TricksMixin`
-    that comes from `load_from_checkpoint`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept
-    foreign, prefixed and safetensors files, read as `read_checkpoint` reads them. Foreign weights given to
-    `fit(ckpt_path=)` start at step 0 with fresh optimizers, which is said.
+    With `path`, the weights are loaded before training starts: rank zero reads the file and sends the weights to the
+    other ranks; sharded parameters receive their shards. Nothing is loaded if the fit resumes from a checkpoint
+    (`ckpt_path=`), if the Trainer has trained before, or if the module comes from `load_from_checkpoint` of
+    `TricksMixin`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept weights of other
+    projects, names with prefixes and safetensors files, read as `read_checkpoint` reads them. A fit from a file that
+    is not a checkpoint of the Trainer starts at step 0 with new optimizers, and a log line says so.
 
     Args:
         path: A file or an address, as in `read_checkpoint`.
-        rules: As in `load_weights`: `"auto"`, a list of rules, the path of their file, or None for names as they are.
+        rules: As in `load_weights`: `"auto"`, a list of rules, the path of a file of rules, or None for names as is.
         submodule: The part of the module that takes the weights of `path`, such as `"backbone"`.
         allow_missing: As in `load_weights`: patterns of names of the module that may be missing.
         allow_unexpected: Patterns of names of the file that may be left over.
         allow_mismatched: Patterns of names of the module that keep their values where shapes differ.
         interpolate: Patterns of position embeddings that are resized.
-        clean_on_save: Whether what `torch.compile`, DDP and thop put into names stays out of the checkpoints that the
-            Trainer writes; after a fit, `trainer.save_checkpoint(path, weights_only=True)` is out of reach (call
-            `save_weights`), and so are the strategies that write files of their own. Loading such a checkpoint into a
-            compiled submodule again needs this callback, which finds the names.
+        clean_on_save: Whether the parts of names that `torch.compile`, DDP and thop add are removed from the
+            checkpoints that the Trainer writes. This does not apply to `trainer.save_checkpoint(path,
+            weights_only=True)` after a fit (call `save_weights` instead), nor to strategies that write files of their
+            own. Loading such a checkpoint into a compiled submodule needs this callback, which finds the names.
 
-    The functions themselves: `lightning_tricks.checkpoint_remapping.core.loading`. A callback cannot reach
-    `load_from_checkpoint`: `TricksMixin` does, and everybody else calls `load_weights`.
+    Without a Trainer, call `load_weights`. A callback cannot change `load_from_checkpoint`: use `TricksMixin`, or call
+    `load_weights` on the module.
 
     Attributes:
-        report: The `LoadReport` of the last file that was loaded here, None before; on other ranks than zero the one of
-            `path` is None.
+        report: The `LoadReport` of the last file that was loaded, None before; for `path` it is None on all ranks but
+            zero.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        MisconfigurationException: In a fit with `path` under FSDP1 or DeepSpeed, or with no such submodule.
-        CheckpointError: Where `load_weights` and `read_checkpoint` raise it; the module is then as it was.
+        MisconfigurationException: In a fit with `path` under FSDP1 or DeepSpeed, or if the module has no such
+            submodule.
+        CheckpointError: As in `load_weights` and `read_checkpoint`; the module is then not modified.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -89,12 +93,13 @@ class CheckpointRemapping(TrickCallback):
         self.interpolate = interpolate
         self.clean_on_save = clean_on_save
         self.report: LoadReport | None = None
-        self._undo: Callable[[], None] | None = None
+        self._installed: ExitStack | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand before what reads and writes the Trainer's checkpoints."""
+        """Wrap what reads and writes the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
-        self._restore()
+        self._close()
+        stack = self._installed = ExitStack()
         strategy = trainer.strategy
         if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
             if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
@@ -102,24 +107,21 @@ class CheckpointRemapping(TrickCallback):
                     f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
                     "load_weights(model, path) before the fit, or use ModelParallelStrategy."
                 )
-            load = strategy.load_checkpoint
-            strategy.load_checkpoint = _refuse_foreign_files(load, type(strategy).__name__)  # type: ignore[method-assign]
-            self._undo = lambda: vars(strategy).pop("load_checkpoint", None)
+            load_checkpoint = _refuse_foreign_files(strategy.load_checkpoint, type(strategy).__name__)
+            stack.enter_context(overriding(strategy, load_checkpoint=load_checkpoint))
         else:
-            remapping = strategy.checkpoint_io = _RemappingIO(strategy.checkpoint_io, self, trainer)
-            # what it wraps may have been replaced meanwhile
-            self._undo = lambda: replace_checkpoint_io(strategy, remapping, remapping.inner)
+            stack.enter_context(_wrapping_checkpoint_io(strategy, self, trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the weights of `path`, unless the fit resumes or goes on."""
+        """Load the weights of `path`, unless the fit resumes or the Trainer has trained before."""
         if self.path is None or trainer.global_step > 0:
             return
         if trainer.ckpt_path is not None:
-            rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded, the fit resumes from {trainer.ckpt_path}.")
+            rank_zero_info(f"CheckpointRemapping: {self.path} is not loaded: the fit resumes from {trainer.ckpt_path}.")
             return
         if self.added_by_mixin and getattr(pl_module, "load_report", None) is not None:
             rank_zero_info(
-                f"CheckpointRemapping: {self.path} is not loaded, the module comes from load_from_checkpoint."
+                f"CheckpointRemapping: {self.path} is not loaded: the module comes from load_from_checkpoint."
             )
             return
         try:
@@ -133,37 +135,37 @@ class CheckpointRemapping(TrickCallback):
             rank_zero_info(f"CheckpointRemapping: loaded {self.path}. {self.report}")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Clean the names of a checkpoint that is about to be written, also after a fit."""
+        """Remove wrappers' parts from the names in a checkpoint before it is written, also after a fit."""
         if self.clean_on_save and not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
             checkpoint["state_dict"] = _clean(checkpoint["state_dict"])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was."""
-        self._restore()
+        """Remove what `setup` installed."""
+        self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the Trainer as it was."""
-        self._restore()
+        """Remove what `setup` installed."""
+        self._close()
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments for `load_weights` that this callback was given."""
         names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate")
         return {name: getattr(self, name) for name in names}
 
-    def _restore(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+    def _close(self) -> None:
+        installed, self._installed = self._installed, None
+        if installed is not None:
+            installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_undo": None}
+        return {**super().__getstate__(), "_installed": None}
 
 
-_WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these do not ask a CheckpointIO
+_WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own
 
 
 class _RemappingIO(CheckpointIO):
-    """What reads and writes the Trainer's checkpoints, with a callback in between."""
+    """Remap the names of the checkpoints that another CheckpointIO reads and writes."""
 
     def __init__(self, inner: CheckpointIO, callback: CheckpointRemapping, trainer: Trainer) -> None:
         self.inner = inner
@@ -173,8 +175,8 @@ class _RemappingIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        where = (lambda storage, _: storage) if map_location is None else map_location
-        checkpoint = read_checkpoint(path, map_location=where)
+        location = (lambda storage, _: storage) if map_location is None else map_location
+        checkpoint = read_checkpoint(path, map_location=location)
         fit = self.trainer.state.fn == TrainerFn.FITTING
         loaded, self.callback.report = as_lightning_checkpoint(
             self.trainer.lightning_module, checkpoint, fit=fit, **self.callback.load_options()
@@ -183,7 +185,7 @@ class _RemappingIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if self.callback.clean_on_save:
-            checkpoint = {**checkpoint, "state_dict": _clean(checkpoint["state_dict"])}  # of weights alone, too
+            checkpoint = {**checkpoint, "state_dict": _clean(checkpoint["state_dict"])}  # also with weights_only=True
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -196,6 +198,16 @@ class _RemappingIO(CheckpointIO):
         return getattr(self.inner, name)
 
 
+@contextmanager
+def _wrapping_checkpoint_io(strategy: Strategy, callback: CheckpointRemapping, trainer: Trainer) -> Iterator[None]:
+    remapping = strategy.checkpoint_io = _RemappingIO(strategy.checkpoint_io, callback, trainer)
+    try:
+        yield
+    finally:
+        # Others may have wrapped it since, or replaced what it wraps
+        replace_checkpoint_io(strategy, remapping, remapping.inner)
+
+
 def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {new: state_dict[old] for old, new in strip_wrappers(state_dict).items() if new is not None}
 
@@ -204,8 +216,8 @@ def _refuse_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[.
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         if os.path.isfile(checkpoint_path) and read_checkpoint(checkpoint_path).kind != "lightning":  # noqa: PTH113
             raise CheckpointError(
-                f"{checkpoint_path} is no checkpoint of the Trainer, and {strategy} reads no other with ckpt_path=. "
-                "Give it to CheckpointRemapping(path=...) instead."
+                f"{checkpoint_path} is not a checkpoint of the Trainer, and {strategy} cannot load another file with "
+                "ckpt_path=. Pass it as CheckpointRemapping(path=...) instead."
             )
         return load(checkpoint_path, *args, **kwargs)
 
@@ -213,7 +225,7 @@ def _refuse_foreign_files(load: Callable[..., Any], strategy: str) -> Callable[.
 
 
 def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable[[], Any]) -> LoadReport | None:
-    """Let rank zero read, and hand each tensor to all; an error of rank zero is raised on all."""
+    """Read on rank zero, and send each tensor to all ranks; an error of rank zero is raised on all ranks."""
     strategy = trainer.strategy
     planned, error = None, None
     if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""`lightning-tricks ckpt`: look into checkpoints, compare them, and give them other names."""
+"""`lightning-tricks ckpt`: show, compare, align and rename checkpoints."""
 
 from __future__ import annotations
 
@@ -17,29 +17,42 @@ def add_to(commands: Any) -> None:
     """Add the subcommands to the command line's."""
     parser: argparse.ArgumentParser = commands.add_parser("ckpt", help="show, compare, align and remap checkpoints")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
-    show = _tool(tools, "show", _show, "what is in a file: kind, tensors, sizes, metadata; nothing of it is run")
+    show = _tool(
+        tools, "show", _show, "show what is in a file: kind, tensors, sizes, metadata; no code of the file is run"
+    )
     show.add_argument("file")
-    show.add_argument("--depth", type=int, metavar="N", help="how deep the modules shown may lie (default: all)")
-    diff = _tool(tools, "diff", _diff, "how the tensors of two files differ; the exit status is 1 where they do")
+    show.add_argument(
+        "--depth", type=int, metavar="N", help="maximum depth of the modules that are shown (default: all)"
+    )
+    diff = _tool(tools, "diff", _diff, "show how the tensors of two files differ; the exit status is 1 if they do")
     diff.add_argument("a")
     diff.add_argument("b")
     align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
     align.add_argument("file")
     align.add_argument(
-        "model", metavar="MODULE:NAME", help="a model, or what makes one: torchvision.models:resnet50; on no device"
+        "model",
+        metavar="MODULE:NAME",
+        help="a model, or a function that returns one: torchvision.models:resnet50 (built on the meta device)",
     )
-    align.add_argument("--arguments", default="{}", metavar="JSON", help='for what makes it: {"num_classes": 10}')
-    align.add_argument("-o", "--out", metavar="RULES", help="write the rules there, as YAML")
-    remap = _tool(tools, "remap", _remap, "write a file with other names; what is there is replaced when it is whole")
+    align.add_argument(
+        "--arguments", default="{}", metavar="JSON", help='arguments of the function, such as {"num_classes": 10}'
+    )
+    align.add_argument("-o", "--out", metavar="RULES", help="write the rules to this file, as YAML")
+    remap = _tool(
+        tools,
+        "remap",
+        _remap,
+        "write a copy of a file with other names; an existing output file is replaced atomically",
+    )
     remap.add_argument("file")
-    remap.add_argument("-r", "--rules", required=True, help="a file of rules, such as align writes")
-    remap.add_argument("-o", "--out", required=True, help="with .safetensors, or .pt for torch.save")
+    remap.add_argument("-r", "--rules", required=True, help="a YAML file of rules, such as `align` writes")
+    remap.add_argument("-o", "--out", required=True, help="the output file: .safetensors, or .pt for torch.save")
 
 
 def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = tools.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
     if name != "diff":
-        parser.add_argument("--key", help="the entry of the file that holds the weights (default: it is found)")
+        parser.add_argument("--key", help="the entry of the file that holds the weights (default: it is searched for)")
     parser.set_defaults(run=partial(_run, parser, run))
     return parser
 
@@ -47,7 +60,7 @@ def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParse
 def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
     try:
         return int(run(arguments))
-    except Exception as error:  # the model's own errors, too: whoever asks for a look wants no traceback
+    except Exception as error:  # errors of the model as well: a command prints no traceback
         parser.error(f"{type(error).__name__}: {error}")
 
 
@@ -154,7 +167,7 @@ def _align(arguments: argparse.Namespace) -> int:
 
     from lightning_tricks._shared.model_argument import import_model
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-    from lightning_tricks.checkpoint_remapping.core.matching.alignment import align
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
@@ -173,14 +186,15 @@ def _remap(arguments: argparse.Namespace) -> int:
 
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
-    from lightning_tricks.checkpoint_remapping.core.rules import read_rules, remap_keys
+    from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
+    from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules
 
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))
     save_weights(remapped, arguments.out, clean=False)
     console = Console()
     for rule in remapped.unmatched:
-        console.print(f"matched nothing: {rule}", markup=False)
+        console.print(f"this rule matched nothing: {rule}", markup=False)
     console.print(
         f"{arguments.out}: {len(remapped)} tensors, {len(remapped.renamed)} renamed, {len(remapped.dropped)} dropped",
         highlight=False,

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import align
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

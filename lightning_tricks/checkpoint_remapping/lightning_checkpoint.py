@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.core.loading import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
 
 # What holds values that the Trainer does not restore; placeholders may stand there
 ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")

@@ -254,7 +254,7 @@ def test_a_path_is_loaded_once_and_a_resume_is_left_alone(lightning_log):
     resumed = trainer(CheckpointRemapping(path), max_epochs=2)
     resumed.fit(trained, loader(), loader(), ckpt_path="own.ckpt")
     assert resumed.global_step == 20
-    assert any("is not loaded, the fit resumes from own.ckpt" in line for _, line in lightning_log)
+    assert any("is not loaded: the fit resumes from own.ckpt" in line for _, line in lightning_log)
     assert any(f"loaded {path}. 6/6 tensors" in line for _, line in lightning_log)
 
 
@@ -292,7 +292,9 @@ def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
     def run(rank):
         strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
         fitter = trainer(CheckpointRemapping(), strategy=strategy, devices=2)
-        with pytest.raises(CheckpointError, match=r"raw.pt is no checkpoint of the Trainer, and ModelParallelStrategy"):
+        with pytest.raises(
+            CheckpointError, match=r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
+        ):
             fitter.fit(Evaluated(built_late=True), loader(), loader(), ckpt_path="raw.pt")
         assert "load_checkpoint" not in vars(strategy)
 

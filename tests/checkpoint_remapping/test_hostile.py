@@ -20,7 +20,7 @@ from lightning_tricks.checkpoint_remapping import (
     NotACheckpointError,
     read_rules,
 )
-from lightning_tricks.checkpoint_remapping.core import rules
+from lightning_tricks.checkpoint_remapping.core import remapping
 from lightning_tricks.checkpoint_remapping.core.files import download as downloading
 from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
@@ -154,7 +154,7 @@ def test_what_may_not_be_read():
 
 def test_rules_of_a_file_are_trusted_less_than_those_in_code():
     Path("rules.yaml").write_bytes(RULES["repeats of a group"]()["f"])
-    with pytest.raises(CheckpointError, match=r"rules.yaml is no file of rules: '\(a\+\)\+\$' repeats a group"):
+    with pytest.raises(CheckpointError, match=r"rules.yaml is not a file of rules: '\(a\+\)\+\$' repeats a group"):
         load_weights(torch.nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules="rules.yaml")
     assert list(remap_keys({"aa": torch.ones(1)}, [("re:(a+)+$", "b")])) == ["b"]
     Path("rules.yaml").write_text(
@@ -170,7 +170,7 @@ def test_rules_cannot_make_names_without_end():
 
 
 def test_rules_may_not_take_long(monkeypatch):
-    monkeypatch.setattr(rules, "_MAX_SECONDS", -1.0)
+    monkeypatch.setattr(remapping, "_MAX_SECONDS", -1.0)
     with pytest.raises(CheckpointError, match=r"write re:a -> b and others with fewer repeats"):
         remap_keys({"a": torch.ones(1)}, [("re:a", "b")])
 

@@ -99,7 +99,7 @@ def test_each_problem_names_the_argument_that_allows_it():
     with pytest.raises(CheckpointError) as error:
         load_weights(target, file)
     words = str(error.value)
-    assert "does not fit Sequential, which was left as it is" in words
+    assert "does not fit Sequential, which was not modified" in words
     assert "3.weight (5x16 in the model, 7x16 in the file), 3.bias" in words
     for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.*']", "allow_unexpected=['extra.*']"):
         assert f"{remedy} allows that" in words
@@ -111,7 +111,7 @@ def test_each_problem_names_the_argument_that_allows_it():
     assert torch.equal(target[0].weight, file["0.weight"])
     with pytest.raises(ValueError, match="a pattern must not be empty"):
         load_weights(target, file, allow_missing="")
-    with pytest.raises(TypeError, match="allow_missing must be a pattern or a list of them, got 1"):
+    with pytest.raises(TypeError, match="allow_missing must be a pattern or a list of patterns, got 1"):
         load_weights(target, file, allow_missing=1)
 
 
@@ -196,7 +196,7 @@ def test_positions_are_interpolated(tokens):
     assert report.loaded == report.total
     oracle = timm.layers.resample_abs_pos_embed(source.pos_embed, [10, 10], num_prefix_tokens=tokens)
     torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
-    with pytest.raises(CheckpointError, match="cannot be interpolated: it is no grid of positions"):
+    with pytest.raises(CheckpointError, match="cannot be interpolated: it is not a square grid of positions"):
         load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
 
 
@@ -363,5 +363,5 @@ def test_max_output_difference_leaves_modes_and_random_numbers_alone():
     assert [part.training for part in net] == [True, True, False]
     assert unchanged(net, before)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match="the outputs have other shapes"):
+    with pytest.raises(ValueError, match="the outputs must be tensors of equal shapes, got"):
         max_output_difference(nn.Linear(4, 2), nn.Linear(4, 3), torch.ones(1, 4))

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, as exceptions."""
+"""Exceptions for checkpoints that cannot be used."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ class CheckpointError(ValueError):
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A file that asks for code to be run. None was."""
+    """A file that asks for code to be run. No code was run."""
 
 
 class NotACheckpointError(CheckpointError):
-    """A file that holds no weights, or not all of it: a web page, a cut-off download, an optimizer's state."""
+    """A file without weights, or an incomplete one: a web page, a truncated download, the state of an optimizer."""
 
 
 class MissingCheckpointError(NotACheckpointError, FileNotFoundError):
-    """A path where nothing is."""
+    """A checkpoint that does not exist, or that cannot be downloaded."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class AmbiguousAlignmentError(CheckpointError):
-    """Two assignments of tensors to names are equally good, and one of them is wrong."""
+    """Several assignments of a file's tensors to a model's names are equally good."""
 
 
 class NothingLoadedError(CheckpointError):
-    """Not one tensor of a checkpoint has a place in the model."""
+    """No tensor of a checkpoint fits the model."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks.checkpoint_remapping.core.matching.alignment import listed
-from lightning_tricks.checkpoint_remapping.core.rules import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
+from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 
 def save_weights(
@@ -43,7 +43,7 @@ def save_weights(
     path = Path(path)
     on_meta = [name for name, tensor in tensors.items() if is_on_meta(tensor)]
     if on_meta:
-        raise ValueError(f"{listed(on_meta)} are on the meta device and have no values to save.")
+        raise ValueError(f"{list_names(on_meta)} are on the meta device and have no values to save.")
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 

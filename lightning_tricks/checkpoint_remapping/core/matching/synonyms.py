@@ -35,7 +35,7 @@ _ROLES = {
     "mask": r"mask",
     "position": r"pos",
 }
-_SAME = {
+_SAME_WORDS = {
     "bn": "norm",
     "ln": "norm",
     "layernorm": "norm",
@@ -45,31 +45,31 @@ _SAME = {
 }
 
 # Layers whose weights have an order of their own: equal shapes say nothing about them
-_ORDERS = {
+_ELEMENT_ORDERS = {
     "heads interleaved": r"(^|\.)query_key_value$",
     "rotary halves interleaved": r"(^|\.)w[qk]$",
 }
 # Buffers that a model computes for itself; some versions of a model store them and some don't
-_COMPUTED = re.compile(
+_COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|relative_coords_table|inv_freq|"
     r"masked_bias|attn\.bias|attention\.bias)$"
 )
 
 
 @lru_cache(maxsize=65536)
-def words(path: str) -> frozenset[str]:
+def words_of(path: str) -> frozenset[str]:
     """Return what a qualified name says: the roles that it stands for, and its words."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
-    parts = [_SAME.get(part, part) for part in re.split(r"[._\-]", spaced.lower()) if part]
+    parts = [_SAME_WORDS.get(part, part) for part in re.split(r"[._\-]", spaced.lower()) if part]
     text = ".".join(re.split(r"[._\-]", path.lower()))
     return frozenset({role for role, pattern in _ROLES.items() if re.search(pattern, text)} | set(parts))
 
 
-def order_of_elements(path: str) -> str:
+def element_order(path: str) -> str:
     """Return the name of the special order of a layer's weights; empty for the usual one."""
-    return next((order for order, pattern in _ORDERS.items() if re.search(pattern, path)), "")
+    return next((order for order, pattern in _ELEMENT_ORDERS.items() if re.search(pattern, path)), "")
 
 
 def is_computed(name: str) -> bool:
     """Whether a tensor is one that the model computes for itself."""
-    return _COMPUTED.search(name) is not None
+    return _COMPUTED_BUFFERS.search(name) is not None

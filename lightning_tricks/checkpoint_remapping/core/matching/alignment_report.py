@@ -1,0 +1,122 @@
+"""What an alignment found, in words: a table, a line of counts, a diagnosis, and what is ambiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.units import format_si
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching
+from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
+from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment
+
+
+def alignment_table(alignment: Alignment, limit: int | None) -> Table:
+    """Return a rich table of all tensors and the reasons of at most `limit` matches."""
+    from rich.table import Table
+
+    table = Table(
+        title=summary_line(alignment), caption=alignment.diagnosis, title_justify="left", caption_justify="left"
+    )
+    for column in ("in the file", "in the model", "why"):
+        table.add_column(column, overflow="fold")
+    for match in alignment.matches[:limit]:
+        shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
+        table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape)
+    for mismatch in alignment.mismatched:
+        shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
+        table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
+    for name in alignment.missing:
+        table.add_row("", name, "MISSING" + ", the model computes it itself" * is_computed(name))
+    for name in alignment.unexpected:
+        table.add_row(name, "", "UNEXPECTED")
+    return table
+
+
+def summary_line(alignment: Alignment) -> str:
+    """Return the counts of an alignment in one line."""
+    parameters = f"{format_si(alignment.loaded_parameters)}/{format_si(alignment.total_parameters)} parameters"
+    return (
+        f"{alignment.loaded}/{alignment.total} tensors, {parameters}; "
+        f"{len(alignment.renamed)} renamed, {len(alignment.reshaped)} reshaped, {len(alignment.missing)} missing, "
+        f"{len(alignment.unexpected)} unexpected, {len(alignment.mismatched)} mismatched"
+    )
+
+
+def describe_ambiguity(alignment: Alignment) -> str:
+    """Return the sentence about tensors that could be matched in several ways, with the remedy."""
+    sources, targets = alignment.ambiguous[0]
+    more = f" (and {len(alignment.ambiguous) - 1} more such cases)" if len(alignment.ambiguous) > 1 else ""
+    return (
+        f"nothing tells which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
+        f"model{more}. Specify it: rules=[({sources[0]!r}, {targets[0]!r}), ...], or submodule=... if only a part of "
+        "the model is meant."
+    )
+
+
+def diagnose(
+    found: Matching,
+    source_shapes: Mapping[str, Shape],
+    target_shapes: Mapping[str, Shape],
+    clean_names: Mapping[str, str | None],
+    prefixes: Prefixes | None,
+    missing: Iterable[str],
+) -> str:
+    """Return what was found about the names of a file, in words.
+
+    Args:
+        found: All matches.
+        source_shapes: Shapes of the file's tensors, by names without wrappers' parts.
+        target_shapes: The same of the model.
+        clean_names: The names in the file, with those without wrappers' parts.
+        prefixes: The prefixes in which names differ; None where they differ in more than that.
+        missing: Names of the model without a match.
+    """
+    said = [*_wrappers_found(clean_names)]
+    source, target = prefixes or ("", "")
+    if found.matches and source:
+        carry = [name for name in source_shapes if name.startswith(f"{source}.")]
+        said.append(
+            f"{_count_keys(carry, source_shapes)} carry `{source}.`: saved from a model that holds this one as "
+            f"`{source}`"
+        )
+    if found.matches and target:
+        said.append(f"the model holds what was saved as `{target}`")
+    if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
+        said.append(
+            "the names are another project's: layers were matched by their order, their sizes and the words in their "
+            "names"
+        )
+    if not found.matches and not found.ambiguous:
+        said.append(
+            f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
+            f"{list_names(target_shapes)}"
+        )
+    computed = [name for name in missing if is_computed(name)]
+    if computed:
+        said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
+    return "; ".join(said or ["all names are the model's own"]) + "."
+
+
+def _wrappers_found(clean_names: Mapping[str, str | None]) -> Iterable[str]:
+    for part, origin in WRAPPERS.items():
+        carry = [name for name, new in clean_names.items() if new != name and part in name.split(".")]
+        if carry:
+            yield f"{_count_keys(carry, clean_names)} carry `{part}.`: {origin}"
+    dropped = [name for name, new in clean_names.items() if new is None]
+    if dropped:
+        yield f"{len(dropped)} are counters of thop or of averaging ({list_names(dropped)}), and were left out"
+
+
+def _count_keys(some: list[str], everything: Iterable[str]) -> str:
+    count = len(list(everything))
+    return f"all {count} keys" if len(some) == count else f"{len(some)} of {count} keys"

@@ -1,0 +1,159 @@
+"""`align`: find which tensor of a file is which of a model without rules, or refuse where it is ambiguous."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes, match_by_name
+from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
+from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+
+
+def align(
+    model_or_state_dict: torch.nn.Module | Mapping[str, Any], checkpoint: Checkpoint | Mapping[str, Any]
+) -> Alignment:
+    """Find which tensor of a checkpoint is which of a model, whatever their names.
+
+    The parts of names that wrappers add are stripped first. Then names decide, with one prefix on either side if
+    needed; then the order of layers, their sizes and the words in their names. So a model with other names and another
+    order of layers within its blocks is matched; two layers that nothing tells apart are refused.
+
+    Args:
+        model_or_state_dict: The model, or its tensors by name.
+        checkpoint: What `read_checkpoint` returned, or tensors by name.
+
+    Returns:
+        The matches with their reasons, and what has no match.
+
+    Raises:
+        AmbiguousAlignmentError: If two assignments are equally good.
+
+    Example:
+        >>> weights = {f"module.{name}": tensor for name, tensor in torch.nn.Linear(2, 3).state_dict().items()}
+        >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
+        {'module.weight': '0.weight', 'module.bias': '0.bias'}
+    """
+    found = find_alignment(shapes_of(model_or_state_dict), shapes_of(checkpoint))
+    if found.ambiguous:
+        raise AmbiguousAlignmentError(describe_ambiguity(found))
+    return found
+
+
+def shapes_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of tensors by name."""
+    if isinstance(tensors, Checkpoint | torch.nn.Module):
+        tensors = tensors.state_dict if isinstance(tensors, Checkpoint) else tensors.state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
+def find_alignment(target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool = False) -> Alignment:
+    """Return the best alignment, with what is ambiguous.
+
+    Args:
+        target: Shapes of the model's tensors.
+        source: Shapes of the file's tensors.
+        by_name: Whether names must be equal as they are.
+    """
+    return _AlignmentSearch(target, source, by_name).run()
+
+
+class _AlignmentSearch:
+    """The tensors of a file and a model under names without wrappers' parts."""
+
+    def __init__(self, target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool) -> None:
+        self.by_name = by_name
+        self.clean_names = {name: name for name in source} if by_name else strip_wrappers(source)
+        self.model_names = {new: old for old, new in strip_wrappers(target).items() if new is not None}
+        self.source_shapes = {new: source[old] for old, new in self.clean_names.items() if new is not None}
+        self.target_shapes = {new: target[old] for new, old in self.model_names.items()}
+
+    def run(self) -> Alignment:
+        """Match by names and, where these are not enough, by structure."""
+        found, prefixes, mismatched = match_by_name(
+            self.source_shapes, self.target_shapes, search_prefixes=not self.by_name
+        )
+        if self._needs_structure(found):
+            best = self._best(found)
+            if best is not found:
+                return self._result(best, None, mismatched)
+        return self._result(found, prefixes, mismatched)
+
+    def _needs_structure(self, by_names: Matching) -> bool:
+        lacking = self.target_shapes.keys() - by_names.targets()
+        return not self.by_name and bool(by_names.ambiguous or not all(map(is_computed, lacking)))
+
+    def _best(self, by_names: Matching) -> Matching:
+        """Return the matching by names, completed by structure, or the one by structure alone: the one with most."""
+        by_structure = match_by_structure(self.source_shapes, self.target_shapes)
+        if by_names.ambiguous:
+            return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
+        rest = match_by_structure(*self._left(by_names.sources(), by_names.targets()))
+        completed = by_names
+        if rest.matches or rest.ambiguous:
+            completed = Matching(by_names.matches + rest.matches, rest.ambiguous)
+        # Some names are equal by chance; names that fit half of the model are trusted before structure
+        trusted = 2 * len(by_names.targets()) >= len(self.target_shapes)
+        candidates = (completed, by_structure) if trusted else (by_structure, completed)
+        return max(candidates, key=lambda matching: len(matching.targets()))  # the first of equals
+
+    def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        """Return the tensors of the file and of the model that are not among these."""
+        return (
+            {name: shape for name, shape in self.source_shapes.items() if name not in sources},
+            {name: shape for name, shape in self.target_shapes.items() if name not in targets},
+        )
+
+    def _result(self, found: Matching, prefixes: Prefixes | None, mismatched_names: list[tuple[str, str]]) -> Alignment:
+        sources, targets = found.sources(), found.targets()
+        mismatched = [pair for pair in mismatched_names if pair[0] not in sources and pair[1] not in targets]
+        if prefixes is None:
+            seen = {source for source, _ in mismatched}, {target for _, target in mismatched}
+            mismatched += find_resized(*self._left(sources | seen[0], targets | seen[1]))
+        unmatched_sources, unmatched_targets = self._left(
+            sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
+        )
+        missing = tuple(self.model_names[name] for name in unmatched_targets)
+        if any(clean != name for clean, name in self.model_names.items()):
+            prefixes = None  # rules for prefixes would lead to the names without wrappers' parts
+        return Alignment(
+            matches=self._in_model_order(found),
+            missing=missing,
+            unexpected=tuple(name for name in unmatched_sources if not is_computed(name)),
+            mismatched=tuple(self._mismatch(*pair) for pair in mismatched),
+            ambiguous=tuple((tuple(sources), tuple(targets)) for sources, targets in found.ambiguous),
+            diagnosis=diagnose(found, self.source_shapes, self.target_shapes, self.clean_names, prefixes, missing),
+            loaded=len(targets),
+            total=len(self.target_shapes),
+            loaded_parameters=sum(math.prod(self.target_shapes[name]) for name in targets),
+            total_parameters=sum(map(math.prod, self.target_shapes.values())),
+            _clean_names=self.clean_names,
+            _prefixes=prefixes,
+        )
+
+    def _in_model_order(self, found: Matching) -> tuple[Match, ...]:
+        """Return the matches with the model's own names, in the order of its tensors."""
+        positions = {name: position for position, name in enumerate(self.target_shapes)}
+        matches = sorted(found.matches, key=lambda match: positions[match.targets[0]])
+        names = self.model_names
+        return tuple(
+            Match(
+                match.sources, tuple(names[name] for name in match.targets), match.transpose, match.shape, match.reason
+            )
+            for match in matches
+        )
+
+    def _mismatch(self, source: str, target: str) -> Mismatch:
+        shapes = self.source_shapes[source], self.target_shapes[target]
+        return Mismatch(source, shapes[0], self.model_names[target], shapes[1])

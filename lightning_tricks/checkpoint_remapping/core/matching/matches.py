@@ -1,0 +1,62 @@
+"""Matches: which tensors of a file become which of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which tensors of a file become which of a model.
+
+    Attributes:
+        sources: Names in the file; several are fused.
+        targets: Names in the model; several are made by a split.
+        transpose: Whether the last two dimensions are swapped.
+        shape: The new shape, None where it does not change.
+        reason: Why these tensors belong together.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    transpose: bool = False
+    shape: Shape | None = None
+    reason: str = ""
+
+
+@dataclass
+class Matching:
+    """All matches of a file and a model.
+
+    Attributes:
+        matches: What was matched.
+        ambiguous: (names in the file, names in the model) that could be matched in several ways.
+    """
+
+    matches: list[Match] = field(default_factory=list)
+    ambiguous: list[tuple[list[str], list[str]]] = field(default_factory=list)
+
+    def sources(self) -> set[str]:
+        """Return the names in the file that have a match."""
+        return {name for match in self.matches for name in match.sources}
+
+    def targets(self) -> set[str]:
+        """Return the names in the model that have a match."""
+        return {name for match in self.matches for name in match.targets}
+
+
+def matches_of_layers(source: Layer, target: Layer, reason: str) -> list[Match]:
+    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs."""
+    matches = []
+    for tensor, (sources, shape) in source.tensors.items():
+        if tensor not in target.tensors:
+            continue
+        targets, wanted = target.tensors[tensor]
+        transpose = tensor == "weight" and source.transposed != target.transposed
+        got = shape[:-2] + shape[:-3:-1] if transpose else shape
+        parts = len(targets)
+        new = None if got == wanted else (wanted[0] // parts, *wanted[1:]) if parts > 1 else wanted
+        matches.append(Match(sources, targets, transpose, new, reason))
+    return matches

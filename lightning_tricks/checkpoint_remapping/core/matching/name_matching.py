@@ -1,0 +1,99 @@
+"""Match tensors by their names, with the prefix on either side that makes most of them equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+
+Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
+_MOST_PLACES = 64
+
+
+class NameMatching(NamedTuple):
+    """What names alone say.
+
+    Attributes:
+        matching: Tensors with equal names and shapes.
+        prefixes: The prefixes without which names are compared.
+        mismatched: (name in the file, name in the model) of equal names whose shapes differ.
+    """
+
+    matching: Matching
+    prefixes: Prefixes
+    mismatched: list[tuple[str, str]]
+
+
+def match_by_name(
+    source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape], search_prefixes: bool
+) -> NameMatching:
+    """Match tensors of equal names and shapes; several prefixes that fit equally well are ambiguous."""
+    complete = all(source_shapes.get(name) == shape for name, shape in target_shapes.items())
+    prefixes, rivals = ("", ""), list[Prefixes]()
+    if search_prefixes and not complete:
+        prefixes, rivals = _best_prefixes(source_shapes, target_shapes)
+    prefix = prefixes[0] or prefixes[1]
+    reason = f"the same name, with {prefix!r} in front" if prefix else "the same name"
+    pairs = [(name, new) for name in source_shapes if (new := _replace_prefix(name, *prefixes)) in target_shapes]
+    equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
+    mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
+    if rivals:
+        sides = [[f"{p}.*" if p else "*" for p in dict.fromkeys(side)] for side in zip(*rivals, strict=True)]
+        return NameMatching(Matching(ambiguous=[(sides[0], sides[1])]), prefixes, mismatched)
+    found = Matching([Match((name,), (new,), reason=reason) for name, new in equal])
+    return NameMatching(found, prefixes, mismatched)
+
+
+def _replace_prefix(name: str, source: str, target: str) -> str:
+    """Return a name with one prefix instead of another; empty where it does not have the first."""
+    if source and not name.startswith(f"{source}."):
+        return ""
+    rest = name[len(source) + 1 :] if source else name
+    return f"{target}.{rest}" if target else rest
+
+
+def _best_prefixes(
+    source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]
+) -> tuple[Prefixes, list[Prefixes]]:
+    """Return the prefixes that fit most tensors and, where others fit as many, all of these."""
+    counts = _count_prefixes(source_shapes, target_shapes)
+    if not counts:
+        return ("", ""), []
+    most = max(counts.values())
+    best = [pair for pair, count in counts.items() if count == most]
+    if ("", "") in best or len(best) == 1:
+        return (("", "") if ("", "") in best else best[0]), []
+    shortest = min(len(source) + len(target) for source, target in best)
+    return next(pair for pair in best if len(pair[0]) + len(pair[1]) == shortest), best
+
+
+def _count_prefixes(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Counter[Prefixes]:
+    """Count, for each pair of prefixes, the tensors whose names are equal without them and whose shapes are equal."""
+    target_prefixes: dict[tuple[str, Shape], list[str]] = {}
+    for name, shape in target_shapes.items():
+        for prefix, rest in _splits(name):
+            target_prefixes.setdefault((rest, shape), []).append(prefix)
+    counts: Counter[Prefixes] = Counter()
+    for name, shape in source_shapes.items():
+        for source, rest in _splits(name):
+            targets = target_prefixes.get((rest, shape), [])
+            if source and len(targets) > _MOST_PLACES:
+                break  # what is left is the end of a name, such as weight, which fits anywhere
+            # Prefixes that end alike have a shorter pair, which counts them already
+            counts.update(
+                (source, target)
+                for target in targets
+                if not source or not target or source.rpartition(".")[2] != target.rpartition(".")[2]
+            )
+    return counts
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yield all (prefix, rest) of a name, from no prefix to the longest."""
+    yield "", name
+    for position, letter in enumerate(name):
+        if letter == ".":
+            yield name[:position], name[position + 1 :]

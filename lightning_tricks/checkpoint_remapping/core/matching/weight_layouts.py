@@ -1,0 +1,58 @@
+"""Layers whose weights are laid out otherwise: query, key and value in one or in three, and transposed weights."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
+
+_PARTS = ("query", "key", "value")
+_FUSED = "fused query, key and value"
+
+
+def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
+    """Make one layer of the query, key and value of each attention, where the other model keeps them in one."""
+    if not any(_FUSED in words_of(layer.path) for layer in others):
+        return
+    if any(_FUSED in words_of(layer.path) for layer in layers) or _separate_triples(others):
+        return
+    for parent, parts in _separate_triples(layers).items():
+        first = parts[0]
+        fused = Layer(f"{parent}.qkv", first.position)
+        for leaf, (_, shape) in first.tensors.items():
+            names = tuple(name for part in parts for name in part.tensors[leaf][0])
+            fused.tensors[leaf] = names, (3 * shape[0], *shape[1:])
+        layers[layers.index(first)] = fused
+        for part in parts[1:]:
+            layers.remove(part)
+
+
+def _separate_triples(layers: list[Layer]) -> dict[str, list[Layer]]:
+    siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
+    for layer in layers:
+        parent, _, name = layer.path.rpartition(".")
+        said = [part for part in _PARTS if part in words_of(name)]
+        if len(said) == 1:
+            siblings[parent][said[0]] = layer
+    return {
+        parent: [parts[name] for name in _PARTS]
+        for parent, parts in siblings.items()
+        if len(parts) == 3 and len({part.sizes for part in parts.values()}) == 1
+    }
+
+
+def mark_transposed(layers: list[Layer]) -> None:
+    """Mark the layers that keep their weight as (in, out), as Hugging Face's Conv1D does; biases tell."""
+    blocks: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        if [len(size) for _, size in layer.sizes] == [1, 2]:  # bias, weight
+            blocks[re.split(r"(?<=\.)\d+\.(?!.*\.\d+\.)", layer.path)[0]].append(layer)
+    for block in blocks.values():
+        oblong = [layer for layer in block if len(set(layer.tensors["weight"][1])) == 2]
+        if not oblong or not all(layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in oblong):
+            continue
+        for layer in block:
+            layer.transposed = True
+            del layer.sizes

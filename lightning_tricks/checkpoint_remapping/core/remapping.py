@@ -1,0 +1,223 @@
+"""`remap_keys`: apply rules to the names and shapes of a state dict."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_tricks._shared.text import format_shape
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.rule_patterns import is_pattern, rename, source_expression
+from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, Rules, parse_steps
+from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+
+_MAX_NEW_NAME_LENGTH = 10_000  # characters of a name that rules make
+_MAX_SECONDS = 60.0  # processor time in which the rule of every name must be found
+
+
+class Remapped(dict[str, Any]):
+    """A state dict after rules were applied.
+
+    Attributes:
+        renamed: The new names by the old ones, where they differ; names of fused and split tensors joined by `" + "`.
+        dropped: The old names that rules dropped.
+        unmatched: The rules that matched nothing.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(tensors)
+        self.renamed: dict[str, str] = {}
+        self.dropped: list[str] = []
+        self.unmatched: list[str] = []
+
+
+def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
+    """Rename, drop, transpose, reshape, split and fuse the tensors of a state dict, which is not modified.
+
+    Args:
+        state_dict: Tensors by name.
+        rules: Steps, each applied to the result of the one before: a `RemapRule` or a dict of its arguments
+            (`from` and `to` stand for `source` and `target`), a pair `(source, target)`, or `"wrappers"`, which strips
+            what DataParallel, DDP, torch.compile, FSDP and thop add to names. A dict `{source: target}`, or a list
+            inside the list, is one step: none of its rules sees the result of another.
+
+    Returns:
+        A new dict in the order of the old one, with the names that were changed and dropped, and the rules that
+        matched nothing.
+
+    Raises:
+        CheckpointError: If two tensors would get the same name, or a tensor does not have the shape that a rule needs.
+        TypeError, ValueError: If a rule is invalid.
+
+    Example:
+        >>> list(remap_keys({"module.conv1.weight": torch.zeros(1)}, ["wrappers", ("conv1", "stem.conv")]))
+        ['stem.conv.weight']
+    """
+    result = Remapped(state_dict)
+    origins = {name: name for name in state_dict}
+    deadline = time.thread_time() + _MAX_SECONDS
+    for step in parse_steps(rules):
+        if step == "wrappers":
+            step = [RemapRule(old, new) for old, new in strip_wrappers(result).items() if new != old]
+            if not step:
+                result.unmatched.append("wrappers")
+        result, origins = _Step(step, result, origins, deadline).apply()
+    result.renamed = renamed_from((origin, name) for name, origin in origins.items())
+    return result
+
+
+def renamed_from(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the new names by the old ones of (old, new) pairs that differ; several are joined by `" + "`."""
+    renamed: dict[str, str] = {}
+    for old, new in pairs:
+        if old != new:
+            renamed[old] = f"{renamed[old]} + {new}" if old in renamed else new
+    return renamed
+
+
+class _RuleFinder:
+    """Finds the rule for a name: the first one of a step that matches."""
+
+    def __init__(self, rules: Sequence[RemapRule], deadline: float) -> None:
+        self.deadline = deadline
+        self.patterns: list[tuple[int, RemapRule, re.Pattern[str]]] = []
+        self.prefixes: dict[str, tuple[int, RemapRule]] = {}  # looked up, as there may be one for each tensor
+        for position, rule in enumerate(rules):
+            for source in rule.sources:
+                if is_pattern(source):
+                    self.patterns.append((position, rule, source_expression(source)))
+                else:
+                    self.prefixes.setdefault(source, (position, rule))
+
+    def find(self, name: str) -> RemapRule | None:
+        """Return the rule for a name, None if no rule matches."""
+        if self.patterns and time.thread_time() > self.deadline:
+            slow = self.patterns[0][1]
+            raise CheckpointError(
+                f"the rules take longer than {_MAX_SECONDS:g} s: write {slow} and others with fewer repeats."
+            )
+        ends = [found.start() for found in re.finditer(r"\.", name)]
+        prefixes = [name, *(name[:end] for end in ends), *(name[: end + 1] for end in ends)]
+        found = [self.prefixes[prefix] for prefix in prefixes if prefix in self.prefixes]
+        found += [(position, rule) for position, rule, expression in self.patterns if expression.search(name)]
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+class _Step:
+    """The rules of one step, and the tensors that they are applied to at once."""
+
+    def __init__(
+        self, rules: Sequence[RemapRule], tensors: Remapped, origins: Mapping[str, str], deadline: float
+    ) -> None:
+        self.rules = rules
+        self.tensors = tensors
+        self.origins = origins  # the names in the file
+        finder = _RuleFinder(rules, deadline)
+        self.rule_of = {name: finder.find(name) for name in tensors}
+        self.fusions = dict(pair for rule in rules if isinstance(rule.source, tuple) for pair in self._fusions(rule))
+        self.result = Remapped({})
+        self.new_origins: dict[str, str] = {}
+
+    def apply(self) -> tuple[Remapped, dict[str, str]]:
+        """Return the new tensors, and the names that they have in the file."""
+        used = set(map(id, self.rule_of.values()))
+        self.result.dropped = self.tensors.dropped
+        self.result.unmatched = self.tensors.unmatched + [str(rule) for rule in self.rules if id(rule) not in used]
+        for name, tensor in self.tensors.items():
+            if name in self.fusions:
+                self._fuse(name)
+                continue
+            made = self._renamed(name, tensor)
+            if not made:
+                self.result.dropped.append(self.origins[name])
+            for new, value in made:
+                self._add(new, value, self.origins[name])
+        return self.result, self.new_origins
+
+    def _add(self, name: str, value: Any, origin: str) -> None:
+        if not name:
+            raise CheckpointError(f"a rule leaves nothing of the name {origin[:80]!r}.")
+        if len(name) > _MAX_NEW_NAME_LENGTH:
+            raise CheckpointError(f"a rule makes a name of {len(name):,} characters from {origin[:80]!r}.")
+        if name in self.result:
+            raise CheckpointError(
+                f"{origin!r} and {self.new_origins[name]!r} would both become {name!r}: drop or rename one of them."
+            )
+        self.result[name], self.new_origins[name] = value, origin
+
+    def _renamed(self, name: str, tensor: Any) -> list[tuple[str, Any]]:
+        """Return the new names and values that one tensor becomes: one, several of a split, or none."""
+        rule = self.rule_of[name]
+        if rule is None:
+            return [(name, tensor)]
+        if rule.target is None and not (rule.transpose or rule.shape):
+            return []
+        (source,) = rule.sources
+        value = _reshaped(rule, name, tensor)
+        if rule.target is None:
+            return [(name, value)]
+        if isinstance(rule.target, str):
+            return [(rename(source, rule.target, name), value)]
+        parts = _split(rule, name, value)
+        return [(rename(source, target, name), part) for target, part in zip(rule.target, parts, strict=True)]
+
+    def _fuse(self, name: str) -> None:
+        """Add the fused tensor where the first of its parts stands."""
+        rule, target, parts = self.fusions[name]
+        if name != parts[0]:
+            return
+        try:
+            fused = torch.cat([_reshaped(rule, part, self.tensors[part]) for part in parts], rule.dim)
+        except (IndexError, RuntimeError) as error:
+            shapes = ", ".join(f"{part} ({format_shape(self.tensors[part].shape)})" for part in parts)
+            raise CheckpointError(f"{shapes} cannot be fused: {rule}.") from error
+        self._add(target, fused, " + ".join(self.origins[part] for part in parts))
+
+    def _fusions(self, rule: RemapRule) -> list[tuple[str, tuple[RemapRule, str, list[str]]]]:
+        """Return, for each name that a rule fuses, the rule, the new name, and all names that become it."""
+        groups: dict[str, dict[int, str]] = {}
+        (target,) = rule.targets
+        for name in [name for name, found in self.rule_of.items() if found is rule]:
+            for position, source in enumerate(rule.sources):
+                if source_expression(source).search(name):
+                    groups.setdefault(rename(source, target, name), {})[position] = name
+                    break
+        for new, parts in groups.items():
+            if len(parts) < len(rule.sources):
+                raise CheckpointError(
+                    f"{', '.join(parts.values())} cannot become {new}: the other parts of {rule} are missing."
+                )
+        return [
+            (name, (rule, new, [parts[position] for position in sorted(parts)]))
+            for new, parts in groups.items()
+            for name in parts.values()
+        ]
+
+
+def _split(rule: RemapRule, name: str, value: Any) -> Sequence[Any]:
+    count = len(rule.targets)
+    length = value.shape[rule.dim] if -value.dim() <= rule.dim < value.dim() else 0
+    sizes = list(rule.sizes or [length // count] * count)
+    if sum(sizes) != length or min(sizes) < 0:
+        raise CheckpointError(f"{name} ({format_shape(value.shape)}) cannot be split into {count} parts: {rule}.")
+    parts: Sequence[Any] = value.split(sizes, rule.dim)
+    return parts
+
+
+def _reshaped(rule: RemapRule, name: str, tensor: Any) -> Any:
+    if rule.transpose:
+        if tensor.dim() < 2:
+            raise CheckpointError(f"{name} ({format_shape(tensor.shape)}) has no two dimensions to transpose: {rule}.")
+        tensor = tensor.mT
+    if rule.shape is None:
+        return tensor
+    try:
+        return tensor.reshape(rule.shape)
+    except (OverflowError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{name} ({format_shape(tensor.shape)}) cannot be reshaped to {format_shape(rule.shape)}: {rule}."
+        ) from error
