@@ -1,4 +1,4 @@
-"""Files: those that are read are files, and those that are written are there whole or not at all."""
+"""Open regular files only, and write files atomically."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LONGEST_NAME = 200  # bytes of the name that a partial file takes over; file sy
 
 
 class NotAFileError(OSError):
-    """A path of a directory, a pipe, a device or a socket, where a file is expected."""
+    """The path is a directory, a pipe, a device or a socket instead of a regular file."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read its bytes; nothing but a file, so that this never waits for a writer.
+    """Open a regular file to read its bytes; never a pipe, which would wait for a writer.
 
     Raises:
         NotAFileError: If it is a directory, a pipe, a device or a socket.
-        OSError: If it is not there or may not be read.
+        OSError: If it does not exist or cannot be read.
     """
-    _check_kind(path, Path(path).stat().st_mode)  # before it is opened: that alone makes some devices act
+    _check_kind(path, Path(path).stat().st_mode)  # before it is opened, as opening alone makes some devices act
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     handle = os.open(path, flags)
     try:
@@ -48,15 +48,15 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` to write, which takes its place when it is whole and on the disk.
+    """Yield the path of a temporary file beside `path`, which replaces it when it is complete and on the disk.
 
-    It is made anew under a name that nobody can foresee. The file has the mode of the one that it replaces, or what the
-    umask leaves of a new one. Where `path` is a symbolic link, what it points to is written, as `open` does. An error
-    leaves what was there before, and no other file.
+    The temporary file has an unpredictable name. The new file has the mode of the one that it replaces, or that of the
+    umask. If `path` is a symbolic link, its target is replaced. After an exception, `path` is what it was before, and
+    the temporary file is removed.
 
     Raises:
-        NotAFileError: If there is a directory, a pipe, a device or a socket.
-        OSError: If it cannot be written.
+        NotAFileError: If `path` is a directory, a pipe, a device or a socket.
+        OSError: If the file cannot be written.
     """
     if path.is_symlink():
         path = Path(os.path.realpath(path))
@@ -87,7 +87,7 @@ def _flush_directory(path: Path) -> None:
         return
     handle = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # of file systems that flush names by themselves
+        with suppress(OSError):  # on file systems that flush directories themselves
             os.fsync(handle)
     finally:
         os.close(handle)

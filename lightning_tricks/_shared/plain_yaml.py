@@ -1,4 +1,4 @@
-"""YAML out of files of strangers: plain values, and no more of them than the text shows."""
+"""Read YAML files that are not trusted: only plain values, and no aliases, which can repeat values without end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _TUPLE = "tag:yaml.org,2002:python/tuple"
 def read_yaml(
     path: str | os.PathLike[str], *, max_depth: int, max_scalar_length: int, allow_tuples: bool = False
 ) -> Any:
-    """Read a YAML file of at most 1 MiB, without aliases: a few lines of these can fill any memory.
+    """Read a YAML file of at most 1 MiB without aliases, a few lines of which could fill all memory.
 
     Args:
-        path: Of the file.
-        max_depth: How many lists and dicts may lie in each other.
-        max_scalar_length: How many characters a scalar may have.
+        path: Path of the file.
+        max_depth: Maximum depth of nested lists and dicts.
+        max_scalar_length: Maximum number of characters of a scalar.
         allow_tuples: Whether `!!python/tuple`, which Lightning writes, is read; no other tag of Python is.
 
     Raises:
-        OSError: If it is not there or is no file.
-        ValueError: If it asks for too much.
-        yaml.YAMLError: If it is no YAML of plain values.
+        OSError: If it does not exist or is not a file.
+        ValueError: If it exceeds a limit.
+        yaml.YAMLError: If it is not YAML of plain values.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""What reading a file may cost: a reader charges what it makes, and stops where a file asks for too much."""
+"""Limits on the memory and time that reading a file takes: a reader charges what it creates, and stops at the limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 _COPY_RATE = 1 << 28  # bytes per second, at least
-_CHECK_INTERVAL = 1 << 16  # charged bytes between two looks at the clock
+_CHECK_INTERVAL = 1 << 16  # charged bytes between two checks of the clock
 
 
 class OverBudgetError(ValueError):
@@ -17,12 +17,12 @@ class OverBudgetError(ValueError):
 class Budget:
     """The memory and the processor time that reading a file may take.
 
-    A reader calls `spend` before it makes something, with about the bytes that this takes; walks that make nothing
-    charge what they visit. So it needs no list of the ways in which a small file can describe a large value.
+    A reader calls `spend` before it creates something, with about the number of bytes that this takes; walks that
+    create nothing charge what they visit. No list is needed of the ways in which a small file describes large values.
 
     Args:
-        size: Of the file, in bytes; it may take 40 MiB and 12 times that, which leaves room for what is not charged.
-        seconds: Of the processor, of the thread that reads; beside the time that copying the file takes.
+        size: Size of the file in bytes; reading may take 40 MiB and 12 times this size.
+        seconds: Processor time of the thread that reads, beside the time that copying the file takes.
 
     Example:
         >>> Budget(1000).spend(100 * 2**20)
@@ -38,22 +38,22 @@ class Budget:
         self.add(size, 40 << 20)
 
     def add(self, size: int, base: int = 0) -> None:
-        """Allow for one more file of so many bytes."""
+        """Allow for one more file of this size, in bytes."""
         self._limit += base + 12 * size
         self._end += size / _COPY_RATE
         self.left += base + 12 * size
         self._next_check = self.left
 
     def refund(self, left: int) -> None:
-        """Take the charges back since so much was left, of what was dropped; its time stays charged."""
+        """Undo the charges since `left` bytes were left, for values that were dropped; their time stays charged."""
         self.left = left
         self._next_check = left
 
     def spend(self, size: int) -> None:
-        """Charge bytes.
+        """Charge a number of bytes.
 
         Raises:
-            OverBudgetError: If there is no more of them, or of time.
+            OverBudgetError: If no bytes or no time is left.
         """
         self.left -= size
         if self.left <= self._next_check:
@@ -68,13 +68,13 @@ class Budget:
 
 
 def parse_json(data: str | bytes, budget: Budget) -> Any:
-    """Return the value of a JSON text that is not too deep and not too large for a budget.
+    """Parse JSON within a budget.
 
     Raises:
-        ValueError: If it is none (`OverBudgetError` if it is too large).
+        ValueError: If it is not valid JSON or nested too deeply (`OverBudgetError` if it is too large).
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
-    budget.spend(2 * len(text) + 128 * (text.count(",") + text.count(":")))  # one of them stands beside each value
+    budget.spend(2 * len(text) + 128 * (text.count(",") + text.count(":")))  # there is about one of them for each value
     try:
         return json.loads(text)
     except RecursionError:

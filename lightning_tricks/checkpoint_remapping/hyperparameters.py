@@ -1,8 +1,8 @@
-"""Hyper-parameters of a checkpoint as arguments of a module; what the file names is neither imported nor called.
+"""Hyper-parameters of a checkpoint as arguments of a module; nothing that the file names is imported or called.
 
-What LightningCLI trained has hyper-parameters as YAML has them, and the name of a function of Lightning that makes
-objects of these: it imports any class and function that they name, and calls the classes. Here the annotations of the
-module's own `__init__` decide, and only members of enumerations, paths, tuples, sets and dataclasses are made.
+Checkpoints of LightningCLI hold hyper-parameters as in YAML, and the name of a function of Lightning that builds
+objects from them: it imports any class and function that they name, and calls the classes. Here the annotations of the
+module's own `__init__` decide, and only members of enumerations, paths, tuples, sets and dataclasses are built.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, clone_tensors
 
 _MODULE_KEYS = ("hyper_parameters", "hparams", "module_arguments")
-_MAX_DEPTH = 50  # annotations inside of annotations, and values inside of values
+_MAX_DEPTH = 50  # nested annotations, and nested values
 _MAX_SCALAR_LENGTH = 100_000  # characters of a value
 
 
 def class_named_in(module: type[LightningModule], checkpoint: Checkpoint) -> type[LightningModule]:
-    """Return the subclass of `module` that a checkpoint of LightningCLI is of, if it is imported; else `module`.
+    """Return the imported subclass of `module` that a checkpoint of LightningCLI names; `module` if it names none.
 
     Raises:
-        UnsafeCheckpointError: If the checkpoint asks for another class.
+        UnsafeCheckpointError: If the checkpoint names a class that is not an imported subclass.
     """
     known = {f"{found.__module__}.{found.__qualname__}": found for found in _subclasses(module)}
     for key in _MODULE_KEYS:
@@ -59,12 +59,12 @@ def class_named_in(module: type[LightningModule], checkpoint: Checkpoint) -> typ
 def plain_arguments(
     module: type[LightningModule], checkpoint: Checkpoint, overrides: Mapping[str, Any], hparams: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the rest of a checkpoint, with hyper-parameters that make a module without an import or a call.
+    """Return the values of a checkpoint, with hyper-parameters of which a module is built without an import or a call.
 
     Args:
-        module: The class that is made, of `class_named_in`.
-        checkpoint: As read.
-        overrides: Arguments of the caller, who may give anything.
+        module: The class of the module, as `class_named_in` returns it.
+        checkpoint: What `read_checkpoint` returned.
+        overrides: Arguments of the caller, which may be any objects.
         hparams: Arguments of a file beside the checkpoint, which override the checkpoint's.
 
     Raises:
@@ -83,7 +83,7 @@ def plain_arguments(
             values = values.items
         if key in _MODULE_KEYS and not isinstance(values, Mapping | None):
             raise CheckpointError(
-                f"{checkpoint.source} has a {type(values).__name__} as {key}, and no names and values."
+                f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
             )
         if isinstance(values, Mapping):
             rest[key] = {name: value for name, value in values.items() if name not in overrides}
@@ -114,7 +114,7 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the file of hyper-parameters that a logger of Lightning wrote: `hparams.yaml` or `meta_tags.csv`.
 
     Raises:
-        CheckpointError: If it is none, or holds other than plain values.
+        CheckpointError: If it is not such a file, or holds other than plain values.
     """
     import yaml
 
@@ -126,7 +126,7 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         values = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=_MAX_SCALAR_LENGTH, allow_tuples=True)
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(
-            f"hparams_file={os.fspath(path)!r} is no file of plain hyper-parameters: {error}. Give the arguments "
+            f"hparams_file={os.fspath(path)!r} is not a file of plain hyper-parameters: {error}. Give the arguments "
             "themselves: load_from_checkpoint(path, name=...)."
         ) from error
     if not isinstance(values, dict | None) or not all(isinstance(name, str) for name in values or ()):
@@ -135,7 +135,7 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def nested_values(value: Any) -> Iterator[Any]:
-    """Yield a value and all that its containers hold; what stands in several places comes once."""
+    """Yield a value and everything in its containers; an object that occurs several times is yielded once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -169,15 +169,15 @@ def _subclasses(module: type) -> list[type]:
     return [module, *(inner for child in children for inner in _subclasses(child))]
 
 
-# Plain values as annotations want them
+# Convert plain values to the types of annotations
 
 
 class _NotPlainError(Exception):
-    """A value that somebody would have to build."""
+    """A value for which an object would have to be built."""
 
 
 def _convert_arguments(module: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments that are made of plain values, and name -> type of those that would have to be built."""
+    """Return the arguments that are plain values, and the types by name of those that would have to be built."""
     parameters = inspect.signature(module).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     converted, not_plain = {}, {}
@@ -193,7 +193,7 @@ def _convert_arguments(module: type, values: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _annotation(owner: type, name: str) -> Any:
-    """Return the annotation of an argument in the first `__init__` that names it; Any where there is none."""
+    """Return the annotation of an argument in the first `__init__` that has it; Any if it has none."""
     for base in owner.__mro__:
         init = vars(base).get("__init__")
         parameter = None if init is None else inspect.signature(init).parameters.get(name)
@@ -202,16 +202,16 @@ def _annotation(owner: type, name: str) -> Any:
         if parameter.annotation is parameter.empty:
             return Any
         alone: Any = SimpleNamespace(__annotations__={name: parameter.annotation})
-        with suppress(AttributeError, NameError, TypeError):  # names that only a type checker knows
+        with suppress(AttributeError, NameError, TypeError):  # names under TYPE_CHECKING
             return get_type_hints(alone, vars(sys.modules[base.__module__]))[name]
     return Any
 
 
 def _convert(value: Any, annotation: Any, depth: int) -> Any:
-    """Return a plain value as an annotation wants it; of values in containers those, too.
+    """Convert a plain value, and the values in its containers, to the type of an annotation.
 
     Raises:
-        _NotPlainError: If it would have to be built.
+        _NotPlainError: If an object would have to be built.
     """
     annotation = getattr(annotation, "__supertype__", annotation)  # of a NewType
     if value is None:
@@ -221,7 +221,9 @@ def _convert(value: Any, annotation: Any, depth: int) -> Any:
     if origin is Annotated:
         return _convert(value, inner[0], depth - 1)
     if origin in (Union, UnionType):
-        for one in sorted(inner, key=lambda kind: kind is str):  # which takes anything, as jsonargparse has it
+        for one in sorted(
+            inner, key=lambda kind: kind is str
+        ):  # last, as anything may be a string; jsonargparse does the same
             with suppress(_NotPlainError):
                 return _convert(value, one, depth - 1)
         raise _NotPlainError
@@ -244,7 +246,7 @@ def _convert(value: Any, annotation: Any, depth: int) -> Any:
 
 
 def _convert_key(name: Any, annotation: Any) -> Any:
-    """Return a key of a dict, which JSON and YAML may have made a text."""
+    """Convert a key of a dict, which JSON and YAML may have made a string."""
     with suppress(ValueError):
         return annotation(name) if annotation in (int, float) and isinstance(name, str) else name
     raise _NotPlainError
@@ -270,7 +272,7 @@ def _convert_to_class(value: Any, kind: type, depth: int) -> Any:
 
 
 def _require_no_objects(value: Any) -> Any:
-    """Return a value that describes no object but those which `Tricks` knows."""
+    """Return a value unless it describes an object other than those that `Tricks` builds."""
     described = (
         part["class_path"] for part in nested_values(value) if isinstance(part, Mapping) and "class_path" in part
     )

@@ -1,4 +1,4 @@
-"""What Lightning needs of a checkpoint, made of one that was read safely."""
+"""Checkpoints in the form that Lightning expects, made of those that `read_checkpoint` read."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
 
-# What holds values that the Trainer does not restore; placeholders may stand there
+# Entries that the Trainer does not restore, and which may hold placeholders
 ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "hparams", "module_arguments")
 
 
 def as_lightning_checkpoint(
     module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Return the dict that Lightning restores a module from, with the module's own names, and what was done.
+    """Return the dict that Lightning restores a module from, with the module's own names, and a report.
 
-    A checkpoint of the Trainer keeps its training state when its names are the module's but for prefixes; of any other
-    file only the weights are left, and a fit starts at its first step.
+    A checkpoint of the Trainer keeps its training state if its names differ from the module's only in prefixes; of any
+    other file only the weights are used, and a fit starts at step 0.
 
     Args:
-        module: That takes the weights.
-        checkpoint: As read.
-        fit: Whether the training state is wanted.
+        module: The module that takes the weights.
+        checkpoint: What `read_checkpoint` returned.
+        fit: Whether the training state is restored.
         **options: As in `load_weights`.
 
     Raises:
-        CheckpointError: If the weights do not fit, or the training state is made of other than plain values.
+        CheckpointError: If the weights do not fit, or the training state holds other than plain values.
     """
     plan = plan_loading(module, checkpoint, **options)
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
-    weights._metadata = getattr(own, "_metadata", {})  # or modules take them for those of an old version
+    # Without their versions, modules would convert the weights from an old one
+    weights._metadata = getattr(own, "_metadata", {})
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
@@ -50,15 +51,15 @@ def as_lightning_checkpoint(
         return {**rest, "state_dict": weights}, plan.report
     if fit:
         rank_zero_info(
-            f"CheckpointRemapping: {checkpoint.source} gives its weights alone. The fit starts at step 0 with fresh "
-            f"optimizers. {plan.report}"
+            f"CheckpointRemapping: only the weights of {checkpoint.source} are loaded. The fit starts at step 0 with "
+            f"new optimizers. {plan.report}"
         )
     fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version}
     return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
 
 
 class SafeStateDict(dict[str, Any]):
-    """The weights of a checkpoint that was read safely, told from all other state dicts by their type."""
+    """The weights of a checkpoint that was read safely; the type distinguishes them from other state dicts."""
 
     def __init__(self, origin: Checkpoint, weights: Mapping[str, Any]) -> None:
         super().__init__(weights)
@@ -84,7 +85,7 @@ class SafeCheckpoint(dict[str, Any]):
 
 
 def original_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """Put a storage on the device that it was saved from, or leave it on the CPU where there is no such device."""
+    """Move a storage to the device that it was saved from; it stays on the CPU if there is no such device."""
     try:
         there: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
         return there
@@ -102,7 +103,7 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
 
 
 def clone_tensors(value: Any) -> Any:
-    """Copy mapped tensors, so that the file may be written anew while they are in use."""
+    """Copy mapped tensors, so that the file may be overwritten while they are in use."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A module made of a checkpoint that is read as data, as `load_from_checkpoint` does."""
+"""Build a module from a checkpoint that is read as data, as `load_from_checkpoint` does."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lightning_tricks.checkpoint_remapping.hyperparameters import (
 )
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, SafeCheckpoint, original_device
 
-# The texts among the hyper-parameters of the file that a module is being made of
+# Strings among the hyper-parameters of the file from which a module is being built
 STRINGS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(
-    "texts of the file that a module is made of", default=frozenset()
+    "strings in the hyper-parameters of a checkpoint", default=frozenset()
 )
 
 
 def strings_in(value: Any) -> frozenset[str]:
-    """Return the texts in a value, also those of paths and in the fields of dataclasses."""
+    """Return the strings in a value, also those of paths and in the fields of dataclasses."""
     parts = list(nested_values(value))
     inner = [vars(part) for part in parts if is_dataclass(part) and not isinstance(part, type)]
-    texts = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
-    return frozenset(texts).union(*map(strings_in, inner))
+    strings = {os.fspath(part) for part in parts if isinstance(part, str | os.PathLike)}
+    return frozenset(strings).union(*map(strings_in, inner))
 
 
 def _version_of(checkpoint: Checkpoint) -> str:
-    """Return the version of Lightning that a checkpoint is of; this one where it says none that can be."""
+    """Return the version of Lightning that wrote a checkpoint; the installed one if it names no valid version."""
     try:
         return str(Version(checkpoint.metadata["pytorch-lightning_version"]))
     except (InvalidVersion, KeyError, TypeError):
@@ -50,15 +50,15 @@ def _version_of(checkpoint: Checkpoint) -> str:
 def read_module_checkpoint(
     path: str | os.PathLike[str] | IO[bytes], map_location: Any, hparams_file: str | os.PathLike[str] | None
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return a checkpoint, and the hyper-parameters in the file beside it.
+    """Read a checkpoint, and the hyper-parameters in a file beside it.
 
     Args:
-        path: A path, an address or a stream.
-        map_location: As in `torch.load`; None for where tensors were.
+        path: A path, a URL or a stream.
+        map_location: As in `torch.load`; None for the devices that tensors were saved from.
         hparams_file: As in Lightning's `load_from_checkpoint`.
 
     Raises:
-        CheckpointError: If a file is unsafe or is none.
+        CheckpointError: If a file is unsafe or cannot be read.
     """
     hparams = {} if hparams_file is None else read_hparams_file(hparams_file)
     location = original_device if map_location is None else map_location
@@ -77,17 +77,17 @@ def build_module(
     strict: bool | None,
     overrides: dict[str, Any],
 ) -> LightningModule:
-    """Make a module of what was read, or of the imported subclass of its class that the checkpoint asks for.
+    """Build a module, or the imported subclass of its class that the checkpoint names.
 
     Args:
-        module: The class.
-        checkpoint: Of `read_module_checkpoint`.
-        hparams: Of `read_module_checkpoint`.
+        module: The class of the module.
+        checkpoint: The checkpoint that `read_module_checkpoint` returned.
+        hparams: The hyper-parameters that it returned.
         strict: As in Lightning's `load_from_checkpoint`.
         overrides: Arguments of the caller, which replace hyper-parameters.
 
     Raises:
-        CheckpointError: If it asks for another class, or a hyper-parameter was not restored and is not overridden.
+        CheckpointError: If it names another class, or a hyper-parameter was not restored and is not overridden.
     """
     kind = class_named_in(module, checkpoint)
     values = {**plain_arguments(kind, checkpoint, overrides, hparams), "state_dict": checkpoint.state_dict}

@@ -264,7 +264,7 @@ def test_what_cannot_be_saved():
     ):
         save_weights(small(), "w.pt")
     with pytest.raises(
-        ValueError, match=r"a._extra_state is no tensor \(dict\), and .safetensors holds tensors: use .pt"
+        ValueError, match=r"a._extra_state is not a tensor \(dict\), and .safetensors holds only tensors: use .pt"
     ):
         save_weights({"a._extra_state": {}}, "w.safetensors")
     assert not list(Path().iterdir())

@@ -226,7 +226,7 @@ def test_versions_that_are_none(version):
 
 @pytest.mark.parametrize("values", [["tricks"], "tricks", 3, torch.ones(2)])
 def test_hyperparameters_that_are_none(values):
-    with pytest.raises(CheckpointError, match="as hyper_parameters, and no names and values"):
+    with pytest.raises(CheckpointError, match="as hyper_parameters instead of names and values"):
         Net.load_from_checkpoint(file_of(values))
 
 

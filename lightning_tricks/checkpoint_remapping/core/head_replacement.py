@@ -14,19 +14,19 @@ _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear
 
 
 def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.Module:
-    """Replace the layer that gives a model's scores by a new one, freshly initialised, on the same device.
+    """Replace the layer that outputs a model's scores by a newly initialized one on the same device.
 
     Args:
-        model: Is changed in place; its `num_classes` and `config.num_labels` are set where it has them.
-        num_classes: How many scores the new layer gives.
+        model: The model, which is modified in place; its `num_classes` and `config.num_labels` are set if present.
+        num_classes: Number of scores that the new layer outputs.
         name: The qualified name of the layer, a Linear or a convolution; `"auto"` finds the last one.
 
     Returns:
         The new layer.
 
     Raises:
-        CheckpointError: If the last layer is not known to be a head, or there are two; the message names them.
-        TypeError, ValueError: If `num_classes` is no whole number >= 1.
+        CheckpointError: If the last layer is not known to be a head, or several layers look like heads.
+        TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
@@ -34,13 +34,13 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         Linear(in_features=8, out_features=10, bias=True)
     """
     check_count("num_classes", num_classes)
-    place = _find_head(model) if name == "auto" else name
-    parent_name, _, attribute = place.rpartition(".")
+    path = _find_head(model) if name == "auto" else name
+    parent_name, _, attribute = path.rpartition(".")
     parent = model.get_submodule(parent_name)
-    old = model.get_submodule(place)
+    old = model.get_submodule(path)
     if not isinstance(old, nn.Linear | nn.Conv2d):
         raise CheckpointError(
-            f"{place} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
+            f"{path} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
         )
     new = _resized(old, num_classes)
     setattr(parent, attribute, new)
@@ -66,13 +66,13 @@ def _find_head(model: nn.Module) -> str:
             f"the last layer, {last_name} ({type(last).__name__}), is not known to be a head: name it, such as "
             f"name={candidates[-1]!r}."
         )
-    twins = [
+    alternatives = [
         name
         for name, module in layers[:-1]
-        if _is_head(name, module) and _outputs(module) == _outputs(last) and _are_twins(name, last_name)
+        if _is_head(name, module) and _outputs(module) == _outputs(last) and _are_alternatives(name, last_name)
     ]
-    if twins:
-        raise CheckpointError(f"{', '.join([*twins, last_name])} all look like heads: replace each by its name.")
+    if alternatives:
+        raise CheckpointError(f"{', '.join([*alternatives, last_name])} all look like heads: replace each by its name.")
     return last_name
 
 
@@ -83,7 +83,7 @@ def _is_head(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d) and bool(_WORDS.search(last) or _WORDS.search(name))
 
 
-def _are_twins(name: str, other: str) -> bool:
+def _are_alternatives(name: str, other: str) -> bool:
     """Whether two names differ in one component alone, which is a word for a head in both."""
     pairs = [(a, b) for a, b in zip(name.split("."), other.split("."), strict=False) if a != b]
     if name.count(".") != other.count(".") or len(pairs) != 1:
@@ -96,11 +96,11 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _resized(old: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
-    place: Any = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+    options: Any = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
     new: nn.Linear | nn.Conv2d
     if isinstance(old, nn.Linear):
-        new = nn.Linear(old.in_features, outputs, **place)
+        new = nn.Linear(old.in_features, outputs, **options)
     else:
         size, stride, padding = old.kernel_size, old.stride, old.padding
-        new = nn.Conv2d(old.in_channels, outputs, size, stride, padding, **place)  # type: ignore[arg-type]
+        new = nn.Conv2d(old.in_channels, outputs, size, stride, padding, **options)  # type: ignore[arg-type]
     return new.train(old.training).requires_grad_(old.weight.requires_grad)

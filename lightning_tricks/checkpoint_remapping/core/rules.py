@@ -12,22 +12,22 @@ from lightning_tricks.checkpoint_remapping.core.rule_patterns import source_expr
 
 @dataclass(frozen=True)
 class RemapRule:
-    r"""One step from the names of a file to those of a model.
+    r"""A rule that renames, reshapes, splits, fuses or drops the tensors whose names match.
 
     Args:
-        source: A name or the beginning of one (`"fc"`, `"module."`; whole components alone), a glob over the whole name
-            (`"layer*.conv.weight"`), or `re:` and a regular expression that is searched for. Several of them fuse the
-            tensors that they match into one.
-        target: What the matching part becomes: each `*` stands for what the glob's did, `\\1` for a group. Several of
-            them split the tensor; None drops it.
-        transpose: Whether the last two dimensions change places.
-        shape: The new shape, of as many elements; one size may be -1.
-        dim: Along which tensors are split and fused.
-        sizes: Of the parts of a split; None makes them equal.
+        source: A name or the beginning of one (`"fc"`, `"module."`; only whole components match), a glob over the whole
+            name (`"layer*.conv.weight"`), or `re:` and a regular expression that is searched for. The tensors that
+            several sources match are fused into one.
+        target: The replacement of the matching part: each `*` stands for what that of the glob matched, `\\1` for a
+            group. Several targets split the tensor; None drops it.
+        transpose: Whether the last two dimensions are swapped.
+        shape: The new shape, with the same number of elements; one size may be -1.
+        dim: The dimension along which tensors are split and fused.
+        sizes: Sizes of the parts of a split; None makes them equal.
 
     Raises:
-        TypeError: If a source or target is no string.
-        ValueError: If a source is empty or no regular expression, or sources and targets do not go together.
+        TypeError: If a source or target is not a string.
+        ValueError: If a source is empty or not a valid regular expression, or does not fit its targets.
 
     Example:
         >>> import torch

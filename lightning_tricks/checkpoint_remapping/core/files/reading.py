@@ -43,10 +43,10 @@ class Checkpoint:
         state_dict: The tensors by qualified name, in the file's order; they may be mapped from the file.
         kind: `"lightning"`, `"state_dict"`, `"nested"` (in a dict of other things), `"model"` (a pickled module),
             `"torchscript"`, `"safetensors"` or `"sharded"`.
-        metadata: The rest: what lies beside the weights, or the header's metadata.
-        placeholders: What stands for the objects that were not constructed, each with its `name` and `location`.
+        metadata: The other values: those beside the weights, or the metadata of the header.
+        placeholders: Placeholders of the objects that were not constructed, each with its `name` and `location`.
         key: Where in the file the weights are, such as `"model_state_dict"`; empty at the top.
-        source: What was read.
+        source: The path or URL that was read.
     """
 
     state_dict: dict[str, Any] = field(repr=False)
@@ -60,25 +60,29 @@ class Checkpoint:
 def read_checkpoint(
     path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", mmap: bool = True, key: str | None = None
 ) -> Checkpoint:
-    """Read the weights of a file of any usual format; what it is, is told from its content.
+    """Read the weights of a file of any usual format, which is recognized by its content.
 
-    Nothing beyond tensors and plain values is constructed, and nothing that the file names is imported or called,
-    whatever the environment says. Objects of other types come back as placeholders, so that the weights beside them
-    load; a pickled module gives up its tensors by qualified name. A file that asks for far more memory or time than its
-    size explains is refused.
+    Only tensors and plain values are constructed, and nothing that the file names is imported or called, whatever
+    environment variables say. Objects of other types are returned as placeholders, so that the weights beside them
+    load; of a pickled module the tensors are returned by qualified name. A file that asks for far more memory or time
+    than its size explains is refused.
 
     Args:
-        path: A local file, the index of a sharded model, or an address (`https://...`, or what fsspec opens), which is
-            downloaded first: at most 64 GiB, from a server that is never silent for a minute.
-        map_location: Where tensors go, as in `torch.load`: a device, a dict or a function; None for where they were.
+        path: A local file, the index of a sharded model, or a URL (`https://...`, or one that fsspec opens), which is
+            downloaded first: at most 64 GiB, with a timeout of one minute.
+        map_location: Where tensors go, as in `torch.load`: a device, a dict or a function; None for the device that
+            they were saved from.
         mmap: Whether tensors are mapped from the file, so that they take no memory before they are used.
-        key: The entry that holds the weights (`"model.ema"` for an entry inside an entry); None finds it.
+        key: The entry that holds the weights (`"model.ema"` for an entry inside an entry); None searches for it.
+
+    Returns:
+        The weights and the other values of the file.
 
     Raises:
         MissingCheckpointError: If there is no such file.
-        NotACheckpointError: If it holds no weights, is of another kind or is cut off; the message says what it is.
-        UnsafeCheckpointError: If it asks for a call that no honest checkpoint needs.
-        CheckpointError: If several entries could be the weights, or a device is missing.
+        NotACheckpointError: If it holds no weights, is of another kind or is truncated; the message says what it is.
+        UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
+        CheckpointError: If several entries could be the weights, or a device is not available.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -137,10 +141,10 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
     except (ImportError, torch.OutOfMemoryError):
         raise
     except OSError as error:
-        if error.errno == errno.EINVAL:  # an offset that cannot be
+        if error.errno == errno.EINVAL:  # an impossible offset
             raise NotACheckpointError(f"{name} is broken or cut off. Download it again.") from error
         raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # what comes of bytes that mean nothing: offsets beyond the file, names that are none
+    except Exception as error:  # corrupt bytes: offsets beyond the file, invalid names
         raise NotACheckpointError(f"{name} is broken or cut off ({str(error)[:200]}). Download it again.") from error
 
 

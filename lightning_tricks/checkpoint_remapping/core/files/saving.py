@@ -1,4 +1,4 @@
-"""`save_weights`: a file that is there whole or not at all."""
+"""`save_weights`: write the weights of a model atomically."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 def save_weights(
     model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, clean: bool = True, metadata: Any = None
 ) -> None:
-    """Write the weights of a model to a file that is there whole or not at all.
+    """Write the weights of a model to a file, atomically: an error leaves what was there before.
 
     Args:
-        model: Or its tensors by name.
-        path: With `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin` for `torch.save`; the suffix decides.
-        clean: Whether the parts that wrappers put into names, and thop's counters, are left out.
+        model: The model, or its tensors by name.
+        path: Path of the file; its suffix decides the format: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin` for
+            `torch.save`.
+        clean: Whether the parts of names that wrappers add, and thop's counters, are left out.
         metadata: A dict of strings for the header of a `.safetensors`.
 
     Raises:
-        ValueError: If the suffix is another, or a value does not go into such a file.
+        ValueError: If the suffix is another one, or the format cannot hold a value.
 
     Example:
         >>> import tempfile
@@ -63,14 +64,16 @@ def is_on_meta(tensor: Any) -> bool:
 
 
 def _for_safetensors(tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor once, contiguous; the header names the tied ones that were left out."""
+    """Return each tensor once, contiguous, and a header that names the tied ones that were left out."""
     stored: dict[str, torch.Tensor] = {}
     first: dict[tuple[Any, ...], str] = {}
     header: dict[str, str] = {}
     used: set[int] = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is no tensor ({type(tensor).__name__}), and .safetensors holds tensors: use .pt.")
+            raise ValueError(
+                f"{name} is not a tensor ({type(tensor).__name__}), and .safetensors holds only tensors: use .pt."
+            )
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and first.setdefault(place, name) != name:
             header[name] = first[place]
