@@ -72,34 +72,15 @@ def plain_arguments(
     """
     rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
     unrestored = dict(_placeholders(checkpoint, {*overrides, *hparams}))
-    for key in ARGUMENT_KEYS:
-        values = rest.get(key)
-        if isinstance(values, Placeholder):
-            if not (values.items or overrides):
-                raise CheckpointError(
-                    f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
-                    "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
-                )
-            values = values.items
-        if key in _MODULE_KEYS and not isinstance(values, Mapping | None):
-            raise CheckpointError(
-                f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
-            )
-        if isinstance(values, Mapping):
-            rest[key] = {name: value for name, value in values.items() if name not in overrides}
+    for key in (key for key in ARGUMENT_KEYS if key in rest):
+        rest[key] = _without_overridden(checkpoint, key, rest[key], overrides)
     for key in _MODULE_KEYS:
         if rest.get(key, ()) is None:
             del rest[key]
     if hparams:
         own = rest.setdefault("hyper_parameters", {})
         own.update({name: value for name, value in hparams.items() if name not in overrides})
-    for key in _MODULE_KEYS:
-        if not isinstance(rest.get(key), Mapping):
-            continue
-        of_cli = {name: rest[key].pop(name, None) for name in ("_instantiator", "_class_path")}
-        if any(of_cli.values()):
-            rest[key], not_plain = _convert_arguments(module, rest[key])
-            unrestored |= not_plain
+    unrestored |= _convert_arguments_of_cli(module, rest)
     if unrestored:
         what = ", ".join(f"{name} (a {kind})" for name, kind in unrestored.items())
         arguments = ", ".join(f"{name}=..." for name in unrestored)
@@ -108,6 +89,37 @@ def plain_arguments(
             f"{what}. Give them: load_from_checkpoint(path, {arguments})."
         )
     return rest
+
+
+def _without_overridden(checkpoint: Checkpoint, key: str, values: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return the arguments of one entry of a checkpoint without those that the caller gives."""
+    if isinstance(values, Placeholder):
+        if not (values.items or overrides):
+            raise CheckpointError(
+                f"{checkpoint.source} has a {values.name} as {key}, which is not restored, as that would run code "
+                "of the file. Give the arguments of the module: load_from_checkpoint(path, name=...)."
+            )
+        values = values.items
+    if key in _MODULE_KEYS and not isinstance(values, Mapping | None):
+        raise CheckpointError(
+            f"{checkpoint.source} has a {type(values).__name__} as {key} instead of names and values."
+        )
+    if isinstance(values, Mapping):
+        return {name: value for name, value in values.items() if name not in overrides}
+    return values
+
+
+def _convert_arguments_of_cli(module: type, rest: dict[str, Any]) -> dict[str, str]:
+    """Convert the entries that LightningCLI wrote; return the types by name of what would have to be built."""
+    not_plain: dict[str, str] = {}
+    for key in _MODULE_KEYS:
+        if not isinstance(rest.get(key), Mapping):
+            continue
+        of_cli = {name: rest[key].pop(name, None) for name in ("_instantiator", "_class_path")}
+        if any(of_cli.values()):
+            rest[key], unbuilt = _convert_arguments(module, rest[key])
+            not_plain |= unbuilt
+    return not_plain
 
 
 def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def test_map_location(name):
     assert asked == [(torch.UntypedStorage, "cpu")] * 2
     found = read_checkpoint(name, map_location={"cpu": "meta"}).state_dict
     assert found["a"].is_meta
-    with pytest.raises(CheckpointError, match=r"tensors for 'cuda:7', which is not there: pass map_location='cpu'"):
+    with pytest.raises(CheckpointError, match=r"tensors for 'cuda:7', which is unavailable: pass map_location='cpu'"):
         read_checkpoint(name, map_location="cuda:7")
 
 

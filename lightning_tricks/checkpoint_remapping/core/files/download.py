@@ -1,4 +1,4 @@
-"""Downloads of checkpoints, bounded in size and in time."""
+"""Download checkpoints, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MIN_BYTES_PER_SECOND = 1 << 10  # bytes per second on average, after the first T
 
 
 def download(address: str, target: Path) -> None:
-    """Write what is at an address (`https://...`, `http://...`, or what fsspec opens) to a file.
+    """Download a URL (`https://...`, `http://...`, or one that fsspec opens) to a file.
 
     Raises:
         MissingCheckpointError: If it cannot be downloaded, whatever the reason.
-        NotACheckpointError: If it breaks off, comes too slowly, or has more than `MAX_DOWNLOAD_BYTES` bytes.
+        NotACheckpointError: If it is incomplete, comes too slowly, or has more than `MAX_DOWNLOAD_BYTES` bytes.
     """
     try:
         if urlsplit(address).scheme in ("http", "https"):
@@ -45,7 +45,7 @@ def download(address: str, target: Path) -> None:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Return what opens http and https and nothing else: `urlopen` follows redirections to ftp."""
+    """Return an opener for http and https only: `urlopen` follows redirections to ftp."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,

@@ -16,9 +16,9 @@ Constructor = Callable[..., Any]
 
 
 def update_in_chunks(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
-    """Put keys, or pairs of keys and values in a list, into a set or dict.
+    """Add keys, or (key, value) pairs, to a set or dict.
 
-    They go in by the thousand with a look at the budget between: a file can choose numbers that all collide.
+    The budget is checked after each thousand: a file can choose numbers whose hashes all collide.
     """
     values = values if isinstance(values, list) else list(values)
     for start in range(0, len(values), 1000):
@@ -28,12 +28,12 @@ def update_in_chunks(add: Callable[[Any], object], values: Iterable[Any], budget
 
 
 def update_method(items: dict[Any, Any]) -> Callable[[Any], object]:
-    """Return what puts pairs into a dict; the `update` of a Counter would count them."""
+    """Return the method that adds pairs to a dict; the `update` of a Counter would count them."""
     return items.update if isinstance(items, OrderedDict) else lambda pairs: dict.update(items, pairs)
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Check what is to be hashed; see `check_key`."""
+    """Check keys before they are hashed; see `check_key`."""
     for key in keys:
         if type(key) is not str:
             check_key(key)
@@ -70,7 +70,7 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
         "torch.Size": torch.Size,
         "torch.device": _device,
         "torch.serialization._get_layout": _layout,
-        # TorchScript's lists, and the types that it notes beside dicts and lists
+        # TorchScript's lists, and the types that it stores with dicts and lists
         "torch.jit._pickle.build_boollist": list,
         "torch.jit._pickle.build_doublelist": list,
         "torch.jit._pickle.build_intlist": list,
@@ -100,8 +100,8 @@ def _layout(name: str) -> Any:
     return known[name if isinstance(name, str) else ""]
 
 
-# Objects that people keep among hyper-parameters although a lower-case name makes them
-_HONEST_CALLS = {
+# Functions with lower-case names that build objects which are common among hyper-parameters
+_HARMLESS_CALLS = {
     "argparse.Namespace",
     "array._array_reconstructor",
     "array.array",
@@ -131,7 +131,7 @@ _HONEST_CALLS = {
     "re._compile",
     "zoneinfo.ZoneInfo._unpickle",
 }
-# Standard modules whose very classes reach the system
+# Standard modules whose classes can act on the system
 _SYSTEM = frozenset(
     """
     _ctypes _io _pickle _posixsubprocess _thread asyncio bdb builtins cProfile code codeop concurrent ctypes
@@ -151,9 +151,9 @@ CODE_RUNNERS = frozenset(
 
 
 def is_never_needed(function: Global) -> bool:
-    """Whether no honest checkpoint asks for this call. Nothing depends on it: no call is made, whatever the answer."""
+    """Whether no checkpoint needs this call. It decides only what is refused: no call is made in either case."""
     package = function.module.partition(".")[0]
-    if str(function) in _HONEST_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
+    if str(function) in _HARMLESS_CALLS or str(function).startswith(("numpy.random.", "torch._utils._rebuild_")):
         return False
     looks_like_a_function = function.name.lstrip("_")[:1].islower()
     if package in sys.stdlib_module_names:

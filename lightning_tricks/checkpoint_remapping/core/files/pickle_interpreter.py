@@ -1,8 +1,8 @@
-"""Pickles, read as data: an interpreter of their instructions that constructs plain values alone.
+"""Read pickles as data: an interpreter of their instructions that constructs only plain values.
 
-`pickle.load` imports what a file names and calls it. The interpreter here has no import and no call in it: what a file
-names stays a `Global`, what it would construct becomes a `Placeholder`, and only plain values and tensors are made.
-Each instruction is charged to a `Budget`, so that a small file cannot ask for much.
+`pickle.load` imports and calls what a file names. This interpreter imports and calls nothing: a name stays a `Global`,
+an object becomes a `Placeholder`, and only plain values and tensors are constructed. Each instruction is charged to a
+`Budget`, so that a small file cannot take much memory or time.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ def read_pickle(
     """Read one pickle of any protocol from a stream, without importing or calling anything that it names.
 
     Args:
-        stream: Read from where it stands to the end of the pickle.
-        budget: What it may cost.
-        constructors: Functions of ours for the qualified names of functions that make tensors.
-        persistent: Turns a persistent id into a value; None refuses them.
+        stream: The stream, which is read from its position to the end of the pickle.
+        budget: Limits on memory and time.
+        constructors: Our functions by the qualified names of the functions that they stand for.
+        persistent: Converts a persistent id into a value; None refuses persistent ids.
 
     Returns:
-        Plain values as they are; everything else as `Global` and `Placeholder`. Containers lie neither in themselves
-        nor very deep in each other.
+        Plain values; everything else as `Global` and `Placeholder`. No container contains itself or is nested deeply.
 
     Raises:
         UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
-        NotACheckpointError: If it is no pickle or breaks off.
-        OverBudgetError: If it asks for too much.
+        NotACheckpointError: If it is not a pickle or is truncated.
+        OverBudgetError: If it exceeds the budget.
     """
     try:
         with warnings.catch_warnings():
@@ -109,30 +108,30 @@ class _Machine:
         self.budget = budget
 
     def run(self, instructions: Iterator[tuple[Any, Any, int | None]]) -> Any:
-        ways: dict[str, tuple[int, Callable[..., None]]] = {}
+        handlers: dict[str, tuple[int, Callable[..., None]]] = {}
         for opcode, argument, _ in instructions:
             name = opcode.name
             if name == "STOP":
                 return self.stack.pop()
-            if name not in ways:
-                ways[name] = _COSTS.get(name, 64), self._way_of(name)
-            cost, handle = ways[name]
+            if name not in handlers:
+                handlers[name] = _COSTS.get(name, 64), self._handler_of(name)
+            cost, handle = handlers[name]
             self.budget.spend(cost)
             handle() if argument is None else handle(argument)
         raise NotACheckpointError("a pickle that is cut off")
 
-    def _way_of(self, name: str) -> Callable[..., None]:
-        """Return what does an instruction."""
+    def _handler_of(self, name: str) -> Callable[..., None]:
+        """Return the function that executes an instruction."""
         if name in _CONSTANTS:
             return partial(self.stack.append, _CONSTANTS[name])
         if name in _LITERALS:
             return self.stack.append if name == "BININT1" else self._literal  # there is one of each small number
         if name in ("PROTO", "FRAME"):
             return lambda _: None
-        way: Callable[..., None] | None = getattr(self, f"_{name.lower()}", None)
-        if way is None:
+        handler: Callable[..., None] | None = getattr(self, f"_{name.lower()}", None)
+        if handler is None:
             raise UnsafeCheckpointError(f"a pickle with the instruction {name}, which no checkpoint needs")
-        return way
+        return handler
 
     def _literal(self, value: Any) -> None:
         self.budget.spend(sys.getsizeof(value))
@@ -315,7 +314,7 @@ class _Machine:
         return Placeholder(name, arguments)
 
     def _charge(self, value: Any) -> None:
-        """Charge a copy of a value, or a walk along it: the memo gives the same one to any number of calls."""
+        """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
         if type(value) in _SIZED and len(value) > 32:
             self.budget.spend(sys.getsizeof(value))
 

@@ -1,4 +1,4 @@
-"""What is left of a pickle that is read as data: the values in it, walks over them, and bounds on their shape."""
+"""The values of a pickle that is read as data: placeholders, walks over containers, and limits on nesting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_KEY_PARTS = 64  # parts of a tuple that is a key
 
 @dataclass(frozen=True)
 class Global:
-    """What a pickle names, such as a class or a function; it was neither looked up nor imported."""
+    """A name in a pickle, such as that of a class or a function, which was not imported."""
 
     module: str
     name: str
@@ -68,7 +68,7 @@ def describe_value(value: Any, longest: int = 80) -> str:
 
 
 def truncated_repr(value: Any, longest: int = 100) -> str:
-    """Return the beginning of what a value looks like, and no more work than that takes."""
+    """Return the beginning of the `repr` of a value, without computing the rest."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -93,7 +93,7 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the (key, value) pairs directly inside a container; of others nothing."""
+    """Yield the (key, value) pairs directly inside a container; nothing for other values."""
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list | tuple | set | frozenset):
@@ -101,28 +101,28 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_container(value: Any) -> bool:
-    """Whether other values can lie in a value."""
+    """Whether a value can contain other values."""
     return isinstance(value, dict | list | tuple | set | frozenset)
 
 
 @dataclass
 class _Measure:
-    """How deep a container is, and how many parts it has where shared ones count each time."""
+    """The depth of a container, and its number of parts, where shared ones count each time."""
 
     height: int = 0
     parts: int = 0
 
     def take(self, inside: _Measure) -> None:
-        """Add what lies inside."""
+        """Add a container inside this one."""
         self.height = max(self.height, inside.height + 1)
         self.parts += inside.parts
 
 
 def check_nesting(value: Any, budget: Budget) -> None:
-    """Refuse containers that no simple walk survives: in themselves, too deep in each other, or shared too often.
+    """Refuse containers that contain themselves, are nested too deeply, or are shared too often.
 
-    Twenty lists that each hold the one before twice are a million to whoever copies or prints them. Placeholders may
-    lie in circles, as objects do. Each begins anew.
+    Twenty lists that each hold the one before twice are a million lists for code that copies or prints them.
+    Placeholders may refer to each other in circles, as objects do; nesting is counted from each of them.
 
     Raises:
         NotACheckpointError: If there are such containers.
@@ -165,10 +165,10 @@ def check_nesting(value: Any, budget: Budget) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Refuse a key whose hash could take long: of a large number, or of tuples that share their parts.
+    """Refuse a key whose hash could take long: a large number, or tuples that share their parts.
 
     Raises:
-        NotACheckpointError: If it is one.
+        NotACheckpointError: If it is such a key.
     """
     parts = [key]
     for count, part in enumerate(parts):  # which grows

@@ -1,4 +1,4 @@
-"""The storages of a file of weights: parts of its mapping, or copies of its bytes, where they are to be."""
+"""The storages of a file of weights: mapped from the file or read, and moved to their devices."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TypedStorage:
 
 
 class FileStorages:
-    """The storages of one file: each is read once, from the file's mapping where that goes, and moved by location.
+    """The storages of one file: each is mapped or read once, and moved by `map_location`.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         map_location: As in `torch.load`.
         mmap: Whether storages are mapped from the file instead of read.
-        budget: What reading the file may cost.
+        budget: Limits on memory and time.
     """
 
     def __init__(self, path: Path, map_location: MapLocation, mmap: bool, budget: Budget) -> None:
@@ -49,7 +49,7 @@ class FileStorages:
     def get(
         self, key: str, dtype: torch.dtype, location: Any, read: Callable[[], torch.UntypedStorage]
     ) -> TypedStorage:
-        """Return the storage of a key, which is read the first time; the file says where it was."""
+        """Return the storage of a key, read at the first call; `location` is the device that it was saved from."""
         if not isinstance(location, str):
             raise NotACheckpointError("a checkpoint with a broken tensor.")
         self.budget.spend(192)
@@ -60,12 +60,12 @@ class FileStorages:
 
     @cached_property
     def mapped(self) -> torch.UntypedStorage:
-        """The whole file, mapped once; its storages are parts of it."""
+        """A mapping of the whole file, of which its storages are slices."""
         return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(self.path), False, self.length))
 
     @cached_property
     def length(self) -> int:
-        """Of the file, in bytes."""
+        """Size of the file in bytes."""
         return self.path.stat().st_size
 
     def part(self, start: int, size: int) -> torch.UntypedStorage:
@@ -95,12 +95,12 @@ class FileStorages:
 
     @property
     def on_meta(self) -> bool:
-        """Whether tensors are to have no values."""
+        """Whether tensors go to the meta device, without values."""
         return str(self.map_location) == "meta"
 
 
 class InMemoryStorages(FileStorages):
-    """The storages of a file inside of a file."""
+    """The storages of a file that is embedded in another one."""
 
     def __init__(self, data: bytes, map_location: MapLocation, budget: Budget) -> None:
         super().__init__(Path(), map_location, mmap=False, budget=budget)
@@ -113,10 +113,10 @@ class InMemoryStorages(FileStorages):
 
 
 def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
-    """Return a storage where `map_location` puts what was saved at `location`, as `torch.load` does.
+    """Move a storage that was saved at `location` to where `map_location` says, as `torch.load` does.
 
     Raises:
-        CheckpointError: If there is no such place here.
+        CheckpointError: If the device is not available.
     """
     if storage.device.type == "meta":
         return storage
@@ -134,7 +134,7 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
         return there
     except (AssertionError, RuntimeError) as error:
         raise CheckpointError(
-            f"a checkpoint with tensors for {describe_value(location)}, which is not there: pass map_location='cpu'."
+            f"a checkpoint with tensors for {describe_value(location)}, which is unavailable: pass map_location='cpu'."
         ) from error
 
 
@@ -161,7 +161,7 @@ _DTYPES = {
 
 
 def storage_dtype(kind: Any) -> torch.dtype:
-    """Return the type of the elements of a storage of a class that a file names."""
+    """Return the dtype of a storage by the class that a file names."""
     if isinstance(kind, Global) and kind.module.startswith("torch"):
         kind = kind.name.rpartition(".")[2]
     if not isinstance(kind, str) or kind not in _DTYPES:
@@ -170,7 +170,7 @@ def storage_dtype(kind: Any) -> torch.dtype:
 
 
 def storage_key(key: Any) -> str:
-    """Return the name of a storage in its file."""
+    """Return the key of a storage in its file, checked."""
     if not isinstance(key, str | int):
         raise NotACheckpointError("a checkpoint with a broken tensor.")
     return str(key)

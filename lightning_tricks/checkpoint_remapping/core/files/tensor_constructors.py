@@ -1,4 +1,4 @@
-"""The functions of torch that make tensors when a file is read, as functions of ours that believe nothing."""
+"""Our versions of the functions of torch that construct tensors when a file is read; they check all arguments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_DIMENSIONS = 64
 
 
 def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-    """Return the tensor over a storage; a tensor beyond its storage is refused, not given more memory.
+    """Return a tensor over a storage; a tensor that is larger than its storage is refused.
 
-    One that repeats its elements, as `expand` makes them, is charged what it would take as a copy.
+    A tensor that repeats its elements, as of `expand`, is charged the memory that a copy would take.
     """
     budget.spend(512)
     size, stride = _numbers(size), _numbers(stride)
@@ -35,7 +35,7 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Return a shape or the like, checked."""
+    """Return sizes or strides, checked."""
     known = isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS
     if not known or any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
         raise NotACheckpointError("a checkpoint with a broken tensor.")
@@ -43,7 +43,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
-    """Return functions of ours by the qualified names of those that make tensors."""
+    """Return our functions by the qualified names of torch's that construct tensors."""
 
     def of_storage(*parts: Any) -> torch.Tensor:
         made = strided_tensor(budget, *parts)
@@ -62,7 +62,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
         if layout is not torch.sparse_coo or not all(isinstance(part, torch.Tensor) for part in data[:2]):
             return Placeholder("torch._utils._rebuild_sparse_tensor", (layout, data))
         indices, values = data[:2]
-        budget.spend(1024 + indices.nbytes + values.nbytes)  # all are looked at
+        budget.spend(1024 + indices.nbytes + values.nbytes)  # all of them are checked
         return torch.sparse_coo_tensor(indices, values, _numbers(data[2]), check_invariants=True)
 
     def of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the weights are among the values of a file, and what stands beside them."""
+"""Find the weights among the values of a file, and the other values beside them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _NOT_WEIGHTS = ("optim", "sched", "scaler", "callback", "loops", "hyper_param", 
 
 
 def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
-    """Return where the weights are, or those at a key, and the tensors there.
+    """Return the path of keys to the weights, or to those at `key`, and the tensors there.
 
     Raises:
-        CheckpointError: If there are none or several; the message is a phrase after "it is".
+        CheckpointError: If there are none or several; the message continues "it is".
     """
     search = _Search(budget)
     if key is not None:
@@ -67,10 +67,10 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, 
 
 
 def check_names(tensors: Mapping[str, Any]) -> None:
-    """Refuse names that nothing but a trick has: very long ones, and those that a terminal would act upon.
+    """Refuse names that no model has: very long ones, and those with control characters, which act on terminals.
 
     Raises:
-        NotACheckpointError: If there is one; the message is a phrase after "it is".
+        NotACheckpointError: If there is such a name; the message continues "it is".
     """
     for name in tensors:
         if len(name) > MAX_NAME_LENGTH:
@@ -94,7 +94,7 @@ def checkpoint_kind(value: Any, key_path: KeyPath, container: str) -> str:
 
 
 def without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
-    """Return what is beside a path of keys."""
+    """Return a copy of nested dicts without the value at a path of keys."""
     first, *others = key_path
     inner = value[first]
     if others and isinstance(inner, dict):
@@ -103,7 +103,7 @@ def without_weights(value: dict[Any, Any], key_path: KeyPath) -> dict[Any, Any]:
 
 
 def find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
-    """Yield what was not constructed, with its location; the parts of a placeholder belong to it."""
+    """Yield the objects that were not constructed, with their locations; not those inside another one."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", value)]
     while stack:
@@ -126,14 +126,14 @@ def find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
 
 
 class _Search:
-    """A search for state dicts, which looks at no dict twice."""
+    """A search for state dicts, which visits each dict once."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.known: dict[int, dict[str, Any] | None] = {}
 
     def candidates(self, value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-        """Yield the paths of keys to weights, at most three names deep, and what is there."""
+        """Yield the paths of keys to weights, at most three keys long, and the tensors there."""
         tensors = self.tensors(value)
         if tensors is not None:
             yield key_path, tensors
@@ -148,7 +148,7 @@ class _Search:
                     yield from self.candidates(part, (*key_path, name))
 
     def tensors(self, value: Any) -> dict[str, Any] | None:
-        """Return the tensors of a state dict or of a pickled module; None where it is neither."""
+        """Return the tensors of a state dict or of a pickled module; None for other values."""
         if id(value) not in self.known:
             self.known[id(value)] = self._collect(value)
         return self.known[id(value)]
@@ -171,7 +171,7 @@ class _Search:
         return kept if any(isinstance(part, torch.Tensor) for part in kept.values()) or empty else None
 
     def _of_module(self, module: Placeholder) -> dict[str, Any]:
-        """Collect the tensors that `module.state_dict()` would have, from what is left of a pickled module."""
+        """Return the tensors that `module.state_dict()` would have, from the placeholder of a pickled module."""
         tensors: dict[str, Any] = {}
         above = {id(module)}
         frames = [("", module, self._parts(module))]
@@ -179,7 +179,7 @@ class _Search:
             prefix, owner, parts = frames[-1]
             for name, part in parts:
                 path = prefix + name
-                self.budget.spend(128 + len(path))  # a module that is shared is there at each of its paths
+                self.budget.spend(128 + len(path))  # a shared module is listed at each of its paths
                 if isinstance(part, torch.Tensor):
                     tensors[path] = part
                 elif id(part) not in above:

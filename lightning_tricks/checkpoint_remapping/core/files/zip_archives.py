@@ -1,4 +1,4 @@
-"""Zip archives, as torch writes them: records that are not compressed, one after the other."""
+"""Zip archives of torch.save and TorchScript, whose records are not compressed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_zip(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
 
 
 class _Bounded(io.BufferedReader):
-    """A stream that refuses large reads: `ZipFile` reads a whole directory at once, and makes objects of it."""
+    """A stream that refuses large reads: `ZipFile` reads a directory at once, and creates an object per record."""
 
     largest_read = _MAX_DIRECTORY_BYTES
 
@@ -47,7 +47,7 @@ class _Bounded(io.BufferedReader):
         super().__init__(stream.detach())
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read, where it is not too much."""
+        """Read at most `largest_read` bytes."""
         if size is None or size > self.largest_read:
             raise NotACheckpointError(f"a zip archive whose directory has more than {_MAX_DIRECTORY_BYTES:,} bytes.")
         return super().read(size)
@@ -91,7 +91,7 @@ def _without_checkpoint(names: list[str]) -> str:
 
 
 def _check_overlaps(archive: zipfile.ZipFile) -> None:
-    """Refuse records that share bytes: many large ones fit into a small file so."""
+    """Refuse records that share bytes, as many large ones would then fit into a small file."""
     records = sorted(archive.infolist(), key=lambda info: info.header_offset)
     ends = [info.header_offset + _HEADER + info.compress_size for info in records]
     starts = [*(info.header_offset for info in records[1:]), archive.start_dir]
@@ -100,7 +100,7 @@ def _check_overlaps(archive: zipfile.ZipFile) -> None:
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """Return where a record is; torch compresses and encrypts none, and 1 GB of zeros compresses to 1 MB."""
+    """Return the entry of a record; compressed ones are refused, as 1 GB of zeros compresses to 1 MB."""
     try:
         info = archive.getinfo(name)
     except KeyError as error:

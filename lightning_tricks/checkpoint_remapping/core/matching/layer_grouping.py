@@ -23,7 +23,7 @@ class Layer:
 
     @cached_property
     def sizes(self) -> tuple[tuple[str, Shape], ...]:
-        """What all layouts of a layer have in common: its tensors' sizes, without the ones."""
+        """The sizes of its tensors without ones, which are the same in all layouts of a layer."""
         sizes = {leaf: _without_ones(shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
         if self.transposed:
             sizes["weight"] = sizes["weight"][::-1]
@@ -31,17 +31,17 @@ class Layer:
 
     @cached_property
     def tensor_kinds(self) -> tuple[object, ...]:
-        """Which tensors it has, with how many dimensions, and in which order their elements are."""
+        """The names of its tensors, their numbers of dimensions, and the order of their elements."""
         return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path))
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What two layers that could be each other's have in common."""
+        """What two layers must have in common to be matched."""
         return self.tensor_kinds, self.sizes
 
     @cached_property
     def has_matrix(self) -> bool:
-        """Whether it is more than vectors."""
+        """Whether one of its tensors is more than a vector."""
         return any(len(size) > 1 for _, size in self.sizes)
 
     @cached_property

@@ -10,9 +10,9 @@ from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import B
 
 
 def is_ordered(shapes: Mapping[str, Shape]) -> bool:
-    """Whether tensors come as their model registers them: module by module, and not sorted by name.
+    """Whether tensors are in the order in which their model registers them: module by module, not sorted by name.
 
-    A .safetensors is sorted within each dtype, which is a few steps back in the alphabet at most.
+    A .safetensors is sorted within each dtype, so that its names step back in the alphabet at most a few times.
     """
     names = [name for name in shapes if not name.endswith(BATCH_COUNTER)]
     if sum(one > other for one, other in pairwise(names)) <= 2:
@@ -29,7 +29,7 @@ def is_ordered(shapes: Mapping[str, Shape]) -> bool:
 
 
 def sort_naturally(layers: list[Layer]) -> None:
-    """Sort by name, and 10 after 9."""
+    """Sort layers by name, with 10 after 9, and renew their positions."""
     layers.sort(
         key=lambda layer: [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in _split(layer)]
     )
@@ -38,12 +38,12 @@ def sort_naturally(layers: list[Layer]) -> None:
 
 
 def are_numbered_in_order(layers: list[Layer]) -> bool:
-    """Whether the paths of layers say in which order they come."""
+    """Whether each layer's path has a higher number, or a later letter, than the one before."""
     return all(_is_numbered_before(one, other) for one, other in pairwise(layers))
 
 
 def _is_numbered_before(first: Layer, second: Layer) -> bool:
-    """Whether two paths first differ in two numbers, or letters from a to h, in rising order."""
+    """Whether two paths first differ in numbers, or in letters from a to h, in rising order."""
     for one, other in zip(_split(first), _split(second), strict=False):
         if one != other:
             if one.isdecimal() and other.isdecimal():

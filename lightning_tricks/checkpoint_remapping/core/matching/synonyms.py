@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-# What a part is, and the names it goes by; matched in lower case, with every separator written as a dot.
+# The roles of parts, with patterns of their names; matched in lower case, with every separator written as a dot
 _ROLES = {
     "query": r"(^|\.)(q|query|q\.proj|q\.lin|to\.q)(\.|$)",
     "key": r"(^|\.)(k|key|k\.proj|k\.lin|to\.k)(\.|$)",
@@ -44,7 +44,7 @@ _SAME_WORDS = {
     "conv2d": "conv",
 }
 
-# Layers whose weights have an order of their own: equal shapes say nothing about them
+# Layers whose weights have a special order, so that equal shapes do not mean equal weights
 _ELEMENT_ORDERS = {
     "heads interleaved": r"(^|\.)query_key_value$",
     "rotary halves interleaved": r"(^|\.)w[qk]$",
@@ -58,7 +58,7 @@ _COMPUTED_BUFFERS = re.compile(
 
 @lru_cache(maxsize=65536)
 def words_of(path: str) -> frozenset[str]:
-    """Return what a qualified name says: the roles that it stands for, and its words."""
+    """Return the words of a qualified name, and the roles that they stand for."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
     parts = [_SAME_WORDS.get(part, part) for part in re.split(r"[._\-]", spaced.lower()) if part]
     text = ".".join(re.split(r"[._\-]", path.lower()))
@@ -66,7 +66,7 @@ def words_of(path: str) -> frozenset[str]:
 
 
 def element_order(path: str) -> str:
-    """Return the name of the special order of a layer's weights; empty for the usual one."""
+    """Return the name of a special order of the elements of a layer's weights; empty for the usual one."""
     return next((order for order, pattern in _ELEMENT_ORDERS.items() if re.search(pattern, path)), "")
 
 

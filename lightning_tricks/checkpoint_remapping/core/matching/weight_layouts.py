@@ -1,4 +1,4 @@
-"""Layers whose weights are laid out otherwise: query, key and value in one or in three, and transposed weights."""
+"""Layouts of weights that differ between projects: fused query, key and value, and transposed matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUSED = "fused query, key and value"
 
 
 def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
-    """Make one layer of the query, key and value of each attention, where the other model keeps them in one."""
+    """Replace the query, key and value of each attention by one layer if the other model has them in one."""
     if not any(_FUSED in words_of(layer.path) for layer in others):
         return
     if any(_FUSED in words_of(layer.path) for layer in layers) or _separate_triples(others):
@@ -44,7 +44,10 @@ def _separate_triples(layers: list[Layer]) -> dict[str, list[Layer]]:
 
 
 def mark_transposed(layers: list[Layer]) -> None:
-    """Mark the layers that keep their weight as (in, out), as Hugging Face's Conv1D does; biases tell."""
+    """Mark the layers whose weight is (in, out), as of Hugging Face's Conv1D.
+
+    The length of the bias shows it where a matrix is oblong; square matrices follow the others of their block.
+    """
     blocks: dict[str, list[Layer]] = defaultdict(list)
     for layer in layers:
         if [len(size) for _, size in layer.sizes] == [1, 2]:  # bias, weight
