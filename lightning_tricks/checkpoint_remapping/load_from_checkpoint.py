@@ -19,11 +19,11 @@ from lightning_tricks._lightning_compat.hyperparameters import module_from_check
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.hyperparameters import (
     class_named_in,
-    nested_values,
     plain_arguments,
     read_hparams_file,
 )
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, SafeCheckpoint, original_device
+from lightning_tricks.checkpoint_remapping.plain_values import nested_values
 
 # Strings among the hyper-parameters of the file from which a module is being built
 STRINGS_OF_FILE: ContextVar[frozenset[str]] = ContextVar(

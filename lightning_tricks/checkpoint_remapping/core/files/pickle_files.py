@@ -63,45 +63,55 @@ def _read_legacy(stream: IO[bytes], storages: FileStorages) -> tuple[Any, str, d
     if not system["little_endian"]:
         raise NotACheckpointError("a checkpoint of a machine with the other byte order.")
     start = stream.tell()
-    widths: dict[str, int] = {}
-    constructors = tensor_constructors(budget)
-
-    def note(identifier: Any) -> Any:
-        if identifier[0] == "module":
-            return identifier[1]
-        widths[storage_key(identifier[2])] = storage_dtype(identifier[1]).itemsize
-        return None
-
-    left = budget.left
-    read_pickle(
-        stream, budget, dict.fromkeys(constructors, lambda *_: None), note
-    )  # first pass: the sizes of the storages alone
-    budget.refund(left)
-    places: dict[str, tuple[int, int]] = {}
-    for key in map(storage_key, read_pickle(stream, budget)):
-        count = stream.read(8)
-        if len(count) < 8:
-            raise NotACheckpointError("a checkpoint that is cut off")
-        size = struct.unpack("<q", count)[0] * widths[key]
-        places[key] = stream.tell(), size
-        storages.part(*places[key]) if size < 0 else stream.seek(size, os.SEEK_CUR)
-    end = stream.tell()
-    if end > storages.length:
-        raise NotACheckpointError("a checkpoint that is cut off")
+    ranges = _storage_ranges(stream, storages)
 
     def persistent(identifier: Any) -> Any:
         if identifier[0] == "module":
             return identifier[1]
         _, kind, key, location, _, view = identifier
         dtype, key = storage_dtype(kind), storage_key(key)
-        whole = storages.get(key, dtype, location, lambda: storages.part(*places[key]))
-        if view is None:
-            return whole
-        _, offset, count = view
-        if not all(type(number) is int and number >= 0 for number in (offset, count)):
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
-        first = offset * dtype.itemsize
-        return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
+        whole = storages.get(key, dtype, location, lambda: storages.part(*ranges[key]))
+        return whole if view is None else _view(whole, view)
 
     stream.seek(start)
-    return read_pickle(stream, budget, constructors, persistent), "legacy", {}
+    return read_pickle(stream, budget, tensor_constructors(budget), persistent), "legacy", {}
+
+
+def _storage_ranges(stream: IO[bytes], storages: FileStorages) -> dict[str, tuple[int, int]]:
+    """Return where the bytes of each storage start, and how many they are.
+
+    They stand behind the pickle of the values, which is read twice: first for the sizes of the elements alone.
+    """
+    widths: dict[str, int] = {}
+
+    def note_width(identifier: Any) -> Any:
+        if identifier[0] == "module":
+            return identifier[1]
+        widths[storage_key(identifier[2])] = storage_dtype(identifier[1]).itemsize
+        return None
+
+    budget = storages.budget
+    left = budget.left
+    read_pickle(stream, budget, dict.fromkeys(tensor_constructors(budget), lambda *_: None), note_width)
+    budget.refund(left)
+    ranges: dict[str, tuple[int, int]] = {}
+    for key in map(storage_key, read_pickle(stream, budget)):
+        count = stream.read(8)
+        if len(count) < 8:
+            raise NotACheckpointError("a checkpoint that is cut off")
+        size = struct.unpack("<q", count)[0] * widths[key]
+        ranges[key] = stream.tell(), size
+        storages.part(*ranges[key]) if size < 0 else stream.seek(size, os.SEEK_CUR)
+    if stream.tell() > storages.length:
+        raise NotACheckpointError("a checkpoint that is cut off")
+    return ranges
+
+
+def _view(whole: TypedStorage, view: Any) -> TypedStorage:
+    """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
+    _, offset, count = view
+    if not all(type(number) is int and number >= 0 for number in (offset, count)):
+        raise NotACheckpointError("a checkpoint with a broken tensor.")
+    dtype = whole.dtype
+    first = offset * dtype.itemsize
+    return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)
