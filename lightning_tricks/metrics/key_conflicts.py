@@ -1,4 +1,4 @@
-"""Who else logs the keys of a monitor: refused on all ranks, as soon as it shows."""
+"""Conflicts between the keys of a monitor and those that others log: refused on all ranks, as soon as they occur."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"
 
 
 class MetricsError(MisconfigurationException, ValueError):
-    """What a step returned cannot be measured, a loader has no batches, or a key is no key or is logged twice."""
+    """A step returned something that cannot be measured, a loader has no batches, or a key is wrong or logged twice."""
 
 
 class KeyConflicts:
     """Compares the keys of one run of a monitor with those that the module and other callbacks log.
 
     Args:
-        name: Of the monitor, under which it logs.
+        name: The name under which the monitor logs.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,33 +29,35 @@ class KeyConflicts:
         self._logged: dict[str, set[str]] = {}
         self._compared: set[str] = set()
 
-    def others(self, trainer: Trainer) -> dict[str, str]:
-        """Return what others have logged so far in the stage that runs: key -> hook; of this rank."""
+    def logged_by_others(self, trainer: Trainer) -> dict[str, str]:
+        """Return what others have logged on this rank so far in the stage that runs: key -> hook."""
         return keys_logged_by_others(trainer, self.name)
 
-    def compare_in_first_batch(self, trainer: Trainer, pl_module: LightningModule, stage: str, known: set[str]) -> None:
+    def compare_in_first_batch(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str]
+    ) -> None:
         """Compare keys with what the module's step has logged.
 
-        Of several ranks one may have no batch of an evaluation; then all compare when it ends.
+        In an evaluation on several ranks, one may have no batch: there all compare when the evaluation ends.
         """
         if stage in self._compared:
             return
         self._compared.add(stage)
         if trainer.world_size == 1:
-            self.refuse(pl_module, known, self.others(trainer))
+            self.refuse(pl_module, expected, self.logged_by_others(trainer))
         elif stage == "train":
-            self.refuse(pl_module, known, merge_logged_keys(gather_objects(self.others(trainer))))
+            self.refuse(pl_module, expected, merge_logged_keys(gather_objects(self.logged_by_others(trainer))))
 
     def note_logged(self, trainer: Trainer, stage: str, keys: set[str]) -> None:
-        """Remember what the monitor logs at the end of a stage, so as to see who logs the same after it."""
+        """Remember what the monitor logs at the end of a stage, to find out who logs the same after it."""
         drop_reset_values(trainer, self.name, keys)
         self._logged[stage] = self._logged.get(stage, set()) | keys
 
     def compare_afterwards(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, known: set[str] | None = None
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str] | None = None
     ) -> None:
-        """Compare what the monitor has logged, or keys that it will log, with what others have logged after it."""
-        own = self._logged.pop(stage, set()) if known is None else known
+        """Compare what the monitor has logged, or is expected to log, with what others have logged after it."""
+        own = self._logged.pop(stage, set()) if expected is None else expected
         if not own:
             return
         # a training epoch's values are reset before any hook comes; those of an evaluation are not yet
@@ -65,7 +67,7 @@ class KeyConflicts:
         self.refuse(pl_module, own, others)
 
     def refuse(self, pl_module: LightningModule, own: set[str], others: Mapping[str, str]) -> None:
-        """Raise a MetricsError where a key is among the others'."""
+        """Raise a MetricsError if others log one of the keys."""
         for key in sorted(own & others.keys()):
             hook, module = others[key], type(pl_module).__name__
             other = f"{module}.{hook}" if hook in STEPS.values() else f"{hook} of {module} or of another callback"

@@ -81,7 +81,7 @@ def test_without_matplotlib_it_is_said_and_the_fit_goes_on(tmp_path, monkeypatch
     monitor = MetricsMonitor(multiclass_metrics(4))
     fit(monitor, CSVLogger(tmp_path), table(20)[:2], epochs=1)
     assert names_of(tmp_path) == []
-    assert len([line for _, line in lightning_log if "draws nothing" in line and "'reports'" in line]) == 1
+    assert len([line for _, line in lightning_log if "plots nothing" in line and "'reports'" in line]) == 1
     with pytest.raises(ModuleNotFoundError, match="extra 'reports'"):
         monitor.plot()
 

@@ -39,14 +39,14 @@ class LoggedKeys:
     prefix: str | None
     stages: Sequence[str]
 
-    def of(self, folder: str, name: str) -> str:
+    def key(self, folder: str, name: str) -> str:
         """Return the key of a value, where `folder` is the stage, with several loaders "<stage>/<number>"."""
         return "/".join(part for part in (self.prefix, folder, name) if part is not None)
 
-    def known(self, stage: str, loaders: int = 1) -> set[str]:
+    def expected(self, stage: str, loaders: int = 1) -> set[str]:
         """Return the keys that a stage is sure to log, its loss aside."""
         folders = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-        return {self.of(folder, name) for folder in folders for name in self.names.known}
+        return {self.key(folder, name) for folder in folders for name in self.names.known}
 
     def check_best(self, best: Mapping[str, str]) -> None:
         """Refuse keys that no stage of a fit logs.
@@ -56,20 +56,20 @@ class LoggedKeys:
         """
         for key, mode in best.items():
             check_choice(f"best[{key!r}]", mode, ("min", "max"))
-            stage, name = self._parts(key)
+            stage, name = self._split(key)
             if stage == "test" and stage in self.stages:
                 raise ValueError(f"best has the key {key!r}, and no fit tests: ask for one of train or val.")
             if stage not in self.stages:
-                forgotten = self.prefix is not None and self._holds(
-                    *LoggedKeys(self.names, None, self.stages)._parts(key)
+                forgotten = self.prefix is not None and self._may_log(
+                    *LoggedKeys(self.names, None, self.stages)._split(key)
                 )
-                starts = ", ".join(self.of(stage, "") for stage in self.stages if stage != "test")
-                meant = f" Did you mean {self.of(key, '')[:-1]!r}?" if forgotten else ""
+                starts = ", ".join(self.key(stage, "") for stage in self.stages if stage != "test")
+                meant = f" Did you mean {self.key(key, '')[:-1]!r}?" if forgotten else ""
                 raise ValueError(
                     f"best has the key {key!r}, which must start with one of {starts or 'no stage'}.{meant}"
                 )
-            if not self._holds(stage, name):
-                raise ValueError(f"best has the key {key!r}, {self.others(key, stage)}")
+            if not self._may_log(stage, name):
+                raise ValueError(f"best has the key {key!r}, {self.describe_alternatives(key, stage)}")
 
     def check_loaders(self, best: Iterable[str], stage: str, loaders: int) -> None:
         """Refuse keys of `best` that name no loader where there are several, or one that there is not.
@@ -78,29 +78,29 @@ class LoggedKeys:
             ValueError: With the keys that there are.
         """
         for key in best:
-            of_stage, name = self._parts(key)
+            of_stage, name = self._split(key)
             number, _, rest = name.partition("/")
             if of_stage != stage or loaders < 1:
                 continue
-            numbered = number.isdigit() and not self._is_name(name)
+            numbered = number.isdigit() and not self._is_value_name(name)
             if numbered != (loaders > 1) or (numbered and int(number) >= loaders):
                 rest = rest if numbered else name
                 there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-                keys = ", ".join(self.of(folder, rest) for folder in there[:_MAX_SHOWN])
+                keys = ", ".join(self.key(folder, rest) for folder in there[:_MAX_SHOWN])
                 raise ValueError(f"best has the key {key!r}, and {stage} has {loaders} loader(s): there is {keys}.")
 
-    def wanted(self, best: Iterable[str], stage: str) -> list[str]:
+    def keys_of_stage(self, best: Iterable[str], stage: str) -> list[str]:
         """Return those keys of `best` that are of a stage."""
-        return [key for key in best if self._parts(key)[0] == stage]
+        return [key for key in best if self._split(key)[0] == stage]
 
-    def others(self, key: str, stage: str, there: Iterable[str] | None = None) -> str:
+    def describe_alternatives(self, key: str, stage: str, there: Iterable[str] | None = None) -> str:
         """Say which keys there are instead of `key`."""
         listed = [*self.names.known, *self.names.undetermined, "loss"]
-        keys = list(dict.fromkeys(self.of(stage, name) for name in listed)) if there is None else list(there)
+        keys = list(dict.fromkeys(self.key(stage, name) for name in listed)) if there is None else list(there)
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
         return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{did_you_mean(key, keys)}"
 
-    def _parts(self, key: str) -> tuple[str, str]:
+    def _split(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; no stage where the prefix is missing."""
         if self.prefix is not None:
             if not key.startswith(f"{self.prefix}/"):
@@ -109,9 +109,9 @@ class LoggedKeys:
         stage, _, name = key.partition("/")
         return stage, name
 
-    def _holds(self, stage: str, name: str) -> bool:
+    def _may_log(self, stage: str, name: str) -> bool:
         number, _, rest = name.partition("/")
-        return stage in self.stages and (self._is_name(name) or (number.isdigit() and self._is_name(rest)))
+        return stage in self.stages and (self._is_value_name(name) or (number.isdigit() and self._is_value_name(rest)))
 
-    def _is_name(self, name: str) -> bool:
+    def _is_value_name(self, name: str) -> bool:
         return name == "loss" or self.names.may_contain(name)
