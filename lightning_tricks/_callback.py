@@ -34,12 +34,12 @@ def _normalized(path: str | os.PathLike[str]) -> str:
 
 
 class TrickCallback(Callback):
-    """A callback that pickles without the model and is, unless `allows_several`, the only one of its type in a Trainer.
+    """The base of all callbacks: it pickles without the model, and a Trainer takes one of each type.
 
     Attributes:
-        allows_several: Whether several of its type make sense in one Trainer.
+        allows_several: Whether a Trainer takes several of this type.
         added_by_mixin: Whether a module's `TricksMixin` made it, not the user of the Trainer.
-        path_arguments: Names of the arguments that may name a file or a folder, which no checkpoint may do.
+        path_arguments: The names of the arguments that may be a path; their values are never taken from a checkpoint.
     """
 
     allows_several = False
@@ -48,7 +48,7 @@ class TrickCallback(Callback):
 
     @classmethod
     def find_path_arguments(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:
-        """Return the names of the arguments that name one of `texts`, or what lies in it, as a file or a folder."""
+        """Return the names of the path arguments whose value is one of `texts`, or a path inside one of them."""
         named = {_normalized(text) for text in texts} - {os.curdir}
         return [
             name
@@ -60,40 +60,50 @@ class TrickCallback(Callback):
 
     @classmethod
     def requires_argument(cls, argument: str) -> bool:
-        """Whether an argument has no default."""
+        """Whether an argument is required, that is, has no default."""
         return inspect.signature(cls).parameters[argument].default is inspect.Parameter.empty
 
     def before_module_init(self) -> None:
-        """Do what must precede the creation of a module's submodules; `TricksMixin` calls it there."""
+        """Do what has to happen before the submodules of a module are created; `TricksMixin` calls it."""
 
     def logged_keys(self, stage: str, loaders: int = 1) -> Collection[str]:
-        """Return the keys of values that this callback is sure to log of an epoch of "train", "val" or "test"."""
+        """Return the keys that this callback is certain to log in each epoch of a stage.
+
+        Args:
+            stage: "train", "val" or "test".
+            loaders: The number of dataloaders of the stage.
+        """
         return ()
 
     def mid_epoch_state(self) -> dict[str, Any]:
-        """Return what this rank remembers in the middle of an epoch, beside the state dict; `AutoResume` saves it."""
+        """Return the state of this rank within an epoch that is not in the state dict; `AutoResume` saves it."""
         return {}
 
     def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
-        """Take up what `mid_epoch_state` returned; the random streams are about to be restored, too."""
+        """Restore what `mid_epoch_state` returned; the states of random number generators are restored after it."""
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
-        """Hear from `AutoResume`, when it has resumed a fit, which places are other than they were saved."""
+        """Be told by `AutoResume` that it has resumed a fit.
+
+        Args:
+            trainer: The Trainer.
+            not_restored: What could not be restored as it was saved.
+        """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse another Lightning and a second callback of the type; leave out the hooks that would do nothing."""
+        """Refuse `pytorch_lightning` and a second callback of the type; disable hooks that do nothing."""
         if remedy := other_import_style(type(trainer)):
             raise MisconfigurationException(f"{type(self).__name__}: {remedy}")
         count = sum(isinstance(callback, type(self)) for callback in callbacks_of(trainer))
         if count > 1 and not self.allows_several:
             raise MisconfigurationException(
-                f"The Trainer has {count} {type(self).__name__} callbacks and needs one: each would do the other's "
-                "work again. Remove one."
+                f"The Trainer has {count} {type(self).__name__} callbacks and needs one: a second one "
+                "would repeat the work of the first. Remove one."
             )
 
-        # Lightning passes over what cannot be called; for each of the others it enters a context of its profiler
-        idle = [name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)]
-        vars(self).update(dict.fromkeys(idle))
+        # Lightning skips a hook that is not callable; for each other one it enters a context of its profiler
+        unused = [name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)]
+        vars(self).update(dict.fromkeys(unused))
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.
@@ -101,10 +111,10 @@ class TrickCallback(Callback):
 
 
 class StepsCallback(TrickCallback):
-    """A callback that looks at what the steps of training, validation and test return."""
+    """The base of callbacks that use what the steps of training, validation and test return."""
 
-    _function = ""  # of the Trainer that runs: "fit", "validate", "test" or "predict"
-    _is_sanity_checking = False  # in sanity checking
+    _function = ""  # the function of the Trainer that runs: "fit", "validate", "test" or "predict"
+    _is_sanity_checking = False
 
     def on_step_end(
         self,
@@ -116,45 +126,45 @@ class StepsCallback(TrickCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Look at what a step returned.
+        """Process what a step returned, in sanity checking too.
 
         Args:
             trainer: The Trainer.
             pl_module: The module that was called.
             stage: "train", "val" or "test".
-            dataloader_idx: The index of the loader.
+            dataloader_idx: The index of the dataloader.
             outputs: What the step returned; an empty dict if a training step returned None.
             batch: The batch.
-            batch_idx: Its index in the epoch of its loader.
+            batch_idx: The index of the batch in the epoch of its dataloader.
         """
         raise NotImplementedError
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Say what was seen in an epoch of a stage."""
+        """Process the end of an epoch of a stage; it is not called after sanity checking."""
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note what runs."""
+        """Remember which function of the Trainer runs."""
         super().setup(trainer, pl_module, stage)
         self._function = str(getattr(stage, "value", stage))
         self._is_sanity_checking = False
 
     def has_image_logger(self, trainer: Trainer) -> bool:
-        """Whether a logger can take a picture; other ranks' loggers stand for rank zero's, and take anything."""
+        """Whether a logger of rank zero can log images; on the other ranks Lightning has dummy loggers."""
         return bool(trainer.strategy.broadcast(can_log_images(trainer.loggers)))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count nothing from here on."""
+        """Remember that sanity checking has started."""
         self._is_sanity_checking = True
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count again."""
+        """Remember that sanity checking has ended."""
         self._is_sanity_checking = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at a batch."""
+        """Call `on_step_end`."""
         self.on_step_end(trainer, pl_module, "train", 0, outputs, batch, batch_idx)
 
     def on_validation_batch_end(
@@ -166,7 +176,7 @@ class StepsCallback(TrickCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Look at a batch."""
+        """Call `on_step_end`."""
         self.on_step_end(trainer, pl_module, "val", dataloader_idx, outputs, batch, batch_idx)
 
     def on_test_batch_end(
@@ -178,18 +188,18 @@ class StepsCallback(TrickCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Look at a batch."""
+        """Call `on_step_end`."""
         self.on_step_end(trainer, pl_module, "test", dataloader_idx, outputs, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what was seen in training."""
+        """Call `on_stage_end`."""
         self.on_stage_end(trainer, pl_module, "train")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what was seen in validation."""
+        """Call `on_stage_end`, except after sanity checking."""
         if not self._is_sanity_checking:
             self.on_stage_end(trainer, pl_module, "val")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what was seen in testing."""
+        """Call `on_stage_end`."""
         self.on_stage_end(trainer, pl_module, "test")

@@ -1,4 +1,4 @@
-"""What the Trainer logs, and under which keys."""
+"""Values that the Trainer logs, and their keys."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def logs_at_this_step(trainer: Trainer) -> bool:
 
 
 def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> None:
-    """Log a value of an epoch that is the same on all ranks, from a callback's hook at the epoch's end.
+    """Log a value of an epoch that is equal on all ranks, from a callback's hook at the end of the epoch.
 
-    `LightningModule.log` would take it for another part of what the module logs under this name in the same hook, and
-    would warn that it is not synchronised, or synchronise it, with a rounding error.
+    `LightningModule.log` would average it with what the module logs under this name in the same hook. It would also
+    warn that the value is not synchronised, or synchronise it, with a rounding error.
     """
     with needs_private(f"logging by {source}", TypeError):
         results: Any = trainer._results
         known = results.get(f"{source}.{name}")
         if known is not None and known.value.device == value.device:
-            results.update_metrics(f"{source}.{name}", value, 1)  # a tenth of the time
+            results.update_metrics(f"{source}.{name}", value, 1)  # takes a tenth of the time
         else:
             results.log(
                 source, name, value, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True
@@ -36,13 +36,13 @@ def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> 
 
 
 def keys_logged_by_others(trainer: Trainer, source: str, *, include_reset: bool = False) -> dict[str, str]:
-    """Return what is logged in this stage, but not by `log_epoch_value` of `source`: key -> hook, or source.
+    """Return what others than `source` have logged in this stage: key -> hook, or source.
 
-    Keys are those that loggers or callbacks see: also with `_step`, `_epoch` and `/dataloader_idx_<n>` behind.
+    The keys are those that loggers or callbacks see, with the suffixes `_step`, `_epoch` and `/dataloader_idx_<n>`.
 
     Args:
-        trainer: That runs the stage.
-        source: Of `log_epoch_value`.
+        trainer: The Trainer.
+        source: The `source` of `log_epoch_value` that is left out.
         include_reset: Whether to include what was logged in epochs that are over.
     """
     with needs_private(f"logging by {source}"):
@@ -60,11 +60,11 @@ def keys_logged_by_others(trainer: Trainer, source: str, *, include_reset: bool 
 
 
 def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> None:
-    """Drop the memory of others' values that were logged under some keys in epochs that are over."""
+    """Drop the results of others than `source` that were logged under some keys in epochs that are over."""
     with needs_private(f"logging by {source}"):
         results: Any = trainer._results
-        over = [
+        outdated = [
             key for key, item in results.items() if item.has_reset and item.meta.name in keys and item.meta.fx != source
         ]
-        for key in over:
+        for key in outdated:
             del results[key]

@@ -1,4 +1,4 @@
-"""One way to send a picture to any logger of Lightning that can take one."""
+"""One function that sends an image to any logger of Lightning that can log images."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import numpy.typing as npt
 
 
 def can_log_images(loggers: Iterable[Any]) -> bool:
-    """Whether one of the loggers can take a picture."""
-    return any(_way_of(logger) is not None for logger in loggers)
+    """Whether one of the loggers can log images."""
+    return any(_image_api(logger) is not None for logger in loggers)
 
 
-def log_image(loggers: Iterable[Any], key: str, picture: npt.NDArray[np.uint8], step: int) -> None:
-    """Send a picture to every logger that can take one; only on rank zero.
+def log_image(loggers: Iterable[Any], key: str, image: npt.NDArray[np.uint8], step: int) -> None:
+    """Send an image to every logger that can log images; call it on rank zero only.
 
-    TensorBoard, W&B, MLflow and Comet get it as their own; beside a logger that has but a folder, such as CSVLogger,
-    it becomes `pictures/<key>_<step>.png` there.
+    TensorBoard, W&B, MLflow and Comet log it themselves. For a logger that only has a folder, such as CSVLogger, the
+    image is saved there as `pictures/<key>_<step>.png`.
 
     Args:
-        loggers: Of a Trainer.
-        key: What it shows, such as `val/confusion_matrix`.
-        picture: Shape (H, W, 3).
-        step: Optimizer steps done.
+        loggers: The loggers of a Trainer.
+        key: The name of the image, such as `val/confusion_matrix`.
+        image: The pixels, of shape (H, W, 3).
+        step: The number of optimizer steps done.
     """
     for logger in loggers:
-        way = _way_of(logger)
-        if way == "wandb":
-            logger.log_image(key, [picture], step=step)
-        elif way == "tensorboard":
-            logger.experiment.add_image(key, picture, step, dataformats="HWC")
-        elif way == "mlflow":
-            logger.experiment.log_image(logger.run_id, picture, artifact_file=f"pictures/{key}_{step:06d}.png")
-        elif way == "comet":
-            logger.experiment.log_image(picture, name=key, step=step)
-        elif way == "folder":
+        api = _image_api(logger)
+        if api == "wandb":
+            logger.log_image(key, [image], step=step)
+        elif api == "tensorboard":
+            logger.experiment.add_image(key, image, step, dataformats="HWC")
+        elif api == "mlflow":
+            logger.experiment.log_image(logger.run_id, image, artifact_file=f"pictures/{key}_{step:06d}.png")
+        elif api == "comet":
+            logger.experiment.log_image(image, name=key, step=step)
+        elif api == "folder":
             from PIL import Image
 
             path = Path(logger.log_dir) / "pictures" / f"{key}_{step:06d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(picture).save(path)
+            Image.fromarray(image).save(path)
 
 
-def _way_of(logger: Any) -> str | None:
+def _image_api(logger: Any) -> str | None:
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
         return "wandb"

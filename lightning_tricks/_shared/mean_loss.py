@@ -13,7 +13,7 @@ _MAX_BATCHES = 256
 
 
 class MeanLoss:
-    """A mean over samples, of the losses of batches or of single samples; nothing is read from the device.
+    """The mean loss over samples, from losses of batches or of single samples, without host reads.
 
     Example:
         >>> import torch
@@ -34,9 +34,9 @@ class MeanLoss:
 
         Args:
             loss: The mean over the batch, without dimensions, or the loss of each sample.
-            samples: How many samples it has.
-            factor: What to multiply the loss with.
-            own: Whether nobody else will write to the tensor.
+            samples: The number of samples of the batch.
+            factor: A factor for the loss.
+            own: Whether nobody else will change the tensor, so that it need not be copied.
         """
         if samples > 0:
             if not own or loss.ndim:
@@ -47,17 +47,17 @@ class MeanLoss:
                 self._flush()
 
     def compute(self) -> Tensor | None:
-        """Return the mean, or None where there were no samples."""
+        """Return the mean, or None if there were no samples."""
         self._flush()
         return None if self._sum is None or not self.samples else self._sum / self.samples
 
     def state_dict(self) -> dict[str, Tensor | int | None]:
-        """Return the sum, on the CPU, and the samples."""
+        """Return the sum, on the CPU, and the number of samples."""
         self._flush()
         return {"sum": None if self._sum is None else self._sum.cpu(), "samples": self.samples}
 
     def load(self, states: Sequence[dict[str, Tensor | int | None]], device: torch.device | str | None = None) -> None:
-        """Replace what was gathered so far by the states of several parts."""
+        """Replace the state by the merged states of several parts of the data."""
         sums = [part.to(device) for state in states if isinstance(part := state["sum"], Tensor)]
         self._pending = []
         self._sum = torch.stack(sums).sum(0) if sums else None

@@ -1,4 +1,4 @@
-"""What processes of one run tell each other."""
+"""Communication between the processes of one run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order, on each of them; of this process alone where it is the only one.
+    """Return the values of all ranks in order, on each rank; the value of this process alone if there is no other.
 
-    Every rank has to call it. Tensors should be on the CPU: they are pickled.
+    Every rank has to call it. Tensors should be on the CPU, because they are pickled.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):

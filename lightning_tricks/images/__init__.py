@@ -1,18 +1,18 @@
-"""Images: tensors, PIL images and arrays into each other, grids, and the most confident mistakes in the loggers.
+"""Images: conversions between tensors, PIL images and arrays, grids, and the most confident mistakes in the loggers.
 
-When to use it: to look at what goes into a model and what it makes of it.
+When to use it: to look at the inputs of a model and at its predictions.
 
-What the usual snippets get wrong: `(tensor * 255).byte()` cuts off, so that pixels lose a step on the way through
+What the usual snippets get wrong: `(tensor * 255).byte()` truncates, so that pixels change on the way through
 floats; an array with negative strides (`array[::-1]`) is refused by `torch.from_numpy`; a normalized image, an image of
-0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here a type, a shape or a range that
-no image has is named, with the remedy.
+0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here, an error
+names the wrong type, shape or range, and the remedy.
 
 Other conversions of the old snippets are one call of torch each and have no wrapper here: `tensor.float()`,
 `tensor.long()`, `tensor.cpu()`, `tensor.cuda()`, `tensor.type_as(other)`, `torch.from_numpy(array)` (which shares its
 memory) and `tensor.numpy()` (likewise); `torch.Tensor(array)` is not among them, since it always makes floats.
 
-Caveats: PIL images of mode "I" and "F" do not say what is white, and are refused. Arrays come as (H, W, C) also with
-one channel.
+Caveats: PIL images of mode "I" and "F" do not define which value is white, and are refused. Arrays are
+(H, W, C) also with one channel.
 """
 
 from typing import TYPE_CHECKING

@@ -25,31 +25,33 @@ _STAGES = ("train", "val", "test")
 
 
 class ImageLogger(StepsCallback):
-    """Show the loggers a grid of inputs with predicted and true labels, the most confident mistakes first.
+    """Log a grid of inputs with predicted and true labels, the most confident mistakes first.
 
     The steps return `{"preds": ..., "target": ...}`, as for `MetricsMonitor`; the images are the batch's first tensor
-    of shape (N, C, H, W), of floats in [0, 1] once they are denormalized, or of uint8; where batches differ in size,
-    the last one's size is shown. Mistakes are captioned in red.
-    Each rank keeps no more than `n` images at a time, and nothing is read from the device before the end of the epoch,
-    but from the first batch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; beside a
-    CSVLogger it is a PNG file. Without such a logger nothing is done. It needs the extra `reports`.
+    of shape (N, C, H, W), either uint8 or floats that are in [0, 1] after denormalization. If batches differ in image
+    size, images of the last size are shown. The captions of mistakes are red.
+
+    Each rank keeps at most `n` images at a time. Only the first batch is read from the device before the end of the
+    epoch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; for a CSVLogger it is a PNG file in its
+    folder. Without such a logger, the callback does nothing. It needs the extra `reports`.
 
     Args:
         n: How many images to show.
-        every_n_epochs: In which epochs of a fit: each n-th one. Tests and validations alone always show them.
-        class_names: The names of the classes; their numbers are shown without.
-        mean: What was taken from the images, for each channel.
-        std: What the images were then divided by, for each channel.
-        shape: The shape (C, H, W) of one image, where a row of the batch holds its pixels in another shape.
-        stages: Of "train", "val" and "test".
+        every_n_epochs: The number of epochs of a fit from one grid to the next. A test or a validation outside a fit
+            always logs a grid.
+        class_names: The names of the classes; None shows their indices.
+        mean: The mean of each channel that was subtracted from the images.
+        std: The standard deviation of each channel by which the images were divided.
+        shape: The shape (C, H, W) of one image, if the batch holds the pixels in another shape.
+        stages: The stages of which images are logged: "train", "val" and "test".
         output_transform: A function of a step's outputs, the batch and the stage that returns a dict of `images`,
             `preds` and `target`, for modules whose steps return something else.
 
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range, or one of `mean` and `std` is missing.
-        MisconfigurationException: In the first batch, if there are no images in it, or none that can be shown. A step
-            that returns neither predictions nor targets is passed over with a warning.
+        MisconfigurationException: In the first batch, if it has no images, or images that cannot be shown. If a step
+            returns neither predictions nor targets, the batch is skipped with a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -88,17 +90,17 @@ class ImageLogger(StepsCallback):
                 f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
             )
         self._active = False
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._kept: dict[str, RankedSamples] = {}
-        self._kinds: dict[str, dict[str, bool]] = {}
-        self._told: set[str] = set()
+        self._prediction_kinds: dict[str, dict[str, bool]] = {}
+        self._warned: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask whether there is a logger for pictures."""
+        """Find out whether a logger can log images."""
         super().setup(trainer, pl_module, stage)
-        self._forget()
+        self._reset()
         self._active = self.has_image_logger(trainer)
 
     def on_step_end(
@@ -111,26 +113,26 @@ class ImageLogger(StepsCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Keep what is worth a look; in sanity checking nothing."""
+        """Keep the samples that rank highest; in sanity checking, only check the batch."""
         if not self._is_due(trainer, stage):
             return
-        inputs = self._inputs_of(outputs, batch, stage)
+        inputs = self._read_outputs(outputs, batch, stage)
         if inputs is None:
             return
         images, preds, target = inputs
-        if stage not in self._kinds:
-            self._kinds[stage] = self._kinds_of(images, preds, target, stage)
+        if stage not in self._prediction_kinds:
+            self._prediction_kinds[stage] = self._prediction_kind(images, preds, target, stage)
         if self._is_sanity_checking:
             return
         with torch.inference_mode(False), torch.no_grad():
-            samples = rank_predictions(images, preds, target, **self._kinds[stage]).top(self.n)
-            self._kept[stage] = concat_samples([*self._kept_of(stage), samples]).top(self.n)
+            samples = rank_predictions(images, preds, target, **self._prediction_kinds[stage]).top(self.n)
+            self._kept[stage] = concat_samples([*self._samples_of(stage), samples]).top(self.n)
 
     def on_stage_end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show the images of an epoch."""
+        """Log the images of an epoch."""
         if not self._is_due(trainer, stage):
             return
-        own = [samples.cpu() for samples in self._kept_of(stage)]
+        own = [samples.cpu() for samples in self._samples_of(stage)]
         self._kept.pop(stage, None)
         ranks = [samples for rank in gather_objects(own) for samples in rank]
         if not trainer.is_global_zero or not ranks:
@@ -139,47 +141,47 @@ class ImageLogger(StepsCallback):
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         try:
-            grid = image_grid(shown, captions=self._captions(samples, self._kinds[stage]["values"]))
+            grid = image_grid(shown, captions=self._captions(samples, self._prediction_kinds[stage]["values"]))
         except ModuleNotFoundError as error:
-            rank_zero_info(f"ImageLogger shows nothing: {error}")
+            rank_zero_info(f"ImageLogger logs nothing: {error}")
             return
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the images."""
-        self._forget()
+        """Drop the images."""
+        self._reset()
 
     def _is_due(self, trainer: Trainer, stage: str) -> bool:
         if not self._active or stage not in self.stages:
             return False
         return self._function != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _kept_of(self, stage: str) -> list[RankedSamples]:
+    def _samples_of(self, stage: str) -> list[RankedSamples]:
         return [self._kept[stage]] if stage in self._kept else []
 
-    def _inputs_of(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _read_outputs(self, outputs: Any, batch: Any, stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return images, predictions and targets of a batch; None where a step returned neither of the last two."""
-        given = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
-        names = set(given) if isinstance(given, Mapping) else set()
+        returned = outputs if self.output_transform is None else self.output_transform(outputs, batch, stage)
+        names = set(returned) if isinstance(returned, Mapping) else set()
         if not {"preds", "target"} <= names:
-            there = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
-            words = (
+            there = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else f"a {type(returned).__name__}"
+            message = (
                 f"ImageLogger needs preds and target of each step of {stage}, and there is "
-                f"{'nothing' if given is None else there or 'nothing'}: return a dict with them, give "
+                f"{'nothing' if returned is None else there or 'nothing'}: return a dict with them, give "
                 "output_transform=(outputs, batch, stage) -> dict"
             )
             if names & {"preds", "target"}:
-                raise MisconfigurationException(f"{words}.")
-            if stage not in self._told:
-                self._told.add(stage)
-                rank_zero_warn(f"{words}, or leave {stage!r} out of stages. Until then such batches are not shown.")
+                raise MisconfigurationException(f"{message}.")
+            if stage not in self._warned:
+                self._warned.add(stage)
+                rank_zero_warn(f"{message}, or leave {stage!r} out of stages. Until then, such batches are not shown.")
             return None
-        images = given.get("images")
+        images = returned.get("images")
         if images is None:
             images = self._images_in(batch)
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
-        return images.detach(), given["preds"].detach(), given["target"].detach()
+        return images.detach(), returned["preds"].detach(), returned["target"].detach()
 
     def _images_in(self, batch: Any) -> Tensor:
         tensors = list(tensors_in(batch))
@@ -194,8 +196,8 @@ class ImageLogger(StepsCallback):
             "shape=(C, H, W), or output_transform=(outputs, batch, stage) -> dict with images."
         )
 
-    def _kinds_of(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
-        """Look at a first batch: whether it can be shown, and what its predictions are."""
+    def _prediction_kind(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
+        """Check that a first batch can be shown; return whether its predictions are logits, and its targets values."""
         rows = {"images": len(images), "preds": len(preds), "target": len(target)}
         if len(set(rows.values())) > 1 or preds.ndim > 2 or target.ndim > 1:
             shapes = f"images {tuple(images.shape)}, preds {tuple(preds.shape)}, target {tuple(target.shape)}"

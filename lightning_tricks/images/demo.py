@@ -1,4 +1,4 @@
-"""What the demo shows of the images."""
+"""The part of `lightning-tricks demo` about images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say how many pictures lie beside the logs."""
+    """Return how many grids of images were logged."""
     grids = list(Path(str(getattr(trainer.logger, "log_dir", "")), "pictures").rglob("images_*.png"))
     return {"grids of mistakes": f"{len(grids)} PNG files beside the logs"}

@@ -1,18 +1,17 @@
-"""Metrics of training, validation and test: right on any number of ranks, for each class, with pictures, nearly free.
+"""Metrics of training, validation and test: exact on any number of ranks, for each class, with plots, at little cost.
 
-When to use it: wherever a step would call a metric and log it. The steps return predictions and targets, and that is
-all.
+When to use it: wherever a step would call a metric and log it. The steps only return predictions and targets.
 
 What the usual idioms get wrong, without an error: `log_dict(collection(preds, target))` computes every metric twice at
 each step (3 to 5 times an epoch in a small model); torchmetrics' compute groups join metrics whose states happen to be
 equal after the first batch, which sanity checking provides; one metric shared by two stages or loaders mixes them; the
-DistributedSampler's repeated samples count; a mid-epoch resume starts from nothing.
+DistributedSampler's repeated samples count; a resume within an epoch loses the metrics of its first part.
 
-Caveats: a loss that is the mean over a batch counts the repeated samples of that batch; steps that return the loss of
-each sample have none. A custom metric is updated at each step, one of torchmetrics' classification, regression and
-retrieval metrics in larger pieces.
+Caveats: a loss that is the mean over a batch counts the repeated samples of that batch; not so if the
+step returns the loss of each sample. A custom metric is updated at each step; torchmetrics' classification, regression
+and retrieval metrics are updated with several batches at once.
 
-Sources: torchmetrics; scikit-learn's definitions of the metrics, where the two differ.
+Sources: torchmetrics; where scikit-learn defines a metric in another way, its definition.
 """
 
 from typing import TYPE_CHECKING

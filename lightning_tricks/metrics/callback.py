@@ -180,7 +180,9 @@ class MetricsMonitor(StepsCallback):
         wanted = [name for name in names if name not in per_class] if metrics is None else list(metrics)
         for name in wanted:
             if name not in names:
-                raise ValueError(f"There are no values of {name!r}, but of {', '.join(names)}.{did_you_mean(name, names)}")
+                raise ValueError(
+                    f"There are no values of {name!r}, but of {', '.join(names)}.{did_you_mean(name, names)}"
+                )
         return history_figure([row for row in rows if row["metric"] in wanted])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

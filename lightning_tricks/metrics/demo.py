@@ -1,4 +1,4 @@
-"""What the demo shows of the metrics."""
+"""The part of `lightning-tricks demo` about metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say which epoch was best, and which class is the hardest."""
+    """Return the best epoch, the values of the test, and the hardest class."""
     (monitor,) = callbacks_of_type(trainer, MetricsMonitor)
     value, step = monitor.best["val/f1"]
     names = monitor.class_names or ()

@@ -100,7 +100,7 @@ def test_a_transparent_palette_keeps_its_alpha():
         (torch.rand(5, 6, 3), ValueError, r"got \(5, 6, 3\)\. The channels seem to be elsewhere: permute\(2, 0, 1\)"),
         (np.zeros((3, 4, 6), np.uint8), ValueError, r"elsewhere: transpose\(1, 2, 0\)"),
         (torch.rand(4, 6), ValueError, r"Images in a tensor have the shape \(C, H, W\)"),
-        (torch.rand(3, 0, 4), ValueError, "An image has pixels"),
+        (torch.rand(3, 0, 4), ValueError, "An image must have pixels"),
         (torch.rand(3, 4, 4) * 255, ValueError, r"to 2\d.*: divide by 255"),
         (torch.randn(3, 9, 9), ValueError, r"in \[0, 1\], got -.* denormalize\(images, mean, std\)"),
         (torch.full((3, 4, 4), torch.nan), ValueError, r"in \[0, 1\], got nan"),

@@ -1,1 +1,1 @@
-"""The pure core: conversions of images, and which samples are worth a look; no Lightning."""
+"""The pure core: conversions of images, grids, and the ranking of samples; no Lightning."""

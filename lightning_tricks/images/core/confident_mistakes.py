@@ -1,4 +1,4 @@
-"""Which samples are worth a look: the most confident mistakes."""
+"""The order in which samples are shown: the most confident mistakes first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankedSamples:
-    """Some samples, the most telling first.
+    """Samples with the score by which they are ranked.
 
     Attributes:
-        images: Shape (N, C, H, W).
-        score: How telling each is, of shape (N,).
-        predicted: Class or value, of shape (N,).
-        target: Class or value, of shape (N,).
-        confidence: Of the prediction, of shape (N,); the error where values are predicted.
+        images: The images, of shape (N, C, H, W).
+        score: The rank score of each sample, of shape (N,); samples with a high score are shown first.
+        predicted: The predicted classes or values, of shape (N,).
+        target: The true classes or values, of shape (N,).
+        confidence: The confidence of each prediction, of shape (N,); for values, the absolute error.
     """
 
     images: Tensor
@@ -28,7 +28,7 @@ class RankedSamples:
     confidence: Tensor
 
     def top(self, count: int) -> RankedSamples:
-        """Return the `count` most telling ones."""
+        """Return the `count` samples with the highest scores, in this order."""
         chosen = self.score.topk(min(count, len(self.score))).indices
         return self._each(lambda part: part[chosen])
 
@@ -41,7 +41,7 @@ class RankedSamples:
 
 
 def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
-    """Return the samples of all parts whose images have the size of the last one's."""
+    """Concatenate the samples of all parts whose images have the same shape as those of the last part."""
     alike = [part for part in parts if part.images.shape[1:] == parts[-1].images.shape[1:]]
     return RankedSamples(**{name: torch.cat([vars(part)[name] for part in alike]) for name in vars(parts[0])})
 
@@ -49,13 +49,13 @@ def concat_samples(parts: Sequence[RankedSamples]) -> RankedSamples:
 def rank_predictions(
     images: Tensor, preds: Tensor, target: Tensor, *, logits: bool = False, values: bool = False
 ) -> RankedSamples:
-    """Judge predictions, without a read from the device.
+    """Score predictions by how worth showing they are, without a read from the device.
 
-    Mistakes come first, the most confident ones at the top, then what is right, the least confident at the top. Where
-    values are predicted, the largest errors come first.
+    Mistakes come first, in order of decreasing confidence, then correct predictions in order of increasing confidence.
+    For values, the largest errors come first.
 
     Args:
-        images: Shape (N, C, H, W).
+        images: The images, of shape (N, C, H, W).
         preds: Scores of shape (N, C), probabilities of 1 or classes of shape (N,), or values where `target` has values.
         target: Classes or values of shape (N,).
         logits: Whether the scores are logits.

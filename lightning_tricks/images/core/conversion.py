@@ -34,8 +34,8 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch
         A tensor (C, H, W), or (N, C, H, W) of several images, on the CPU or on the tensor's device.
 
     Raises:
-        TypeError: If the type is none that images have.
-        ValueError: If shape, mode or range are none that images have.
+        TypeError: If the type is not one of these.
+        ValueError: If the shape, the mode or the range of values is not one of these.
 
     Example:
         >>> import numpy as np
@@ -79,21 +79,21 @@ def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
 def to_pil(image: ImageLike) -> PILImage:
     """Turn one image into a PIL image: "L", "LA", "RGB" or "RGBA", as it has 1 to 4 channels.
 
-    Floats are rounded, not cut off, so that uint8 -> float -> PIL is exact.
+    Floats are rounded, not truncated, so that uint8 -> float -> PIL is exact.
 
     Args:
         image: What `to_tensor` takes, one at a time.
 
     Raises:
         TypeError, ValueError: Those of `to_tensor`.
-        ModuleNotFoundError: If Pillow is missing; it names the extra.
+        ModuleNotFoundError: If Pillow is missing; the message names the extra.
 
     Example:
         >>> import torch
         >>> to_pil(torch.zeros(1, 4, 6)).size
         (6, 4)
     """
-    Image = import_pillow()  # noqa: N806  # as everybody calls it
+    Image = import_pillow()  # noqa: N806
     if isinstance(image, Image.Image):
         return cast(PILImage, image.copy())
     tensor = to_tensor(image, torch.uint8)
@@ -184,7 +184,7 @@ def _checked(tensor: Tensor, what: str, shapes: str, channels: int) -> Tensor:
             hint = f" The channels seem to be elsewhere: {change}."
         raise ValueError(f"Images in {what} have the shape {shapes} with C of 1 to 4, got {tuple(tensor.shape)}.{hint}")
     if tensor.numel() == 0:
-        raise ValueError(f"An image has pixels, got the shape {tuple(tensor.shape)}.")
+        raise ValueError(f"An image must have pixels, got the shape {tuple(tensor.shape)}.")
     if tensor.is_floating_point():
         low, high = (value.item() for value in tensor.aminmax())
         if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # NaN is not

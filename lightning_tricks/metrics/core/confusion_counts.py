@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_EXTRA_CELLS = 2  # cells behind those of the matrix: rows that fit no cell, and rows that are ignored
+_EXTRA_CELLS = 2  # cells behind those of the matrix: invalid elements, and ignored ones
 
 
 def multiclass_cells(num_classes: int, preds: Tensor, target: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -18,8 +18,8 @@ def multiclass_cells(num_classes: int, preds: Tensor, target: Tensor, ignore_ind
         ignore_index: A class of `target` whose rows do not count.
 
     Returns:
-        Whole numbers, one for each element of `target`: `target * C + prediction`; C * C where there is no such cell
-        (NaN scores, classes out of range), C * C + 1 where the row is ignored.
+        Whole numbers, one for each element of `target`: `target * C + prediction`; C * C if the element is invalid
+        (NaN scores, classes out of range), C * C + 1 if the row is ignored.
     """
     target = target.long()
     known = (target >= 0) & (target < num_classes)
@@ -28,7 +28,7 @@ def multiclass_cells(num_classes: int, preds: Tensor, target: Tensor, ignore_ind
         known &= largest == largest  # NaN is not
     else:
         known &= (preds >= 0) & (preds < num_classes)
-    return _placed(target * num_classes + preds, known, target, ignore_index, num_classes**2)
+    return _assign_cells(target * num_classes + preds, known, target, ignore_index, num_classes**2)
 
 
 def binary_cells(
@@ -44,24 +44,24 @@ def binary_cells(
         labels: L, the number of labels.
 
     Returns:
-        Whole numbers of the same shape: `4 * label + 2 * target + prediction`; 4 * L where there is no such cell (NaN,
-        no probability, no 0/1), 4 * L + 1 where the element is ignored.
+        Whole numbers of the same shape: `4 * label + 2 * target + prediction`; 4 * L if the element is invalid (NaN,
+        no probability, no 0/1), 4 * L + 1 if it is ignored.
     """
     target = target.long()
     known = (preds >= 0) & (preds <= 1) & (target >= 0) & (target <= 1)  # false for NaN
     positive = (preds > threshold if preds.is_floating_point() else preds).long()
     shape = (1, labels) + (1,) * (preds.ndim - 2) if labels > 1 else ()
     label = torch.arange(labels, device=preds.device).reshape(shape)
-    return _placed(4 * label + 2 * target + positive, known, target, ignore_index, 4 * labels)
+    return _assign_cells(4 * label + 2 * target + positive, known, target, ignore_index, 4 * labels)
 
 
-def _placed(cells: Tensor, known: Tensor, target: Tensor, ignore_index: int | None, size: int) -> Tensor:
+def _assign_cells(cells: Tensor, known: Tensor, target: Tensor, ignore_index: int | None, size: int) -> Tensor:
     cells = torch.where(known, cells, size)
     return cells if ignore_index is None else torch.where(target == ignore_index, size + 1, cells)
 
 
 def zero_counts(size: int, device: torch.device | str | None = None) -> Tensor:
-    """Return zeros for `size` cells and the two beside them."""
+    """Return zeros for `size` cells and the two extra cells: invalid, and ignored."""
     return torch.zeros(size + _EXTRA_CELLS, dtype=torch.int64, device=device)
 
 
@@ -72,12 +72,12 @@ def count_cells_(counts: Tensor, cells: Tensor) -> Tensor:
 
 
 def cells_to_matrix(counts: Tensor, *shape: int) -> Tensor:
-    """Return the counts of the cells themselves, in a shape such as (C, C): rows are targets, columns predictions."""
+    """Return the counts of the cells as a matrix, such as (C, C): rows are targets, columns predictions."""
     return counts[:-_EXTRA_CELLS].reshape(shape)
 
 
 def count_invalid(counts: Tensor) -> Tensor:
-    """Return how many elements fell into no cell."""
+    """Return the number of invalid elements."""
     return counts[-_EXTRA_CELLS]
 
 

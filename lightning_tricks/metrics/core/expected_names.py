@@ -1,4 +1,4 @@
-"""What the values of metrics will be called, found out before there is data."""
+"""The names that the values of metrics will have, determined before there is data."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from lightning_tricks.metrics.core.metric_table import MetricEntry, metric_entri
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.core.value_names import find_name_conflict, name_conflict_message
 
-_MAX_CLASSES = 512  # of which a confusion matrix is made only to see what comes out
+_MAX_CLASSES = 512  # above which no confusion matrix is made for this
 
 
 @dataclass(frozen=True)
 class ExpectedNames:
-    """What the values of some metrics are called.
+    """The names of the values of some metrics.
 
     Attributes:
-        known: The names that there will be.
-        undetermined: The keys of metrics of which only data shows what they compute: a number of that name, or several
-            whose names start with it.
+        known: The names that are certain.
+        undetermined: The keys of metrics whose values only data can show: a number of that name, or several whose
+            names start with it.
     """
 
     known: tuple[str, ...]
     undetermined: tuple[str, ...]
 
     def may_contain(self, name: str) -> bool:
-        """Whether there is, or may be, a value of that name."""
+        """Whether a value of that name is certain or possible."""
         return name in self.known or any(
             name == root or name.startswith((f"{root}_", f"{root}/")) for root in self.undetermined
         )
 
 
 def expected_names(metrics: Any, class_names: Sequence[str] | None = None) -> ExpectedNames:
-    """Return what the values of metrics are called, found out with four samples that are made up.
+    """Return the names of the values of metrics, which are computed for four made-up samples.
 
     Args:
         metrics: As for `MetricSuite`.
@@ -47,28 +47,28 @@ def expected_names(metrics: Any, class_names: Sequence[str] | None = None) -> Ex
 
     Raises:
         TypeError: As `MetricSuite` does.
-        ValueError: As `MetricSuite` does, and where two names are one, or one is a folder of the other.
+        ValueError: As `MetricSuite` does, and if two names are equal, or one is a folder of the other.
     """
     known: list[str] = []
     undetermined: list[str] = []
     for entry in metric_entries(metrics, class_names):
-        if not entry.is_per_class:  # those come with the metric that they are parts of
-            found = _tried(entry)
+        if not entry.is_per_class:  # its values come with the metric of the same key
+            found = _names_for_samples(entry)
             known += found or []
             undetermined += [entry.key] if found is None else []
-    clash = find_name_conflict(known)
-    if clash is not None:
-        raise ValueError(name_conflict_message(*clash))
+    conflict = find_name_conflict(known)
+    if conflict is not None:
+        raise ValueError(name_conflict_message(*conflict))
     return ExpectedNames(tuple(known), tuple(undetermined))
 
 
-def _tried(entry: MetricEntry) -> list[str] | None:
-    """Return the names of the numbers that come out for some samples, or None where that cannot be tried."""
-    home = f"{type(entry.metric).__module__}."
-    if not home.startswith(("torchmetrics.", "lightning_tricks.")):
-        return None  # somebody's own may do anything when it computes
+def _names_for_samples(entry: MetricEntry) -> list[str] | None:
+    """Return the names of the numbers that a metric computes for some samples, or None if they cannot be computed."""
+    module = f"{type(entry.metric).__module__}."
+    if not module.startswith(("torchmetrics.", "lightning_tricks.")):
+        return None  # a custom metric may have side effects
     task = task_of(entry.metric)
-    inputs = None if task is None else _samples(task, entry.metric)
+    inputs = None if task is None else _make_samples(task, entry.metric)
     if inputs is None:
         return None
     with warnings.catch_warnings():
@@ -77,11 +77,11 @@ def _tried(entry: MetricEntry) -> list[str] | None:
             suite = MetricSuite({entry.key: entry.metric}, entry.element_names or None)
             suite.update(**inputs)
             return list(suite.compute())
-        except Exception:  # whatever a metric dislikes in the samples
+        except Exception:  # the samples may be invalid for the metric
             return None
 
 
-def _samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
+def _make_samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
     rows = torch.arange(4)
     classes = task.classes or 0
     if classes > _MAX_CLASSES or getattr(metric, "multioutput", "") == "raw_values":

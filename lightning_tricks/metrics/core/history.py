@@ -1,4 +1,4 @@
-"""`History`: the values of all epochs, read from the device only when they are asked for."""
+"""`History`: the values of all epochs, which are read from the device only when they are used."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MAX_CLASSES = 50  # rows of the table of single classes
 
 @dataclass
 class EpochRecord:
-    """The values of one loader of a stage at one epoch's end.
+    """The values of one loader of a stage at the end of one epoch.
 
     Attributes:
         stage: "train", "val" or "test".
-        loader: Its number where the stage has several, else None.
-        epoch: Counted from 0.
-        step: Optimizer steps done.
-        fit: Whether it was part of a fit.
-        names: What the values are called, in that stage.
+        loader: The index of the loader if the stage has several, else None.
+        epoch: The epoch, counted from 0.
+        step: The number of optimizer steps done.
+        fit: Whether the epoch was part of a fit.
+        names: The names of the values.
         values: The numbers; a tensor on the device until they are read.
-        num_invalid: How many predictions or targets were none.
+        num_invalid: The number of predictions or targets that were invalid.
     """
 
     stage: str
@@ -45,7 +45,7 @@ class EpochRecord:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names in logged keys."""
+        """The first part of the logged keys: the stage, with several loaders also the index of the loader."""
         return self.stage if self.loader is None else f"{self.stage}/{self.loader}"
 
     def items(self) -> Iterator[tuple[str, float]]:
@@ -54,7 +54,7 @@ class EpochRecord:
 
 
 class History:
-    """The values of a run, read from the device all at once and only when they are asked for."""
+    """The values of a run, which are read from the device all at once, and only when they are used."""
 
     def __init__(self) -> None:
         self._records: list[EpochRecord] = []
@@ -88,7 +88,7 @@ class History:
         return self._records
 
     def best(self, modes: Mapping[str, str]) -> dict[str, tuple[float, int]]:
-        """Return the best value of each key in a fit, and the step at which it came first; NaN is never best."""
+        """Return the best value of each key in a fit, and the step at which it first occurred; NaN is never best."""
         best: dict[str, tuple[float, int]] = {}
         for record in self.records():
             for key, value in record.items():
@@ -132,7 +132,7 @@ class History:
         """Return the last values as tables: metrics by stage, and, where there are classes, metrics by class.
 
         Args:
-            best: What to show as best, by key: value and step.
+            best: The best values: key -> value and step.
             class_names: The classes of the second table, which shows the last stage or loader.
         """
         overall: dict[str, dict[str, float]] = {}
@@ -152,12 +152,12 @@ class History:
         for column in table.columns[1:]:
             column.justify = "right"
         for name, values in overall.items():
-            cells = [_shown(values.get(stage)) for stage in stages]
-            found = [f"{stage} {_shown(v)} at step {s}" for stage in stages for v, s in _of(best, f"{stage}/{name}")]
-            table.add_row(name, *cells, *([", ".join(found)] if best else []))
+            cells = [_format(values.get(stage)) for stage in stages]
+            found = [(stage, *best[key]) for stage in stages if (key := f"{stage}/{name}") in best]
+            table.add_row(name, *cells, *([", ".join(map(_format_best, found))] if best else []))
         tables = [table]
-        told = [stage for stage in stages if stage in by_class]
-        tables += [_class_table(stage, by_class[stage]) for stage in told[-1:]]
+        with_classes = [stage for stage in stages if stage in by_class]
+        tables += [_class_table(stage, by_class[stage]) for stage in with_classes[-1:]]
         return RenderGroup(*tables)
 
 
@@ -171,15 +171,16 @@ def _class_table(stage: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, values in list(rows.items())[:_MAX_CLASSES]:
-        table.add_row(name, *(_shown(values.get(metric)) for metric in metrics))
+        table.add_row(name, *(_format(values.get(metric)) for metric in metrics))
     if len(rows) > _MAX_CLASSES:
         table.caption = f"{len(rows) - _MAX_CLASSES} more classes"
     return table
 
 
-def _of(best: Mapping[str, tuple[float, int]], key: str) -> list[tuple[float, int]]:
-    return [best[key]] if key in best else []
+def _format_best(best: tuple[str, float, int]) -> str:
+    stage, value, step = best
+    return f"{stage} {_format(value)} at step {step}"
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"

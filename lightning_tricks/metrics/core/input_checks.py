@@ -1,4 +1,4 @@
-"""What can be wrong with the predictions and targets of a step, said at the first batch."""
+"""Checks of the predictions and targets of the first batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_tricks.metrics.core.metric_properties import Task
 
 
 def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks: Mapping[str, Task | None]) -> None:
-    """Refuse a batch that metrics would misunderstand; it reads values from the device.
+    """Raise an error for a batch that metrics would misunderstand; this reads values from the device.
 
     Args:
         inputs: The arguments of the metrics.
-        groups: The groups of metrics that are to take them.
+        groups: The groups of metrics.
         tasks: The task of each metric, by key.
 
     Raises:
@@ -53,12 +53,12 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
 
 
 def _check(preds: Tensor, target: Tensor, task: Task) -> None:
-    scores = preds.is_floating_point() and task.kind == "multiclass"
+    is_scores = preds.is_floating_point() and task.kind == "multiclass"
     classes = task.classes
-    if preds.ndim == 0 or (scores and preds.ndim == 1 and preds.shape[0] == classes and target.ndim < 2):
+    if preds.ndim == 0 or (is_scores and preds.ndim == 1 and preds.shape[0] == classes and target.ndim < 2):
         shape = "(N, C, ...) with scores or (N, ...) with classes" if task.kind == "multiclass" else "(N, ...)"
         raise ValueError(f"the predictions have no batch dimension: they need the shape {shape}.")
-    if scores:
+    if is_scores:
         if preds.ndim != target.ndim + 1 or preds.shape[2:] != target.shape[1:] or len(preds) != len(target):
             raise ValueError("scores of the shape (N, C, ...) need targets of the shape (N, ...).")
         if classes is not None and preds.shape[1] != classes:

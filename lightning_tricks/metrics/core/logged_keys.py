@@ -1,4 +1,4 @@
-"""Under which keys values are logged, and which keys can be asked for."""
+"""`LoggedKeys`: the keys under which values are logged, and the check of the keys that `best` asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 20
 
 
 def check_prefix(prefix: Any) -> None:
-    """Refuse a prefix that would make unclear keys."""
+    """Raise an error for a prefix that would make ambiguous keys."""
     if prefix is None:
         return
     if not isinstance(prefix, str):
@@ -30,9 +30,9 @@ class LoggedKeys:
     """The keys of the values of several stages.
 
     Attributes:
-        names: What the values are called.
-        prefix: What stands before the stage, if anything.
-        stages: Which of "train", "val" and "test" are measured.
+        names: The names of the values.
+        prefix: The first part of each key, or None.
+        stages: The measured ones of "train", "val" and "test".
     """
 
     names: ExpectedNames
@@ -44,16 +44,16 @@ class LoggedKeys:
         return "/".join(part for part in (self.prefix, folder, name) if part is not None)
 
     def expected(self, stage: str, loaders: int = 1) -> set[str]:
-        """Return the keys that a stage is sure to log, its loss aside."""
+        """Return the keys that a stage is certain to log, except that of its loss."""
         folders = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
         return {self.key(folder, name) for folder in folders for name in self.names.known}
 
     def check_best(self, best: Mapping[str, str]) -> None:
-        """Refuse keys that no stage of a fit logs.
+        """Raise an error for keys that no stage of a fit logs.
 
         Raises:
-            ValueError: With the did_you_mean key that there is.
-        """
+                    ValueError: If there is such a key; the message proposes the nearest one.
+                """
         for key, mode in best.items():
             check_choice(f"best[{key!r}]", mode, ("min", "max"))
             stage, name = self._split(key)
@@ -72,10 +72,10 @@ class LoggedKeys:
                 raise ValueError(f"best has the key {key!r}, {self.describe_alternatives(key, stage)}")
 
     def check_loaders(self, best: Iterable[str], stage: str, loaders: int) -> None:
-        """Refuse keys of `best` that name no loader where there are several, or one that there is not.
+        """Raise an error for keys of `best` without the index of a loader if there are several, or with a wrong index.
 
         Raises:
-            ValueError: With the keys that there are.
+            ValueError: If there is such a key; the message lists the right ones.
         """
         for key in best:
             of_stage, name = self._split(key)
@@ -90,18 +90,18 @@ class LoggedKeys:
                 raise ValueError(f"best has the key {key!r}, and {stage} has {loaders} loader(s): there is {keys}.")
 
     def keys_of_stage(self, best: Iterable[str], stage: str) -> list[str]:
-        """Return those keys of `best` that are of a stage."""
+        """Return the keys of `best` that belong to a stage."""
         return [key for key in best if self._split(key)[0] == stage]
 
     def describe_alternatives(self, key: str, stage: str, there: Iterable[str] | None = None) -> str:
-        """Say which keys there are instead of `key`."""
+        """Return the end of an error message: which keys exist instead of `key`."""
         listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.key(stage, name) for name in listed)) if there is None else list(there)
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
         return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{did_you_mean(key, keys)}"
 
     def _split(self, key: str) -> tuple[str, str]:
-        """Return stage and name of a key; no stage where the prefix is missing."""
+        """Return stage and name of a key; the stage is empty if the prefix is missing."""
         if self.prefix is not None:
             if not key.startswith(f"{self.prefix}/"):
                 return "", key

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics where its own are no numbers that one means, or read from the device at every turn."""
+"""Metrics of torchmetrics with other values in edge cases, as scikit-learn has them, or without host reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BalancedAccuracy(tm.MulticlassRecall):
 
 
 class TopKAccuracy(tm.MulticlassAccuracy):
-    """Share of samples whose class is among the `top_k` highest scores, without torchmetrics' reads in each update."""
+    """Share of samples whose class is among the `top_k` highest scores, without host reads."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Count scores of shape (N, C, ...) and classes of shape (N, ...)."""
@@ -41,9 +41,9 @@ class TopKAccuracy(tm.MulticlassAccuracy):
 
 
 class _ExactMatthews:
-    """Matthews correlation in doubles and without reads; 0 where it is undefined, as scikit-learn says.
+    """Matthews correlation in float64 and without host reads; 0 if it is undefined, as in scikit-learn.
 
-    torchmetrics computes it in floats and reads from the device at every turn.
+    torchmetrics computes it in float32 and reads from the device several times.
     """
 
     def compute(self) -> Any:
@@ -64,9 +64,9 @@ class MulticlassMatthewsCorrCoef(_ExactMatthews, tm.MulticlassMatthewsCorrCoef):
 
 
 class _AreaUnderCurve:
-    """An exact area for each class or label, NaN where it has no positives or no negatives; torchmetrics says 0 there.
+    """An exact area for each class or label; NaN if there are no positives or no negatives.
 
-    It keeps the states of torchmetrics' metric with `thresholds=None`.
+    torchmetrics returns 0 there. The states are those of torchmetrics' metric with `thresholds=None`.
     """
 
     area: Callable[[Tensor, Tensor], Tensor]

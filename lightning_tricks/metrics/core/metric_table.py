@@ -1,4 +1,4 @@
-"""From what a user gives as metrics to one flat table of them, with those of single classes."""
+"""One flat list of metrics from what a user gives as metrics, with copies for single classes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _AVERAGES = ("micro", "macro", "weighted")
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """A metric under its key.
+    """A metric and its key.
 
     Attributes:
-        key: What it is called.
+        key: The key.
         metric: The metric.
-        element_names: The names of the elements of its value; empty for their numbers.
-        is_per_class: Whether it only says for single classes what the metric of the same key says for all.
+        element_names: The names of the elements of its value; if empty, their indices are used.
+        is_per_class: Whether it is a copy that computes for single classes what the metric of the same key averages.
     """
 
     key: str
@@ -35,10 +35,10 @@ class MetricEntry:
 
 
 def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> list[MetricEntry]:
-    """Return metrics one by one, under their own keys.
+    """Return metrics one by one, with their keys.
 
     Args:
-        metrics: A Metric, a MetricCollection (whose prefix and postfix do not count), a dict of both, or the plain
+        metrics: A Metric, a MetricCollection (whose prefix and postfix are ignored), a dict of both, or the plain
             values of a preset, `{"task": "multiclass", "num_classes": 10}`.
         class_names: Names of the classes, labels or outputs; with them, averages over classes come for each class too.
 
@@ -50,7 +50,7 @@ def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> li
     entries = []
     for key, metric in _flat(metrics):
         labels: list[str] = []
-        if isinstance(metric, ClasswiseWrapper):  # it is the metric inside that counts
+        if isinstance(metric, ClasswiseWrapper):  # the labels are kept, the metric is unwrapped
             labels = list(metric.labels or ())
             metric = metric.metric
         task = task_of(metric)
@@ -58,7 +58,7 @@ def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> li
         if names and of_classes and task is not None and task.classes not in (None, len(names)):
             raise ValueError(f"class_names has {len(names)} names, and the metric {key!r} {task.classes} classes.")
         entries.append(MetricEntry(key, metric, tuple(labels) or names))
-        if names and of_classes and (single := _for_each_class(metric)) is not None:
+        if names and of_classes and (single := _without_averaging(metric)) is not None:
             entries.append(MetricEntry(key, single, names, is_per_class=True))
     if not entries:
         raise ValueError(f"metrics has no metric in it: {metrics!r}.")
@@ -85,12 +85,12 @@ def _flat(metrics: Any) -> Iterator[tuple[str, Metric]]:
         )
 
 
-def _for_each_class(metric: Metric) -> Metric | None:
-    """Return a copy that keeps its classes apart, where it averages over them and the copy costs no update."""
+def _without_averaging(metric: Metric) -> Metric | None:
+    """Return a copy without averaging, if the metric averages over classes and the copy shares its state; or None."""
     is_average = getattr(metric, "average", None) in _AVERAGES
     if (
         not is_average or state_sharing_key(metric) is None or isinstance(metric, BalancedAccuracy)
-    ):  # that one's are `recall`'s
+    ):  # its values for single classes are those of `recall`
         return None
     single: Any = copy.deepcopy(metric)
     single.average = "none"

@@ -1,4 +1,4 @@
-"""Pictures of metrics: confusion matrix, curves, bars by class, values over the run; matplotlib, without its state."""
+"""Plots of metrics: confusion matrix, curves, bars by class, values over the run; without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 _MAX_CURVES = 20
-_MAX_NUMBERS = 20  # classes up to which cells bear their numbers
+_MAX_NUMBERS = 20  # classes up to which the cells show their numbers
 
 
 @dataclass
 class PlotData:
-    """What pictures are made of: one loader at one epoch's end.
+    """The data of the plots of one loader at the end of one epoch.
 
     Attributes:
         record: The values, which must have been read.
-        kind: Of the task, or nothing.
+        kind: The kind of the task; empty if there is no classification.
         confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
         scores: The histograms of scores, (K, 2, B), or None.
     """
@@ -40,37 +40,37 @@ class PlotData:
     scores: Tensor | None
 
 
-def make_figures(seen: PlotData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
-    """Draw what makes sense: "confusion_matrix", "curves" and, of several classes, "classes"."""
-    record = seen.record
+def make_figures(data: PlotData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
+    """Plot what there is data for: "confusion_matrix", "curves" and, with several classes, "classes"."""
+    record = data.record
     title = f"{record.prefix}, epoch {record.epoch}, step {record.step}"
     figures = {}
-    if seen.confusion is not None:
-        figures["confusion_matrix"] = confusion_figure(seen.confusion, class_names, title)
-    if seen.scores is not None:
-        figures["curves"] = curves_figure(seen.scores, seen.kind, class_names, title)
+    if data.confusion is not None:
+        figures["confusion_matrix"] = confusion_figure(data.confusion, class_names, title)
+    if data.scores is not None:
+        figures["curves"] = curves_figure(data.scores, data.kind, class_names, title)
     by_class: dict[str, dict[str, float]] = {}
     parts = per_class_names(record.names, class_names)
     for name, value in zip(record.names, cast(list[float], record.values), strict=True):
         metric, part = parts.get(name, ("", ""))
         if metric:
             by_class.setdefault(metric, {})[part] = value
-    if by_class and seen.kind in ("multiclass", "multilabel"):
+    if by_class and data.kind in ("multiclass", "multilabel"):
         figures["classes"] = classes_figure(by_class, title)
     return figures
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure that no window and no global state of matplotlib knows.
+    """Make a figure without a window and outside the global state of matplotlib.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing; it names the extra.
+        ModuleNotFoundError: If matplotlib is missing; the message names the extra.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        message = "Pictures need matplotlib, from the extra 'reports': pip install \".[reports]\""
+        message = "Plots need matplotlib, from the extra 'reports': pip install \".[reports]\""
         raise ModuleNotFoundError(message, name="matplotlib") from error
     figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
@@ -78,22 +78,22 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def as_array(figure: Figure) -> npt.NDArray[np.uint8]:
-    """Draw a figure into an array of shape (H, W, 3)."""
+    """Render a figure to an array of shape (H, W, 3)."""
     canvas: Any = figure.canvas
     canvas.draw()
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
 def confusion_figure(matrix: Tensor, class_names: Sequence[str] = (), title: str = "") -> Figure:
-    """Draw a confusion matrix twice: counts, and shares of each class of the targets.
+    """Plot a confusion matrix twice: counts, and shares of each class of the targets.
 
     Args:
-        matrix: Counts of shape (C, C), rows are targets; or (L, 2, 2), of which each label's shares are drawn.
+        matrix: Counts of shape (C, C), rows are targets; or (L, 2, 2), for which the shares of each label are plotted.
         class_names: Names of the classes.
-        title: Above the picture.
+        title: The title of the figure.
     """
     if matrix.ndim == 3:
-        return _labels_figure(matrix, class_names, title)
+        return _label_matrix_figure(matrix, class_names, title)
     counts = matrix.cpu().double()
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
     classes = len(counts)
@@ -106,27 +106,27 @@ def confusion_figure(matrix: Tensor, class_names: Sequence[str] = (), title: str
         ("{:.0f}", "{:.2f}"),
         strict=True,
     ):
-        _cells(axes, values, form)
-        _name_classes(axes, classes, class_names)
+        _draw_cells(axes, values, form)
+        _set_class_ticks(axes, classes, class_names)
         axes.set(xlabel="prediction", ylabel="target", title=heading)
     figure.suptitle(title)
     return figure
 
 
-def _labels_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> Figure:
+def _label_matrix_figure(matrix: Tensor, class_names: Sequence[str], title: str) -> Figure:
     counts = matrix.cpu().double()
     values = torch.stack([counts[:, 1, 1], counts[:, 1, 0], counts[:, 0, 1], counts[:, 0, 0]], 1)
     figure = new_figure(6, 1.5 + 0.3 * len(counts))
     axes = figure.subplots()
-    _cells(axes, values / values.sum(1, keepdim=True).clamp(min=1), "{:.0f}", shown=values)
+    _draw_cells(axes, values / values.sum(1, keepdim=True).clamp(min=1), "{:.0f}", shown=values)
     names = list(class_names) or [str(number) for number in range(len(counts))]
     axes.set_yticks(range(len(counts)), names)
-    axes.set_xticks(range(4), ["right 1", "missed 1", "wrong 1", "right 0"])
+    axes.set_xticks(range(4), ["true positive", "false negative", "false positive", "true negative"])
     figure.suptitle(title)
     return figure
 
 
-def _cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) -> None:
+def _draw_cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) -> None:
     highest = float(values.max()) or 1.0
     axes.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=highest, aspect="auto" if shown is not None else "equal")
     if max(values.shape) <= _MAX_NUMBERS:
@@ -137,7 +137,7 @@ def _cells(axes: Any, values: Tensor, form: str, shown: Tensor | None = None) ->
                 axes.text(column, row, form.format(value), ha="center", va="center", color=color, fontsize=8)
 
 
-def _name_classes(axes: Any, classes: int, class_names: Sequence[str]) -> None:
+def _set_class_ticks(axes: Any, classes: int, class_names: Sequence[str]) -> None:
     if class_names and classes <= 2 * _MAX_NUMBERS:
         axes.set_xticks(range(classes), class_names, rotation=90 if max(map(len, class_names)) > 2 else 0)
         axes.set_yticks(range(classes), class_names)
@@ -147,16 +147,16 @@ def _name_classes(axes: Any, classes: int, class_names: Sequence[str]) -> None:
 
 
 def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = (), title: str = "") -> Figure:
-    """Draw ROC, precision-recall and reliability curves of scores.
+    """Plot ROC, precision-recall and reliability curves of scores.
 
     Args:
         histograms: Counts of shape (K, 2, B), of `count_scores_`.
         kind: "binary", "multiclass" (whose last histogram is that of the highest scores) or "multilabel".
         class_names: Names of the classes.
-        title: Above the picture.
+        title: The title of the figure.
     """
     histograms = histograms.cpu()
-    certain = histograms[-1] if kind == "multiclass" else histograms.sum(0)
+    top_scores = histograms[-1] if kind == "multiclass" else histograms.sum(0)
     each = histograms[:-1] if kind == "multiclass" else histograms
     figure = new_figure(13, 4.4)
     roc, pr, reliability = figure.subplots(1, 3)
@@ -170,10 +170,10 @@ def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = ()
     pr.set(xlabel="recall", ylabel="precision", title="precision and recall", xlim=(0, 1), ylim=(0, 1.02))
     if kind != "binary":
         pr.legend(fontsize=7, ncols=2, loc="lower left")
-    confidence, positives, share = _numpy(reliability_curve(certain))
+    confidence, positives, share = _numpy(reliability_curve(top_scores))
     reliability.bar(confidence, share, width=0.05, color="lightgrey", label="share of the samples")
     reliability.plot(
-        confidence, positives, marker=".", label="share that is right" if kind == "multiclass" else "share of 1"
+        confidence, positives, marker=".", label="accuracy" if kind == "multiclass" else "share of positives"
     )
     reliability.plot([0, 1], [0, 1], color="grey", linewidth=0.5)
     reliability.set(xlabel="probability", title="reliability", xlim=(0, 1), ylim=(0, 1.02))
@@ -183,11 +183,11 @@ def curves_figure(histograms: Tensor, kind: str, class_names: Sequence[str] = ()
 
 
 def classes_figure(values: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """Draw bars for each class.
+    """Plot bars for each class.
 
     Args:
         values: Metric -> class -> value.
-        title: Above the picture.
+        title: The title of the figure.
     """
     classes = list(dict.fromkeys(name for of_metric in values.values() for name in of_metric))
     figure = new_figure(3 + min(60, 0.14 * len(classes) * len(values)), 4)
@@ -205,10 +205,10 @@ def classes_figure(values: Mapping[str, Mapping[str, float]], title: str = "") -
 
 
 def history_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw values over the optimizer steps, one plot for each metric with a line for each stage.
+    """Plot values over the optimizer steps, one plot for each metric with a line for each stage.
 
     Args:
-        rows: Of `History.rows()`.
+        rows: What `History.rows()` returns.
     """
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Which of the samples that a rank's loader gives are its own, and which only fill up the last batch of the ranks."""
+"""Which samples of a rank's DataLoader are its own, and which the DistributedSampler repeats to fill the last batch."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 @dataclass(frozen=True)
 class SamplerShard:
-    """A rank's share of a data set that a `DistributedSampler` divides.
+    """The shard of a data set that a `DistributedSampler` gives to one rank.
 
-    The sampler gives position p of rank r the sample p * world + r, and starts again at the first ones where there
-    are no more of them: those are samples that other ranks have counted already.
+    At position p, rank r gets the sample p * world_size + r. When there are no more samples, the sampler starts again
+    with the first ones, which other ranks have counted already.
 
     Attributes:
-        own: How many samples of the rank are its own; they come first.
-        given: How many samples the sampler gives the rank, at least `own`.
-        batch_size: Of the loader; 1 where it does not batch.
+        num_own: The number of samples that no other rank has counted; they come first.
+        num_samples: The number of samples that the sampler gives to the rank, at least `num_own`.
+        batch_size: The batch size of the loader; 1 if it does not batch.
     """
 
-    own: int
-    given: int
+    num_own: int
+    num_samples: int
     batch_size: int
 
     def batch_sizes(self, batch_idx: int) -> tuple[int, int]:
-        """Return how many samples a batch has, and how many of them, from the first on, are the rank's own."""
+        """Return the number of samples in a batch, and how many of them, from the first on, are the rank's own."""
         start = batch_idx * self.batch_size
-        size = max(0, min(self.batch_size, self.given - start))
-        return size, max(0, min(size, self.own - start))
+        size = max(0, min(self.batch_size, self.num_samples - start))
+        return size, max(0, min(size, self.num_own - start))
 
 
 def get_sampler_shard(loader: Any) -> SamplerShard | str:
-    """Return the share of a loader's rank, or the reason why it is not known.
+    """Return the shard of a loader's rank, or the reason why it is not known.
 
     Args:
         loader: A DataLoader, on one of several ranks.
@@ -49,5 +49,5 @@ def get_sampler_shard(loader: Any) -> SamplerShard | str:
     if getattr(loader, "drop_last", False) or sampler.drop_last:
         return "drop_last leaves out other samples on several ranks than on one"
     length = len(sampler.dataset)  # type: ignore[arg-type]
-    own = len(range(sampler.rank, length, sampler.num_replicas))
-    return SamplerShard(own, sampler.num_samples, loader.batch_size or 1)
+    num_own = len(range(sampler.rank, length, sampler.num_replicas))
+    return SamplerShard(num_own, sampler.num_samples, loader.batch_size or 1)

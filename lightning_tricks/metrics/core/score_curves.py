@@ -9,14 +9,16 @@ from lightning_tricks._shared.tensors import to_double
 
 
 def roc_auc(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Return the share of pairs of a positive and a negative whose order is right; ties count half.
+    """Return the area under the ROC curve: the share of pairs of a positive and a negative in the right order.
+
+    Ties count half.
 
     Args:
         positives: Scores of shape (P,).
         negatives: Scores of shape (N,).
 
     Returns:
-        A number, in doubles but on MPS; NaN where there are no positives or no negatives.
+        A number in float64 (float32 on MPS); NaN if there are no positives or no negatives.
     """
     negatives = negatives.sort().values
     below = torch.searchsorted(negatives, positives) + torch.searchsorted(negatives, positives, right=True)
@@ -24,14 +26,14 @@ def roc_auc(positives: Tensor, negatives: Tensor) -> Tensor:
 
 
 def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Return the mean, over the positives, of the precision among what scores at least as high.
+    """Return the average precision: the mean over the positives of the precision at the threshold of their score.
 
     Args:
         positives: Scores of shape (P,).
         negatives: Scores of shape (N,).
 
     Returns:
-        A number, in doubles but on MPS; NaN where there are no positives or no negatives.
+        A number in float64 (float32 on MPS); NaN if there are no positives or no negatives.
     """
     positives, negatives = positives.sort().values, negatives.sort().values
     true = to_double(len(positives) - torch.searchsorted(positives, positives))
@@ -44,33 +46,33 @@ def count_scores_(histogram: Tensor, scores: Tensor, positive: Tensor, counted: 
 
     Args:
         histogram: Counts of shape (K, 2, B): curve, negative or positive, bin of [0, 1].
-        scores: Of shape (N, K), in [0, 1].
-        positive: 0/1, of shape (N, K).
-        counted: Of shape (N,) or (N, K): which of them count.
+        scores: Scores in [0, 1], of shape (N, K).
+        positive: 0 or 1, of shape (N, K).
+        counted: Which of them count, of shape (N,) or (N, K).
     """
     curves, _, bins = histogram.shape
-    place = (scores.nan_to_num(0.0).clamp(0, 1) * bins).long().clamp_(max=bins - 1)
-    place = place + bins * (positive.long() + 2 * torch.arange(curves, device=scores.device))
-    weight = counted.long().reshape(len(scores), -1).expand_as(place)
-    histogram.view(-1).scatter_add_(0, place.flatten(), weight.flatten())
+    cell = (scores.nan_to_num(0.0).clamp(0, 1) * bins).long().clamp_(max=bins - 1)
+    cell = cell + bins * (positive.long() + 2 * torch.arange(curves, device=scores.device))
+    weight = counted.long().reshape(len(scores), -1).expand_as(cell)
+    histogram.view(-1).scatter_add_(0, cell.flatten(), weight.flatten())
     return histogram
 
 
 def roc_curve(histogram: Tensor) -> tuple[Tensor, Tensor]:
     """Return false and true positive rates of a histogram (2, B), from the highest threshold to the lowest."""
-    negative, positive = _from_above(histogram)
+    negative, positive = _cumulative_counts(histogram)
     return negative / negative[-1].clamp(min=1), positive / positive[-1].clamp(min=1)
 
 
 def pr_curve(histogram: Tensor) -> tuple[Tensor, Tensor]:
     """Return recall and precision of a histogram (2, B), from the highest threshold to the lowest."""
-    negative, positive = (counts[1:] for counts in _from_above(histogram))
+    negative, positive = (counts[1:] for counts in _cumulative_counts(histogram))
     some = (negative + positive) > 0
     return (positive / positive[-1].clamp(min=1))[some], (positive / (negative + positive))[some]
 
 
 def reliability_curve(histogram: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean confidence, share of positives and share of the samples in the bins that hold samples.
+    """Return mean confidence, share of positives and share of the samples, for the bins that contain samples.
 
     Args:
         histogram: Counts of shape (2, B).
@@ -86,7 +88,7 @@ def reliability_curve(histogram: Tensor, bins: int = 15) -> tuple[Tensor, Tensor
     return confidence, positives, total[some] / total.sum().clamp(min=1)
 
 
-def _from_above(histogram: Tensor) -> tuple[Tensor, Tensor]:
+def _cumulative_counts(histogram: Tensor) -> tuple[Tensor, Tensor]:
     cumulated = histogram.double().flip(-1).cumsum(-1)
     negative, positive = torch.cat([torch.zeros(2, 1, dtype=torch.float64), cumulated], dim=1)
     return negative, positive

@@ -1,4 +1,4 @@
-"""What values are called: no name inside another, and which ones are of a single class."""
+"""Conflicts between the names of values, and which names belong to single classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return two of the names that are the same, or of which one is a folder of the other; or None.
+    """Return two of the names that are equal, or of which one is a folder of the other; or None.
 
     Loggers that keep a file for each name, such as MLflow's, cannot have `val/acc` beside `val/acc/cat`.
     """
@@ -24,7 +24,7 @@ def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def name_conflict_message(one: str, other: str) -> str:
-    """Say that two names of values exclude each other."""
+    """Return the message of an error for two names that exclude each other."""
     if one == other:
         return f"metrics has two values of the name {one!r}: rename one of them."
     return (
@@ -33,11 +33,11 @@ def name_conflict_message(one: str, other: str) -> str:
 
 
 def per_class_names(names: Iterable[str], class_names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return those names that are of a single class: name -> metric and class.
+    """Return the names that belong to a single class: name -> metric and class.
 
     Args:
-        names: Of values, such as `f1` and `f1_cat`.
-        class_names: Of the classes; a metric has a value for each of them, or for none.
+        names: The names of values, such as `f1` and `f1_cat`.
+        class_names: The names of the classes; a metric has a value for each of them, or for none.
     """
     there = set(names)
     found: dict[str, tuple[str, str]] = {}
