@@ -53,7 +53,7 @@ class LoggedKeys:
 
         Raises:
                     ValueError: If there is such a key; the message proposes the nearest one.
-                """
+        """
         for key, mode in best.items():
             check_choice(f"best[{key!r}]", mode, ("min", "max"))
             stage, name = self._split(key)
