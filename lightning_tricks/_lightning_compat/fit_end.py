@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 
-def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
-    """Call a function after the `on_train_end` of all callbacks and the module; return what ends that.
+@contextmanager
+def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function after the `on_train_end` of all callbacks and the module, until the context is left.
 
     Some of them change the weights there, such as those that average them, and no hook comes after all of them.
     """
@@ -26,16 +29,12 @@ def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Call
         on_run_end()
         function()
 
-    fit.on_run_end = on_run_end_then_call
-
-    def close() -> None:
-        vars(fit).pop("on_run_end", None)
-
-    return close
+    with overriding(fit, on_run_end=on_run_end_then_call):
+        yield
 
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
-    """Let an ended fit have the scheduler of weight averaging, which is else made at the start of an epoch only."""
+    """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch.optim.swa_utils import SWALR
 
@@ -47,15 +46,26 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
         before = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
-        swa._swa_scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
-        swa._swa_scheduler.load_state_dict(state)
+        scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
+        scheduler.load_state_dict(state)
+        set_private(swa, _swa_scheduler=scheduler)
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
-        trainer.lr_scheduler_configs.append(LRSchedulerConfig(swa._swa_scheduler))
+        trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler))
+
+
+@needs_private("AutoResume")
+def averaged_models(trainer: Trainer) -> list[Any]:
+    """Return the averaged models that callbacks of the type WeightAveraging hold and save; None before they do."""
+    import lightning.pytorch.callbacks
+
+    averaging = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())  # since Lightning 2.6
+    callbacks: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, averaging)]
+    return [callback._average_model for callback in callbacks]
 
 
 @needs_private("AutoResume")
 def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
-    """Take back the epoch that it adds for batch statistics, in a fit that had ended and was not trained again."""
+    """Undo the epoch that weight averaging adds for batch statistics, in a fit that had ended and was not trained."""
     if swa._model_contains_batch_norm and swa._max_epochs != -1:
         trainer.fit_loop.max_epochs = swa._max_epochs

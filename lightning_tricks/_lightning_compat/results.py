@@ -1,4 +1,4 @@
-"""What the Trainer remembers of values that were logged in the epoch that runs."""
+"""What the Trainer remembers of the values that were logged in the epoch that runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.guards import needs_private, set_private
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @needs_private("AutoResume")
 def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what the Trainer remembers beside its checkpoints: what was logged in this epoch, and when it reloads."""
+    """Return what no checkpoint of the Trainer holds: values logged in this epoch, and when loaders were reloaded."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
     paths = {id(metric): path for path, metric in _named_metrics(trainer)}
     return {
@@ -39,15 +40,17 @@ def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
 
 @needs_private("AutoResume")
 def restore_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Put back what `capture_loop_state` returned, except metrics that are not there."""
+    """Restore what `capture_loop_state` returned, except metrics that are not there."""
     connector, fit = trainer._logger_connector, trainer.fit_loop
-    for name, values in state["logged"].items():
-        setattr(connector, name, dict(values))
-    connector._current_fx, connector._first_loop_iter = state["current_fx"], state["first_loop_iter"]
+    validation = fit.epoch_loop.val_loop
+    set_private(connector, **{name: dict(values) for name, values in state["logged"].items()})
+    set_private(connector, _current_fx=state["current_fx"], _first_loop_iter=state["first_loop_iter"])
     trainer.should_stop = state["should_stop"]
-    fit._last_train_dl_reload_epoch, fit.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
-    fit.epoch_loop.val_loop._seen_batches_per_dataloader.clear()
-    fit.epoch_loop.val_loop._seen_batches_per_dataloader.update(state["validated"])
+    train_reload_epoch, validation_reload_epoch = state["reloaded"]
+    set_private(fit, _last_train_dl_reload_epoch=train_reload_epoch)
+    set_private(validation, _last_val_dl_reload_epoch=validation_reload_epoch)
+    validation._seen_batches_per_dataloader.clear()
+    validation._seen_batches_per_dataloader.update(state["validated"])
     fit.epoch_loop._results.clear()
     metrics = dict(_named_metrics(trainer))
     for item in state["results"]:
@@ -58,16 +61,16 @@ _RESULT_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "en
 
 
 def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
-    """Return the callbacks by names that others in the list do not change, such as `callbacks.EarlyStopping`."""
+    """Return the callbacks by names that do not depend on callbacks of other types, as `callbacks.EarlyStopping`."""
     found: dict[str, Callback] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         alike = sum(type(one).__name__ == type(callback).__name__ for one in found.values())
         found[f"callbacks.{type(callback).__name__}{alike or ''}"] = callback
     return found
 
 
 def _named_metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
-    """Yield all metrics that may be logged, those of callbacks and in plain containers too: place, metric."""
+    """Yield the path and the metric of all metrics that may be logged, also of callbacks and in containers."""
     yield from _metrics_in("", trainer.lightning_module)
     for name, callback in named_callbacks(trainer).items():
         yield from _metrics_in(name, vars(callback))
@@ -99,7 +102,7 @@ def _result_state(trainer: Trainer, key: str, item: Any, paths: Mapping[int, str
         "is_tensor": item.is_tensor,
         "metric": None if item.is_tensor else paths.get(id(getattr(item, "value", None))),
         "value": item.value if item.is_tensor else None,
-        "cumulated_batch_size": getattr(item, "cumulated_batch_size", None),
+        "cumulated_batch_size": item.cumulated_batch_size if item.is_tensor and meta.is_mean_reduction else None,
         "state": {name: getattr(item, name) for name in ("has_reset", "_update_count", "_computed", "_forward_cache")},
     }
 
@@ -111,12 +114,12 @@ def _restore_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str
     meta.sync = _Sync(fn=trainer.strategy.reduce if item["reduces"] else _Sync.no_op, **item["sync"])
     result: Any = _ResultMetric(meta, item["is_tensor"])
     if item["is_tensor"]:
-        result.value = item["value"]
+        set_private(result, value=item["value"])
     elif item["metric"] in metrics:
         result.value = metrics[item["metric"]]
     else:
         return
     if item["cumulated_batch_size"] is not None:
-        result.cumulated_batch_size = item["cumulated_batch_size"]
-    vars(result).update(item["state"])
+        set_private(result, cumulated_batch_size=item["cumulated_batch_size"])
+    set_private(result, **item["state"])
     trainer.fit_loop.epoch_loop._results[item["key"]] = result.to(trainer.strategy.root_device)

@@ -1,4 +1,4 @@
-"""`lightning-tricks resume`: how far a run has come, and whether its checkpoints are whole."""
+"""`lightning-tricks resume`: how far a run is, and whether its checkpoints are intact."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add the subcommands to the command line's."""
-    parser: argparse.ArgumentParser = commands.add_parser("resume", help="look at what AutoResume keeps of a run")
+    """Add `resume` to the subcommands of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser("resume", help="inspect the checkpoints of AutoResume")
     subcommands = parser.add_subparsers(required=True, metavar="TOOL")
     descriptions = {
-        "status": "how far a run has come, and from where it would go on",
-        "verify": "whether each checkpoint has the bytes that were written; the exit status is 1 where one has not",
+        "status": "show how far a run is, and from which checkpoint it would resume",
+        "verify": "check that each checkpoint has the bytes that were written; the exit status is 1 if one has not",
     }
     for name, run in (("status", _status), ("verify", _verify)):
         subcommand = subcommands.add_parser(
@@ -31,7 +31,7 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 
     folders = [folder for folder in fit_folders(arguments.dirpath) if folder.manifests() or folder.read_status()]
     if not folders:
-        parser.error(f"{arguments.dirpath} holds nothing of AutoResume. Give the dirpath of a run.")
+        parser.error(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
     return int(run(folders))
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows of resuming."""
+"""The demo of AutoResume."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
-    """Return the fields of `Tricks` that this room fills in the demo."""
+    """Return the fields of `Tricks` that the demo sets for AutoResume."""
     return {"auto_resume": {"dirpath": str(out / "resume")}}
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Say how often the run was saved."""
+    """Return how often the run was saved."""
     (callback,) = callbacks_of_type(trainer, AutoResume)
     saves = CheckpointFolder(callback.dirpath).manifests()[0].number
-    return {"checkpoints": f"{saves}; killed meanwhile, the same command goes on"}
+    return {"checkpoints": f"{saves}; after a kill, the same command resumes"}

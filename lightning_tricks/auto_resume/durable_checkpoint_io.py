@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_ios, replace_checkpoint_io
+from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted, checkpoint_ios
 from lightning_tricks.auto_resume.core.checkpoint_files import save_durably
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """A `TorchCheckpointIO` whose local files are whole at any moment, wherever TMPDIR is.
+    """Write checkpoints as `TorchCheckpointIO` does, but atomically: a local file is complete at any moment.
 
     Paths of remote file systems (`s3://...`) are written as `TorchCheckpointIO` does.
 
     Args:
-        before_replace: Called with a local file and its SHA-256 right before it takes the place of an old one.
+        before_replace: Called with the path of a local file and its SHA-256 right before the new file replaces the old.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[DurableCheckpointIO()], accelerator="cpu", logger=False)
     """
 
     def __init__(self, before_replace: Callable[[Path, str], object] | None = None) -> None:
         self._before_replace = before_replace
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; see `save_durably`."""
+        """Write a checkpoint with `save_durably`."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -37,16 +42,16 @@ class DurableCheckpointIO(TorchCheckpointIO):
         )
 
 
-def install_durable_checkpoint_io(
+@contextmanager
+def durable_checkpoints(
     strategy: Strategy, before_replace: Callable[[Path, str], object] | None = None
-) -> Callable[[], None]:
-    """Put a `DurableCheckpointIO(note)` where the Trainer's innermost is Lightning's own; return what undoes that.
+) -> Iterator[None]:
+    """Let a strategy write its checkpoints by a `DurableCheckpointIO` until the context is left.
 
-    Others, a user's own for one, stay; then there is nothing to undo.
+    It takes the place of Lightning's own `TorchCheckpointIO`; another innermost CheckpointIO, such as a user's, stays.
     """
-    *_, innermost = checkpoint_ios(strategy)
-    if type(innermost) is not TorchCheckpointIO:
-        return lambda: None
-    durable = DurableCheckpointIO(before_replace)
-    replace_checkpoint_io(strategy, innermost, durable)
-    return lambda: replace_checkpoint_io(strategy, durable, innermost)
+    if type(checkpoint_ios(strategy)[-1]) is not TorchCheckpointIO:
+        yield
+        return
+    with checkpoint_io_inserted(strategy, lambda _: DurableCheckpointIO(before_replace), innermost=True):
+        yield

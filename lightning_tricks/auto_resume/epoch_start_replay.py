@@ -1,4 +1,4 @@
-"""The hooks of an epoch's start, called again in the process that goes on in the middle of that epoch."""
+"""The hooks of an epoch's start, called again in a process that resumes in the middle of that epoch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ParamGroupNames = Sequence[Sequence[Sequence[str]]]
 def replay_epoch_start(
     trainer: Trainer, module: LightningModule, saved_groups: ParamGroupNames, reload_weights: Callable[[], None]
 ) -> None:
-    """Call `on_train_epoch_start` of callbacks and module, and undo what it does to what was restored already.
+    """Call `on_train_epoch_start` of callbacks and module, and undo its changes to state that was restored already.
 
-    What the hooks set outside the model is what this is for: the epoch of a dataset, a factor of accumulation, a part
-    of the Trainer. Learning rates, momenta and schedulers are put back after it, and so are the weights and the states
-    of the optimizers where the hooks change them.
+    The calls are for what the hooks set outside the model: the epoch of a dataset, the number of accumulated batches, a
+    part of the Trainer. Learning rates, momenta and schedulers are restored afterwards, and so are the weights and the
+    states of the optimizers if the hooks change them.
 
     Args:
-        trainer: That fits; its random streams are those of the epoch's start.
-        module: That is fitted.
-        saved_groups: Of `param_group_names`, before the hooks were called.
+        trainer: The Trainer of the fit; the random state must be that of the epoch's start.
+        module: The module that is trained.
+        saved_groups: What `param_group_names` returned before the hooks were first called.
         reload_weights: Loads weights and optimizer states from the checkpoint once more.
     """
     optimizers = trainer.optimizers
@@ -39,7 +39,7 @@ def replay_epoch_start(
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     before = [(value, value._version) for value in _tensors(trainer, module)]
     restore_param_groups(module, optimizers, saved_groups)
-    with _muted_loggers(trainer.loggers):  # what was logged at the epoch's start is there
+    with _muted_loggers(trainer.loggers):  # the values of the epoch's start were logged already
         repeat_epoch_start_hooks(trainer)
     for optimizer, initial_groups in zip(optimizers, groups, strict=True):
         optimizer.param_groups[:] = [group for group, _ in initial_groups]
@@ -62,7 +62,7 @@ def _muted_loggers(loggers: Sequence[Logger]) -> Iterator[None]:
 
 
 def _tensors(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
-    """Yield weights and states of optimizers."""
+    """Yield parameters, buffers and the tensors of the optimizers' states."""
     yield from module.parameters()
     yield from module.buffers()
     for optimizer in trainer.optimizers:

@@ -10,10 +10,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_tricks._lightning_compat.fit import (
+from lightning_tricks._lightning_compat.fit import num_batches_done
+from lightning_tricks._lightning_compat.fit_loaders import (
     load_loader_states,
     mark_restarted_loaders,
-    num_batches_done,
     recreate_iterators,
     restarted_loaders,
     skip_train_batches,

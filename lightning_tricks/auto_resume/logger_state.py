@@ -1,4 +1,4 @@
-"""The loggers of a fit: which version each goes on with, and which rows it has."""
+"""The loggers of a fit: which version each one continues, and which rows it has."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _PLAIN_VERSION = re.compile(r"[\w.=+,@: -]{1,255}(/[\w.=+,@: -]{1,255})*")
 
 
 class LoggerState:
-    """Lets the loggers of a resumed fit go on where those of the stopped one were, row by row.
+    """Lets the loggers of a resumed fit continue where those of the stopped one were, row by row.
 
-    What CSVLogger and TensorBoardLogger wrote after the save is withdrawn: the run logs it again. WandbLogger and
-    MLFlowLogger go on with the same run, in which such rows stay.
+    What CSVLogger and TensorBoardLogger wrote after the save is removed, as the run logs it again. WandbLogger and
+    MLFlowLogger continue the same run, in which such rows stay.
 
     Args:
-        loggers: Of the Trainer.
-        private: Folder for copies, which nobody else writes.
-        processes: That trained in this run, this one included: "pid" and "host" of each.
+        loggers: The loggers of the Trainer.
+        private: A folder for copies, in which nobody else writes.
+        processes: The processes that trained in this run, this one included: "pid" and "host" of each.
     """
 
     def __init__(self, loggers: Sequence[Any], private: Path, processes: Iterable[Mapping[str, Any]]) -> None:
@@ -55,7 +55,7 @@ class LoggerState:
         self._process_marks.append(f".{socket.gethostname()}.{os.getpid()}.")
 
     def restore_versions(self, records: Sequence[Any], *, is_writer: bool) -> None:
-        """Give the loggers the versions of records, before they begin; `is_writer` says that this is rank zero."""
+        """Set the versions of the loggers to those of records, before they begin; `is_writer` is True on rank zero."""
         for number, logger, record in self._loggers_with_records(records):
             version, kind = record["version"], record["kind"]
             if kind in ("csv", "tensorboard"):
@@ -79,15 +79,15 @@ class LoggerState:
                 set_logger_version(logger, version)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return where the loggers stand; what they were given is on the disk then. On rank zero."""
+        """Return the positions of the loggers, whose rows must have been written; on rank zero."""
         return [self._record(number, logger) for number, logger in enumerate(self.loggers)]
 
     def restore(self, records: Sequence[Any], *, before_fit: bool = False) -> list[str]:
-        """Withdraw what was logged after the records; return what is wrong, a sentence each. On rank zero.
+        """Remove what was logged after the records; return a sentence for each problem. On rank zero.
 
         Args:
-            records: Of another process.
-            before_fit: Whether what this process has logged already stays: it is what precedes the fit.
+            records: What `records` returned, in another process.
+            before_fit: Whether rows that this process has logged already are kept, as they precede the fit.
         """
         problems = []
         if not before_fit:
@@ -107,12 +107,12 @@ class LoggerState:
         return [sentence for sentence in problems if sentence]
 
     def version_mismatches(self, records: Sequence[Any]) -> list[str]:
-        """Say which loggers go on elsewhere than the records say."""
+        """Return a phrase for each logger that writes to another version than its record has."""
         pairs = [(logger, record["version"]) for _, logger, record in self._loggers_with_records(records)]
         return [
-            f"{type(logger).__name__} goes on with {logger_version(logger)!r}, and not with {version!r} as before"
+            f"{type(logger).__name__} writes to version {present!r}, and not to version {version!r} as before"
             for logger, version in pairs
-            if logger_version(logger) != version
+            if (present := logger_version(logger)) != version
         ]
 
     def _record(self, number: int, logger: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class LoggerState:
         return record
 
     def _loggers_with_records(self, records: Sequence[Any]) -> list[tuple[int, Any, Mapping[str, Any]]]:
-        """Return the loggers with their numbers and records: the n-th of a kind has the n-th record of it."""
+        """Return number, logger and record: the n-th logger of a kind has the n-th record of that kind."""
         left = [record for record in records if _is_valid_record(record)]
         found = []
         for number, logger in enumerate(self.loggers):
@@ -140,7 +140,7 @@ class LoggerState:
         return found
 
     def _is_same_directory(self, number: int, logger: Any, record: Mapping[str, Any]) -> bool:
-        """Whether the directory that the logger would have with the version of a record is the record's."""
+        """Whether the logger would write to the directory of a record if it had the record's version."""
         folder = log_dir_for_version(logger, record["version"])
         kind: str = record["kind"]
         inode: object = record.get("inode")
@@ -157,7 +157,7 @@ class LoggerState:
         return self._csv[number].matches(folder / "metrics.csv", record)
 
     def _move_event_files(self, logger: Any, new_dir: Path | None) -> None:
-        """Let a TensorBoardLogger that began before the fit leave the directory that it made, with its events."""
+        """Move the events of a TensorBoardLogger that began before the fit from `new_dir` to its directory."""
         close_tensorboard_logger(logger)
         folder = log_dir_for_version(logger, logger_version(logger))
         for path in [] if new_dir is None else list(new_dir.glob("*tfevents*")):
@@ -175,7 +175,7 @@ class LoggerState:
 
 
 def _is_valid_record(record: object) -> bool:
-    """Whether a record of a file has what is needed, and a version that names nothing outside of the logger's place."""
+    """Whether a record that was read is complete, and its version names nothing outside of the logger's directory."""
     if not isinstance(record, dict):
         return False
     version, header, files = record.get("version"), record.get("header"), record.get("files", {})
@@ -202,8 +202,8 @@ def _relative_path(folder: Path, private: Path) -> str:
 
 
 def _wait_until_after(second: int) -> None:
-    """Wait until that second is over: TensorBoard reads files in the order of the seconds in their names."""
+    """Wait until a second is over, as TensorBoard reads files in the order of the seconds in their names."""
     for _ in range(40):
-        if int(time.time()) > second or second > time.time() + 2:  # a clock that was put back
+        if int(time.time()) > second or second > time.time() + 2:  # the clock was set back
             return
         time.sleep(0.05)

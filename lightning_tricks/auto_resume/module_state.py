@@ -1,4 +1,4 @@
-"""What a rank remembers in the middle of an epoch and a checkpoint of the Trainer does not hold."""
+"""Buffers of a module that no checkpoint of the Trainer holds."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from typing import Any
 from weakref import ref
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_tricks.auto_resume.core.attributes.model_structure import resize_to_state_dict
 
-BufferVersion = tuple["ref[Tensor]", int]  # of a tensor: an id alone may be another's later
+BufferVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
 
 
 def unsaved_buffer_versions(module: nn.Module) -> dict[str, BufferVersion]:
-    """Return what tells whether a buffer that is no part of the state dict was changed since."""
+    """Return the versions of the buffers that are not in the state dict, which tell whether they change later."""
     saved = module.state_dict().keys()
     return {name: (ref(value), value._version) for name, value in module.named_buffers() if name not in saved}
 
 
 def buffer_digests(module: nn.Module) -> dict[str, str]:
-    """Return the digests of all buffers."""
+    """Return the SHA-1 of each buffer."""
     return {name: _digest(value) for name, value in module.named_buffers()}
 
 
@@ -33,13 +31,13 @@ def rank_specific_buffers(
 ) -> dict[str, Tensor]:
     """Return the buffers that a rank cannot get from rank zero's checkpoint.
 
-    These are buffers that are no part of the state dict and were changed, and, on other ranks, those that differ from
-    rank zero's: without SyncBatchNorm each rank has statistics of its own.
+    These are buffers that are not in the state dict and were changed, and, on other ranks, those that differ from rank
+    zero's: without SyncBatchNorm each rank has statistics of its own.
 
     Args:
-        module: Of this rank.
-        initial_versions: Of `unsaved_buffer_versions` at the start.
-        rank_zero_digests: Rank zero's `buffer_digests`.
+        module: The module of this rank.
+        initial_versions: What `unsaved_buffer_versions` returned at the start.
+        rank_zero_digests: What `buffer_digests` returned on rank zero.
     """
     own, saved = dict(module.named_buffers()), module.state_dict().keys()
     changed = [name for name in own if name not in saved and not _is_unchanged(own[name], initial_versions.get(name))]
@@ -50,7 +48,7 @@ def rank_specific_buffers(
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Put buffers back, in place where they have the same shape."""
+    """Restore buffers, in place if they have the same shape."""
     resize_to_state_dict(module, saved, list(saved))
     own = dict(module.named_buffers())
     with torch.no_grad():
@@ -63,32 +61,8 @@ def _is_unchanged(value: Tensor, version: BufferVersion | None) -> bool:
     return version is not None and version[0]() is value and version[1] == value._version
 
 
-def run_identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
-    """Return what tells a run from another: the module's class, its parameters' names and shapes, arguments, seed."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
-    return {
-        "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
-        "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
-        "arguments": _as_json(dict(module.hparams_initial)),  # which a search for a learning rate leaves alone
-        "seed": seed,
-    }
-
-
-def shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:
-    """Say in which parameters a module differs from a state dict."""
-    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    found = [
-        f"{name} is {shape} here and {tuple(saved[name].shape) if name in saved else 'missing'} there"
-        for name, shape in own.items()
-        if name not in saved or tuple(saved[name].shape) != shape
-    ]
-    mine = module.state_dict().keys()
-    found += [f"{name} is only there" for name in saved if name not in mine]
-    return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]
-
-
 def move_to_device(value: Any, device: torch.device | str) -> Any:
-    """Return plain containers with their tensors, detached, on a device."""
+    """Return a copy of plain containers in which tensors are detached and on a device."""
     if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, Mapping):
@@ -102,14 +76,3 @@ def move_to_device(value: Any, device: torch.device | str) -> Any:
 def _digest(value: Tensor) -> str:
     flat = value.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes(), usedforsecurity=False).hexdigest()
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value as JSON gives it back; of what JSON does not know, the type alone."""
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(part) for part in value]
-    if value is None or (isinstance(value, bool | int | float | str) and value == value):  # NaN equals nothing
-        return value
-    return f"a {type(value).__qualname__}"

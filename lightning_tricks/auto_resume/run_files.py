@@ -1,4 +1,4 @@
-"""What a fit has around it, outside of its checkpoints: its directory, its loggers, files of ModelCheckpoint."""
+"""What belongs to a fit beside its checkpoints: its directory, its loggers, the files of ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import base64
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +17,59 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_files
-from lightning_tricks._lightning_compat.loggers import mute_logger, unmute_logger
+from lightning_tricks._lightning_compat.guards import set_private
+from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder, Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
 from lightning_tricks.auto_resume.logger_state import LoggerState
-from lightning_tricks.auto_resume.module_state import run_identity
+from lightning_tricks.auto_resume.run_identity import run_identity
 
-_START_FILE = "start.json"  # where the loggers were when a fit began that has no checkpoint yet
-_RNG_STATE_FILE = "streams.json"  # the random streams before `setup`, which may make or split data
+_START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet
+_RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
 _PROCESSES_FILE = "processes.json"
 _MAX_PROCESSES = 1000
-_END_SUFFIX = " at its end"  # of a journal's base: what came then is part of the run
+_END_SUFFIX = " at its end"  # of a journal's base: what was written after it is part of the run
 
 
 class RunFiles:
-    """Keeps others out of a directory, and takes loggers and files of ModelCheckpoint back to where they were.
+    """Locks the directory of a run, and restores loggers and the files of ModelCheckpoint as they were at a save.
 
-    Everything but `open` is for rank zero, which alone writes files.
+    All methods except `open` are for rank zero, which alone writes files.
 
     Args:
-        trainer: That fits.
-        module: That is fitted.
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
         root: The directory of all fits of a run.
         folder: The directory of this fit.
+        stack: What is installed for the time of the fit is entered on it.
+
+    Attributes:
+        problem: Why the directory cannot be used, or "".
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder, stack: ExitStack
+    ) -> None:
         self.trainer, self.folder, self.root = trainer, folder, CheckpointFolder(root)
         identity = run_identity(module, None)
         run = {name: identity[name] for name in ("module", "arguments")}  # parameters may come later
         self._run_record = json.loads(json.dumps(run, default=str))
         self._lock = DirectoryLock(self.root.private / "lock")
+        stack.callback(self._lock.close)
         self.loggers = LoggerState([], folder.private, ())
         self._journal = FileJournal(folder.private / "files.jsonl")
-        self._close_functions: list[Callable[[], None]] = []
-        self._logger_records: Any = ()  # of the loggers, before this process
-        self._is_first_start = True  # no checkpoint was ever written
+        self._stack = stack
+        self._logger_records: Any = ()  # where the loggers were before this process
+        self._is_first_start = True  # while no checkpoint was ever written
         self._initial_rng_state = ""
         self.problem = ""
 
     def open(self) -> None:
-        """Take the directory, and let the loggers begin where they were; they have not begun yet."""
-        is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # no rank knows its number yet
+        """Lock the directory, and let the loggers, which have not begun yet, continue where they were."""
+        is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         processes: list[Any] = []
         if is_writer:
             try:
@@ -74,8 +80,7 @@ class RunFiles:
                 )
             if self.problem:
                 for logger in self.trainer.loggers:
-                    mute_logger(logger)
-                    self._close_functions.append(partial(unmute_logger, logger))
+                    self._stack.enter_context(muted_logger(logger))
                 return
         manifests, start = self.folder.manifests(), self.folder.read_private(_START_FILE)
         self._is_first_start = not manifests
@@ -91,18 +96,18 @@ class RunFiles:
             self._warn(self.loggers.restore(self._logger_records, before_fit=True))
 
     def _restore_initial_rng_state(self) -> None:
-        """Let what `setup` draws be what it drew when the run began; ranks draw alike only where they are seeded."""
-        if self.trainer.world_size > 1:
+        """Let `setup` draw the random numbers that it drew when the run started."""
+        if self.trainer.world_size > 1:  # ranks draw the same numbers only if they are seeded, and then they do anyway
             return
         if self._is_first_start:
             self._initial_rng_state = base64.b64encode(pack_rng_state().numpy().tobytes()).decode()
             return
-        with suppress(KeyError, TypeError, ValueError):  # not written, or by another version
+        with suppress(KeyError, TypeError, ValueError):  # the file is missing, or another version wrote it
             packed = base64.b64decode(self.folder.read_private(_RNG_STATE_FILE)["streams"])
             unpack_rng_state(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
     def _lock_directory(self) -> list[Any]:
-        """Return the processes that were here before."""
+        """Return the processes that used the directory, this one included; set `problem` if it is in use."""
         self.folder.prepare()
         self.root.prepare()
         processes = self.root.read_private(_PROCESSES_FILE).get("processes", [])
@@ -112,7 +117,7 @@ class RunFiles:
             process = processes[-1] if processes else {}
             self.problem = (
                 f"AutoResume: the directory {self.root.path} is in use by process {process.get('pid', '?')} on "
-                f"{process.get('host', '?')}: two runs would write over each other's checkpoints. Wait for its end, or "
+                f"{process.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait for its end, or "
                 "choose another dirpath."
             )
             return processes
@@ -126,17 +131,17 @@ class RunFiles:
         return processes
 
     def prepare(self) -> None:
-        """Remove what killed processes left, and note where the fit begins."""
+        """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""
         self.folder.clean_up()
         version_mismatches = self.loggers.version_mismatches(self._logger_records)
         if version_mismatches:
-            rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not withdrawn.")
+            rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
         if self._is_first_start:
             self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
             self.folder.write_private(_RNG_STATE_FILE, {"streams": self._initial_rng_state})
 
     def on_fit_start(self, resumed: Manifest | None) -> None:
-        """Put files of ModelCheckpoint back to where they were at the save that is resumed, and follow them."""
+        """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""
         folders = self._checkpoint_folders()
         base = self._journal.base
         if base is not None and (resumed is None) == (not self.folder.manifests()):
@@ -146,7 +151,7 @@ class RunFiles:
                 self._warn(self._journal.restore_files(folders))
         self._journal.start(resumed.file if resumed is not None else "", folders)
         for state_key, callback in self._model_checkpoints().items():
-            self._close_functions.append(
+            self._stack.enter_context(
                 observe_checkpoint_files(
                     callback,
                     lambda path, state_key=state_key: self._journal.before_change(state_key, _absolute_path(path)),  # type: ignore[misc]
@@ -155,38 +160,31 @@ class RunFiles:
             )
 
     def record_file_digest(self, path: Path, digest: str) -> None:
-        """Note the digest of a checkpoint that the Trainer is about to put in its place."""
+        """Note the digest of a checkpoint that the Trainer is about to write."""
         self._journal.record_digest(_absolute_path(path), digest)
 
     def on_save(self, manifest: Manifest) -> None:
-        """Let a save be what is resumed from here on."""
+        """Note that a save was written, which a later process resumes."""
         self._is_first_start = False
         self._journal.start(manifest.file + _END_SUFFIX * manifest.finished, self._checkpoint_folders())
         (self.folder.private / _START_FILE).unlink(missing_ok=True)
 
     def on_fit_end(self, manifest: Manifest) -> None:
-        """Let what was logged and written after the last save of a fit be part of it."""
+        """Note that what was logged and written after the last save of a fit is part of the run."""
         for logger in self.trainer.loggers:
             logger.save()
         try:
             self.folder.rewrite_manifest(manifest, loggers=self.loggers.records())
             self._journal.start(manifest.file + _END_SUFFIX, self._checkpoint_folders())
         except OSError as error:
-            rank_zero_warn(f"AutoResume: where the loggers stand at the end could not be written ({error}).")
+            rank_zero_warn(f"AutoResume: the positions of the loggers at the end could not be written ({error}).")
 
     def discard_rows_after(self, manifest: Manifest) -> None:
-        """Withdraw from the loggers what came after a save."""
+        """Remove from the loggers what was logged after a save."""
         later = CheckpointFolder(self.root.path / f"fit{self._fit_number() + 1}")
         if manifest.finished and later.manifests():
-            return  # that fit withdraws its own
+            return  # the later fit removes its own rows
         self._warn(self.loggers.restore(manifest.loggers))
-
-    def close(self) -> None:
-        """Leave the callbacks as they were, and the directory to others."""
-        for close in self._close_functions:
-            close()
-        self._close_functions.clear()
-        self._lock.close()
 
     def _fit_number(self) -> int:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1
@@ -196,16 +194,16 @@ class RunFiles:
         return {one.state_key: one for one in callbacks if isinstance(one, ModelCheckpoint) and one.dirpath}
 
     def _checkpoint_folders(self) -> dict[str, Path]:
-        """Return the local directories of ModelCheckpoint."""
+        """Return the local directories of the ModelCheckpoints by their `state_key`."""
         found = {state_key: str(callback.dirpath) for state_key, callback in self._model_checkpoints().items()}
         return {state_key: _absolute_path(Path(path)) for state_key, path in found.items() if "://" not in path}
 
     def _allow_existing_cli_config(self) -> None:
-        """Tell LightningCLI that its config is there: it refuses a directory that has one."""
+        """Tell LightningCLI that its config was saved already, as it refuses a directory that has one."""
         cli = sys.modules.get("lightning.pytorch.cli")
         for callback in callbacks_of(self.trainer):
             if cli is not None and isinstance(callback, cli.SaveConfigCallback):
-                callback.already_saved = True
+                set_private(callback, already_saved=True)
 
     def _warn(self, sentences: list[str]) -> None:
         for sentence in sentences:
@@ -213,7 +211,7 @@ class RunFiles:
 
 
 def raise_for_problem(problem: str) -> None:
-    """Raise what is wrong, if anything is."""
+    """Raise an error with a problem, if there is one."""
     if problem:
         raise MisconfigurationException(problem)
 

@@ -1,4 +1,4 @@
-"""Who put an object into a checkpoint that cannot be read as data."""
+"""Which hook or object put something into a checkpoint that cannot be read as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRAINER_ENTRIES = {
 
 
 def describe_object(trainer: Trainer, module: LightningModule, key_path: Sequence[str], kind: str) -> str:
-    """Say which object is where in a checkpoint, and who saved it: a phrase such as "`state_dict` of X saved a Y"."""
+    """Return a phrase such as "the state_dict of X saved a Y (checkpoint['a'])" about an object in a checkpoint."""
     subscripts = "".join(f"[{key!r}]" for key in key_path)
     return f"{_describe_owner(trainer, module, key_path)} saved a {kind} (checkpoint{subscripts})"
 

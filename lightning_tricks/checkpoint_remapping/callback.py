@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.checkpoint_io import replace_checkpoint_io
+from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
@@ -93,24 +93,24 @@ class CheckpointRemapping(TrickCallback):
         self.interpolate = interpolate
         self.clean_on_save = clean_on_save
         self.report: LoadReport | None = None
-        self._installed: ExitStack | None = None
+        self._overrides: ExitStack | None = None  # between setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap what reads and writes the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
         self._close()
-        stack = self._installed = ExitStack()
-        strategy = trainer.strategy
+        strategy, self._overrides = trainer.strategy, ExitStack()
         if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
             if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
                 raise MisconfigurationException(
                     f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
                     "load_weights(model, path) before the fit, or use ModelParallelStrategy."
                 )
-            load_checkpoint = _refuse_foreign_files(strategy.load_checkpoint, type(strategy).__name__)
-            stack.enter_context(overriding(strategy, load_checkpoint=load_checkpoint))
+            load = _refuse_foreign_files(strategy.load_checkpoint, type(strategy).__name__)
+            self._overrides.enter_context(overriding(strategy, load_checkpoint=load))
         else:
-            stack.enter_context(_wrapping_checkpoint_io(strategy, self, trainer))
+            remapping = checkpoint_io_inserted(strategy, lambda inner: _RemappingIO(inner, self, trainer))
+            self._overrides.enter_context(remapping)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights of `path`, unless the fit resumes or the Trainer has trained before."""
@@ -153,12 +153,12 @@ class CheckpointRemapping(TrickCallback):
         return {name: getattr(self, name) for name in names}
 
     def _close(self) -> None:
-        installed, self._installed = self._installed, None
-        if installed is not None:
-            installed.close()
+        overrides, self._overrides = self._overrides, None
+        if overrides is not None:
+            overrides.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": None}
+        return {**super().__getstate__(), "_overrides": None}
 
 
 _WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own
@@ -196,16 +196,6 @@ class _RemappingIO(CheckpointIO):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-@contextmanager
-def _wrapping_checkpoint_io(strategy: Strategy, callback: CheckpointRemapping, trainer: Trainer) -> Iterator[None]:
-    remapping = strategy.checkpoint_io = _RemappingIO(strategy.checkpoint_io, callback, trainer)
-    try:
-        yield
-    finally:
-        # Others may have wrapped it since, or replaced what it wraps
-        replace_checkpoint_io(strategy, remapping, remapping.inner)
 
 
 def _clean(state_dict: dict[str, Any]) -> dict[str, Any]:

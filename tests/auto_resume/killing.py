@@ -132,13 +132,13 @@ def differences(folder: Path, whole: Path) -> list[str]:
 def resumed_at(folder: Path) -> list[int]:
     """The steps at which the runs in a folder went on, as they said."""
     lines = (folder / "output.txt").read_text().splitlines()
-    return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run goes on at" in line]
+    return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run resumes at" in line]
 
 
 def said(folder: Path, wanted: str) -> bool:
     """Whether a run said something after the first time that it went on, as a regular expression."""
     output = (folder / "output.txt").read_text()
-    _, _, later = output.partition("AutoResume: the run goes on at")
+    _, _, later = output.partition("AutoResume: the run resumes at")
     return re.search(wanted, later or output) is not None
 
 

@@ -107,7 +107,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
         fit(AutoResume(tmp_path), module=lambda: Net(hidden=8))
     words = str(refused.value)
     assert "net.0.weight is (8, 64) here and (16, 64) there" in words
-    assert "Choose another dirpath to begin afresh, or force=True to go on from it." in words
+    assert "Choose another dirpath to start a new run, or force=True to resume this one." in words
     with pytest.raises(MisconfigurationException, match=r"module was .*Net.* and is .*EvaluatedNet"):
         fit(AutoResume(tmp_path), module=lambda: EvaluatedNet(dropout=0.2))
     assert len(CheckpointFolder(tmp_path).manifests()) > 0, "a refusal changes nothing"
@@ -141,7 +141,7 @@ def test_other_arguments_or_another_seed_are_refused_unless_forced(tmp_path):
         fit(AutoResume(tmp_path), module=lambda: Hyper(lr=0.2))
     with pytest.raises(MisconfigurationException, match=r"seed was '3' and is '4'"):
         fit(AutoResume(tmp_path), module=lambda: [seed_everything(4, verbose=False), Hyper()][1])
-    with pytest.warns(UserWarning, match=r"force=True.*arguments.lr was 0.1 and is 0.2.*goes on from it"):
+    with pytest.warns(UserWarning, match=r"force=True.*arguments.lr was 0.1 and is 0.2.*resumes from them"):
         assert fit(AutoResume(tmp_path, force=True), module=lambda: Hyper(lr=0.2)).global_step == 20
 
 
@@ -287,7 +287,7 @@ def test_another_number_of_workers_is_said(tmp_path):
 def test_another_number_of_ranks_is_said(tmp_path):
     assert run(tmp_path, {"kill": ["on_train_batch_end", 5, "SIGTERM", 0]}) == STOPPED
     assert run(tmp_path, {"ranks": 2, "strategy": "ddp_fork"}) == 0
-    assert "had 1 ranks and goes on with 2. Weights, optimizer and position" in (tmp_path / "output.txt").read_text()
+    assert "had 1 ranks and resumes with 2. Weights, optimizer and position" in (tmp_path / "output.txt").read_text()
     assert set(resumed_at(tmp_path)) == {5}
 
 
@@ -399,7 +399,7 @@ def test_commands(tmp_path, capsys):
     assert "has 10 bytes instead of" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["resume", "status", str(tmp_path / "nothing")])
-    assert "holds nothing of AutoResume. Give the dirpath of a run." in capsys.readouterr().err
+    assert "holds no checkpoints of AutoResume. Give the dirpath of a run." in capsys.readouterr().err
 
 
 def test_status_of_a_run_that_was_killed(tmp_path, capsys):
@@ -418,8 +418,8 @@ def test_says_where_it_goes_on(tmp_path, lightning_log):
     stop(AutoResume(tmp_path))
     fit(AutoResume(tmp_path))
     said = [line for _, line in lightning_log if line.startswith("AutoResume")]
-    assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to go on."
-    assert re.fullmatch(r"AutoResume: the run goes on at epoch 1, step 13 \(.*step=13.ckpt\).", said[1])
+    assert said[0] == "AutoResume: stopped by SIGTERM at step 13. Run the same command again to resume."
+    assert re.fullmatch(r"AutoResume: the run resumes at epoch 1, step 13 \(.*step=13.ckpt\).", said[1])
 
 
 def test_a_fast_dev_run_is_left_alone(tmp_path, lightning_log):

@@ -1,7 +1,9 @@
 """A probe for each private Lightning symbol; run with the oldest and the newest supported Lightning."""
 
+import itertools
 import signal
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +22,8 @@ from lightning_tricks._lightning_compat import (
     checkpoint_io,
     checkpoints,
     fit,
+    fit_loaders,
+    fit_observer,
     hyperparameters,
     loaders,
     logged_values,
@@ -254,7 +258,7 @@ def test_shares_out_samples(shares_out):
     assert loaders.uses_distributed_sampler(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
 
 
-class _Observer(fit.FitObserver):
+class _Observer(fit_observer.FitObserver):
     def __init__(self):
         self.calls = []
 
@@ -291,7 +295,7 @@ class _LoopStates(lightning.pytorch.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step > 0:
-            (iterator,), ahead = fit.train_iterators(trainer)
+            (iterator,), ahead = fit_loaders.train_iterators(trainer)
             state = results.capture_loop_state(trainer)
             self.seen.append((iterator._num_yielded, ahead, fit.num_batches_done(trainer), state))
 
@@ -300,13 +304,12 @@ class _LoopStates(lightning.pytorch.Callback):
 def test_observe_fit():
     for validates in (False, True):
         trainer, observer = Trainer(max_epochs=2, **QUIET), _Observer()
-        close = fit.observe_fit(trainer, observer)
-        trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
+        with fit_observer.observe_fit(trainer, observer):
+            trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
         epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
         ready = [("validation", 1)] * validates
         assert [call for call in observer.calls if call not in ready] == ["signals", ("train", True), *epoch, *epoch]
         assert sum(call in ready for call in observer.calls) == validates
-        close()
         trainer.fit_loop.max_epochs = 3
         before = len(observer.calls)
         trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
@@ -348,14 +351,15 @@ def test_override_resume_checkpoint(tmp_path):
     given = []
     for choice in (None, ("memory", checkpoint)):
         other, module = Trainer(max_epochs=1, **QUIET), Net()
-        fit.override_resume_checkpoint(other, lambda path, choice=choice: given.append(path) or choice)
-        other.fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
+        with fit.override_resume_checkpoint(other, lambda path, choice=choice: given.append(path) or choice):
+            other.fit(module, loader(), ckpt_path=tmp_path / "saved.ckpt")
+            assert "resume_start" not in vars(other._checkpoint_connector), "it holds for one run"
         assert other.global_step == BATCHES
         assert torch.equal(module.net[0].weight, checkpoint["state_dict"]["net.0.weight"])
         assert "resume_start" not in vars(other._checkpoint_connector)
     assert given == [tmp_path / "saved.ckpt"] * 2
-    close = fit.override_resume_checkpoint(other, lambda path: pytest.fail("it was undone"))
-    close()
+    with fit.override_resume_checkpoint(other, lambda path: pytest.fail("the context was left")):
+        pass
     other.fit_loop.max_epochs = 2
     other.fit(Net(), loader())
 
@@ -364,8 +368,8 @@ def test_skip_train_batches():
     class Skips(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 0:
-                fit.skip_train_batches(trainer, 3)
-            (iterator,), _ = fit.train_iterators(trainer)
+                fit_loaders.skip_train_batches(trainer, 3)
+            (iterator,), _ = fit_loaders.train_iterators(trainer)
             seen.append(iterator._num_yielded)
 
     seen = []
@@ -376,10 +380,10 @@ def test_skip_train_batches():
 def test_close_workers():
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            (iterator,), _ = fit.train_iterators(trainer)
+            (iterator,), _ = fit_loaders.train_iterators(trainer)
             workers.extend(iterator._workers)
             del iterator
-            fit.close_workers(trainer)
+            fit_loaders.close_workers(trainer)
             assert not any(worker.is_alive() for worker in workers)
             raise KeyboardInterrupt
 
@@ -401,16 +405,15 @@ def test_skip_sanity_check_and_clear_restart_flags():
             fit.clear_restart_flags(trainer)
             assert not trainer.fit_loop.epoch_loop.val_loop.restarting
 
-    class Skips(fit.FitObserver):
+    class Skips(fit_observer.FitObserver):
         def on_signals_registered(self):
             fit.skip_sanity_check(trainer)
 
     for skips in (False, True):
         counts = Counts()
         trainer = Trainer(max_epochs=1, callbacks=[counts], **{**QUIET, "num_sanity_val_steps": 2})
-        if skips:
-            fit.observe_fit(trainer, Skips())
-        trainer.fit(EvaluatedNet(), loader(), loader())
+        with fit_observer.observe_fit(trainer, Skips()) if skips else nullcontext():
+            trainer.fit(EvaluatedNet(), loader(), loader())
         assert counts.checks == (not skips)
 
 
@@ -447,8 +450,8 @@ def test_load_loader_states():
     class Loads(lightning.pytorch.Callback):
         def on_train_start(self, trainer, pl_module):
             trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-            fit.load_loader_states(trainer)
-            fit.load_loader_states(trainer)  # there is nothing more
+            fit_loaders.load_loader_states(trainer)
+            fit_loaders.load_loader_states(trainer)  # there is nothing more
 
     class Counts(Net):
         def training_step(self, batch, batch_idx):
@@ -463,10 +466,10 @@ def test_load_loader_states():
 def test_restarted_loaders():
     class Asks(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(fit.restarted_loaders(trainer))
+            seen.append(fit_loaders.restarted_loaders(trainer))
             if batch_idx == 3:
-                fit.mark_restarted_loaders(trainer, [True, True])
-                assert fit.restarted_loaders(trainer) == [True, True]
+                fit_loaders.mark_restarted_loaders(trainer, [True, True])
+                assert fit_loaders.restarted_loaders(trainer) == [True, True]
 
     class Takes(Net):
         def training_step(self, batch, batch_idx):
@@ -478,20 +481,57 @@ def test_restarted_loaders():
     assert seen == [[False, False], [False, False], [False, True], [False, True]]
 
 
-def test_replace_checkpoint_io():
+class _Wrapping(TorchCheckpointIO):
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def test_a_checkpoint_io_is_inserted_for_a_while():
     inner = TorchCheckpointIO()
     strategy = Trainer(plugins=[AsyncCheckpointIO(inner)], **QUIET).strategy
-    outer = strategy.checkpoint_io
-    assert list(checkpoint_io.checkpoint_ios(strategy)) == [outer, inner]
-    other = TorchCheckpointIO()
-    checkpoint_io.replace_checkpoint_io(strategy, inner, other)
-    assert list(checkpoint_io.checkpoint_ios(strategy)) == [outer, other]
-    checkpoint_io.replace_checkpoint_io(strategy, inner, inner)
-    checkpoint_io.replace_checkpoint_io(strategy, outer, inner)
-    assert strategy.checkpoint_io is inner
+    outer, durable = strategy.checkpoint_io, TorchCheckpointIO()
+    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
+    with checkpoint_io.checkpoint_io_inserted(strategy, lambda replaced: durable, innermost=True):
+        assert checkpoint_io.checkpoint_ios(strategy) == [outer, durable]
+    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
 
-    (made,) = checkpoint_io.checkpoint_ios(Trainer(**QUIET).strategy)
-    assert type(made) is TorchCheckpointIO
+    def fails():
+        with checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping):
+            wrapping, *wrapped = checkpoint_io.checkpoint_ios(strategy)
+            assert isinstance(wrapping, _Wrapping)
+            assert wrapped == [outer, inner]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert checkpoint_io.checkpoint_ios(strategy) == [outer, inner]
+
+    (created,) = checkpoint_io.checkpoint_ios(Trainer(**QUIET).strategy)
+    assert type(created) is TorchCheckpointIO
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_checkpoint_ios_are_taken_out_in_any_order(order):
+    strategy = Trainer(**QUIET).strategy
+    own = strategy.checkpoint_io
+    contexts = [
+        checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping),
+        checkpoint_io.checkpoint_io_inserted(strategy, lambda replaced: TorchCheckpointIO(), innermost=True),
+        checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping),
+    ]
+    for context in contexts:
+        context.__enter__()
+    assert len(checkpoint_io.checkpoint_ios(strategy)) == 3
+    for number in order:
+        contexts[number].__exit__(None, None, None)
+    assert checkpoint_io.checkpoint_ios(strategy) == [own]
+
+
+def test_a_checkpoint_io_that_somebody_took_out_is_left_alone():
+    strategy = Trainer(**QUIET).strategy
+    with checkpoint_io.checkpoint_io_inserted(strategy, _Wrapping):
+        other = strategy.checkpoint_io = TorchCheckpointIO()
+    assert strategy.checkpoint_io is other
 
 
 def test_a_csv_logger_that_goes_on_deletes_nothing(tmp_path):
@@ -538,11 +578,10 @@ def test_a_tensorboard_logger_opens_what_was_closed(tmp_path):
 
 def test_a_muted_logger(tmp_path):
     logger = CSVLogger(tmp_path / "logs")
-    loggers.mute_logger(logger)
-    logger.log_metrics({"a": 1.0}, 0)
-    logger.finalize("failed")
-    assert not (tmp_path / "logs").exists()
-    loggers.unmute_logger(logger)
+    with loggers.muted_logger(logger):
+        logger.log_metrics({"a": 1.0}, 0)
+        logger.finalize("failed")
+        assert not (tmp_path / "logs").exists()
     logger.log_metrics({"a": 1.0}, 0)
     logger.save()
     assert (Path(logger.log_dir) / "metrics.csv").exists()
@@ -550,16 +589,16 @@ def test_a_muted_logger(tmp_path):
 
 def test_files_of_a_model_checkpoint_are_seen(tmp_path):
     callback, seen, links = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last="link"), [], []
-    close = checkpoints.observe_checkpoint_files(
-        callback, lambda path: seen.append(path.name), lambda path, to: links.append(to)
-    )
     own = set(vars(callback))
     trainer = Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Net(), loader())
+    with checkpoints.observe_checkpoint_files(
+        callback, lambda path: seen.append(path.name), lambda path, to: links.append(to)
+    ):
+        trainer.fit(Net(), loader())
+        assert set(vars(callback)) - own >= {"_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"}
     assert seen[:5] == ["epoch=0-step=4.ckpt", "last.ckpt", "epoch=0-step=8.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     assert links[:2] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
-    close()
-    assert own - set(vars(callback)) == {"_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"}
+    assert not set(vars(callback)) & {"_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"}
     memory = checkpoints.checkpoint_callback_state(callback)
     other = ModelCheckpoint(tmp_path)
     checkpoints.restore_checkpoint_callback_state(other, memory)

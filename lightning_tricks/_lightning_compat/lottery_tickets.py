@@ -1,19 +1,24 @@
-"""The lottery tickets of Lightning's ModelPruning: copies of layers, to which it resets what it prunes."""
+"""The lottery tickets of Lightning's ModelPruning: copies of layers, to which it resets the weights that it prunes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
 
+from lightning_tricks._lightning_compat.guards import needs_private
 
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelPruning
+
+
+@needs_private("AutoResume")
 def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
-    """Return the tickets by their places; None for one that shares the memory of its parameter.
+    """Return the tickets by the names of their parameters; None for one that shares the memory of its parameter.
 
-    A reset binds the parameter to the memory of its ticket, which from then on is trained as well.
+    A reset lets the parameter use the memory of its ticket, which from then on is trained as well.
     """
     pairs = _tickets_with_parameters(callback)
     return {
@@ -22,8 +27,9 @@ def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
     }
 
 
+@needs_private("AutoResume")
 def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
-    """Put tickets back, after the parameters."""
+    """Restore tickets, after the parameters were restored."""
     for name, (ticket, parameter) in _tickets_with_parameters(callback):
         if name not in saved:
             continue
@@ -35,7 +41,7 @@ def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) ->
 
 
 def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    layers: Mapping[int, Any] = getattr(callback, "_original_layers", None) or {}
+    layers: Mapping[int, Any] = callback._original_layers or {}
     for layer in layers.values():
         for number, name in layer["names"]:
             module = callback._parameters_to_prune[number][0]

@@ -1,0 +1,84 @@
+"""The training loaders of a fit: their iterators and positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private, set_private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@needs_private("AutoResume")
+def recreate_iterators(trainer: Trainer) -> None:
+    """Create the iterators of the training loaders once more, at the same position of the epoch."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched = fetcher.fetched
+    iter(fetcher)
+    set_private(fetcher, fetched=fetched)
+
+
+@needs_private("AutoResume")
+def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
+    """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return list(fetcher.combined_loader._iterator.iterators), len(fetcher.batches)
+
+
+@needs_private("AutoResume")
+def restarted_loaders(trainer: Trainer) -> list[bool]:
+    """Return for each training loader whether it was exhausted in this epoch and restarted; [] if loaders never are."""
+    iterator = _cycling_iterator(trainer)
+    return [] if iterator is None else list(iterator._consumed)
+
+
+@needs_private("AutoResume")
+def mark_restarted_loaders(trainer: Trainer, which: list[bool]) -> None:
+    """Mark training loaders as exhausted in this epoch and restarted, as `restarted_loaders` returned them."""
+    iterator = _cycling_iterator(trainer)
+    if iterator is not None:
+        set_private(iterator, _consumed=list(which))
+
+
+def _cycling_iterator(trainer: Trainer) -> Any:
+    """Return the iterator over all training loaders, if shorter ones restart until the longest is exhausted."""
+    from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    iterator = fetcher.combined_loader._iterator
+    return iterator if isinstance(iterator, _MaxSizeCycle) else None
+
+
+@needs_private("AutoResume")
+def load_loader_states(trainer: Trainer) -> None:
+    """Load the saved states of loaders with a `state_dict`, if the loaders were created before the states were there.
+
+    Where `configure_optimizers` reads `estimated_stepping_batches`, the loaders are created before the Trainer restores
+    its loops.
+    """
+    fit: Any = trainer.fit_loop
+    states = fit._combined_loader_states_to_load
+    set_private(fit, _combined_loader_states_to_load=[])
+    if states:
+        fit._combined_loader._load_state_dicts(states)
+        recreate_iterators(trainer)
+
+
+@needs_private("AutoResume")
+def skip_train_batches(trainer: Trainer, count: int) -> None:
+    """Fetch batches and drop them."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetched = fetcher.fetched
+    set_private(fetcher, fetched=0)
+    for _ in range(count):
+        next(fetcher)
+    set_private(fetcher, fetched=fetched)
+    if fetcher.length is not None:
+        set_private(fetcher, done=fetched >= fetcher.length)
+
+
+@needs_private("AutoResume")
+def close_workers(trainer: Trainer) -> None:
+    """Stop the worker processes of a fit's loaders, which the fit does not read again."""
+    trainer.fit_loop.teardown()

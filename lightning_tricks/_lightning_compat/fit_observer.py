@@ -1,0 +1,162 @@
+"""Moments of a fit that no hook marks, and the methods of the loops that are overridden to report them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._lightning_compat.guards import needs_private, overriding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lightning.pytorch import Trainer
+
+
+class FitObserver:
+    """What `observe_fit` calls, in this order; none of these methods does anything here."""
+
+    def on_signals_registered(self) -> None:
+        """Called after the Trainer has registered its own signal handlers."""
+
+    def sampler_epoch(self, epoch: int) -> int:
+        """Return the epoch that the samplers are set to; the Trainer would set them to `epoch`."""
+        return epoch
+
+    def before_loaders_created(self, kind: str) -> None:
+        """Called before the "training" or "validation" loaders are created."""
+
+    def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
+        """Called after the training loaders were created, and before their iterators are."""
+
+    def on_validation_loaders_ready(self, loaders: list[Any]) -> None:
+        """Called after the validation loaders were created, and before their iterators are."""
+
+    def before_epoch_start_hooks(self) -> None:
+        """Called before the hooks of an epoch's start."""
+
+    def is_resuming(self) -> bool:
+        """Return whether the epoch that begins resumes in the middle."""
+        return False
+
+    def before_epoch_iterators(self) -> None:
+        """Called before the iterators of an epoch are created, if `on_train_loaders_ready` did not create them."""
+
+    def before_first_batch(self, finish_batch: Callable[[], None]) -> None:
+        """Called before the first batch; `finish_batch` does what follows a batch, validation included."""
+
+    def after_batch(self) -> None:
+        """Called after a batch is done and logged, and before the validation that may be due."""
+
+
+@contextmanager
+def observe_fit(trainer: Trainer, observer: FitObserver) -> Iterator[None]:
+    """Call an observer at the moments of a fit that no hook marks, until the context is left."""
+    loops = _ObservedLoops(trainer, observer)
+    with ExitStack() as stack:
+        for owner, methods in loops.overrides():
+            stack.enter_context(overriding(owner, **methods))
+        yield
+
+
+class _ObservedLoops:
+    """Methods that call an observer, and the method of the loop that each of them overrides."""
+
+    def __init__(self, trainer: Trainer, observer: FitObserver) -> None:
+        self._observer = observer
+        with needs_private("AutoResume"):
+            from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+
+            self._set_sampler_epoch, self._sized_len = _set_sampler_epoch, sized_len
+            self._signals: Any = trainer._signal_connector
+            self._fit: Any = trainer.fit_loop
+            self._epoch: Any = trainer.fit_loop.epoch_loop
+            self._validation: Any = trainer.fit_loop.epoch_loop.val_loop
+            self._plain_signals, self._plain_fit, self._plain_validation, self._plain_epoch = [
+                {name: getattr(owner, name) for name in methods}  # looked up before they are overridden
+                for owner, methods in self.overrides()
+            ]
+        self._in_advance_start = False
+        self._seen_validation_loader: Any = None
+
+    def overrides(self) -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
+        """Return the parts of the Trainer with the methods that override theirs, by name."""
+        return [
+            (self._signals, {"register_signal_handlers": self._register_signal_handlers}),
+            (
+                self._fit,
+                {
+                    "_load_combined_loader_states": self._load_combined_loader_states,
+                    "setup_data": self._setup_train_data,
+                    "on_advance_start": self._on_advance_start,
+                },
+            ),
+            (self._validation, {"setup_data": self._setup_validation_data}),
+            (
+                self._epoch,
+                {"reset": self._reset, "on_run_start": self._on_run_start, "on_advance_end": self._on_advance_end},
+            ),
+        ]
+
+    def _register_signal_handlers(self) -> None:
+        self._plain_signals["register_signal_handlers"]()
+        self._observer.on_signals_registered()
+
+    def _load_combined_loader_states(self) -> None:
+        parts = _parts_of(_combined_loader(self._fit))
+        epoch = self._observer.sampler_epoch(self._fit.epoch_progress.current.processed)
+        for part in parts:
+            self._set_sampler_epoch(part, epoch)
+        self._observer.on_train_loaders_ready(parts, all(self._sized_len(part) is not None for part in parts))
+        self._plain_fit["_load_combined_loader_states"]()
+
+    def _setup_train_data(self) -> None:
+        if _combined_loader(self._fit) is None or _reloads(self._fit, "_should_reload_train_dl"):
+            self._observer.before_loaders_created("training")
+        self._plain_fit["setup_data"]()
+        if self._in_advance_start:
+            self._observer.before_epoch_start_hooks()
+
+    def _on_advance_start(self) -> None:
+        self._in_advance_start = True
+        try:
+            self._plain_fit["on_advance_start"]()
+        finally:
+            self._in_advance_start = False
+
+    def _setup_validation_data(self) -> None:
+        if _combined_loader(self._validation) is None or _reloads(self._validation, "_should_reload_val_dl"):
+            self._observer.before_loaders_created("validation")
+        self._plain_validation["setup_data"]()
+        loader = _combined_loader(self._validation)
+        if loader is not None and loader is not self._seen_validation_loader:
+            self._seen_validation_loader = loader
+            self._observer.on_validation_loaders_ready(_parts_of(loader))
+
+    def _reset(self) -> None:
+        if not self._observer.is_resuming():
+            self._plain_epoch["reset"]()  # it would take the restored position for the middle of a step
+
+    def _on_run_start(self, fetcher: Any) -> None:
+        self._observer.before_epoch_iterators()
+        self._plain_epoch["on_run_start"](fetcher)
+        self._observer.before_first_batch(lambda: self._plain_epoch["on_advance_end"](fetcher))
+
+    def _on_advance_end(self, fetcher: Any) -> None:
+        self._observer.after_batch()
+        self._plain_epoch["on_advance_end"](fetcher)
+
+
+@needs_private("AutoResume")
+def _combined_loader(loop: Any) -> Any:
+    return loop._combined_loader
+
+
+@needs_private("AutoResume")
+def _parts_of(combined_loader: Any) -> list[Any]:
+    return list(combined_loader.flattened)
+
+
+@needs_private("AutoResume")
+def _reloads(loop: Any, flag: str) -> bool:
+    return bool(getattr(loop, flag))

@@ -1,0 +1,164 @@
+"""When a fit is saved, what each checkpoint holds, and what it cannot hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, Manifest
+from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
+from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, SavePoint
+from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
+from lightning_tricks.auto_resume.resume_report import summarize
+from lightning_tricks.auto_resume.unsafe_objects import describe_object
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.callback import AutoResume
+    from lightning_tricks.auto_resume.run_files import RunFiles
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a fit.
+
+    Args:
+        settings: The callback, with the user's choices.
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+        run_files: The files around the checkpoints, with their folder.
+
+    Attributes:
+        final_manifest: The manifest of the checkpoint at the end of this fit, None before; on rank zero.
+    """
+
+    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+        self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
+        self.final_manifest: Manifest | None = None
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+        self._reported: set[str] = set()
+
+    def skip_step(self, step: int) -> None:
+        """Let a step that was just resumed not be saved once more."""
+        self._saved_step = step
+
+    def is_time_over(self) -> bool:
+        """Whether `train_time_interval` is over since the last save; always False on other ranks than zero."""
+        if not self.trainer.is_global_zero:
+            return False
+        return time.monotonic() - self._saved_at >= self.settings.seconds_between_saves
+
+    def is_step_due(self, step: int) -> bool:
+        """Whether `every_n_train_steps` asks for a save at a step."""
+        interval = self.settings.every_n_train_steps
+        return interval is not None and step % interval == 0 and step != self._saved_step
+
+    def is_epoch_due(self, epoch: int) -> bool:
+        """Whether `every_n_epochs` asks for a save before an epoch."""
+        interval = self.settings.every_n_epochs
+        return interval is not None and epoch % interval == 0
+
+    def save(
+        self,
+        save_point: SavePoint,
+        rank_state: Mapping[str, Any],
+        get_shared_state: Callable[[], Mapping[str, Any]],
+        identity: Mapping[str, Any],
+    ) -> bool:
+        """Write a checkpoint and remove old ones; return whether it was written. All ranks have to call it.
+
+        Args:
+            save_point: The moment of the save.
+            rank_state: The state of this rank.
+            get_shared_state: Returns the state that is the same on all ranks; called on rank zero.
+            identity: What distinguishes this run from others.
+
+        Raises:
+            OSError: If the checkpoint could not be written, with `on_failed_save="raise"`.
+        """
+        trainer = self.trainer
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        ranks = gather_objects(rank_state)
+        self._warn_unsaved(ranks)
+        with isolated_rng():  # hooks of a save must not change the random numbers of the run
+            checkpoint = dump_checkpoint(trainer)
+        failure = ""
+        if trainer.is_global_zero:
+            checkpoint[CHECKPOINT_KEY] = {
+                "format": FORMAT,
+                "moment": save_point.value,
+                "shared": get_shared_state(),
+                "ranks": ranks,
+            }
+            failure = self._write(checkpoint, identity, finished=save_point is SavePoint.FIT_END)
+        failure = trainer.strategy.broadcast(failure)
+        if failure and self.settings.on_failed_save == "raise":
+            raise OSError(failure)
+        if failure:
+            rank_zero_warn(f"{failure} Training goes on.")
+        return not failure
+
+    def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:
+        """Write a checkpoint and remove old ones; return why that failed, or nothing."""
+        trainer, folder = self.trainer, self.run_files.folder
+        try:
+            for logger in trainer.loggers:  # rows that are still in memory would be lost in a kill
+                logger.save()
+            manifest = folder.save(
+                checkpoint,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                batches=num_batches_done(trainer),
+                finished=finished,
+                loggers=self.run_files.loggers.records(),
+                run=identity,
+            )
+            self.run_files.on_save(manifest)
+            self.final_manifest = manifest if finished else None
+            folder.prune(self.settings.keep_last)
+            return "" if self.settings.allow_pickle else self._why_not_loadable(folder.path / manifest.file)
+        except Exception as error:  # of the disk, a logger, or the pickling of a user's object
+            return (
+                f"AutoResume: step {trainer.global_step} could not be saved in {folder.path}: {error}. The "
+                "checkpoint before it is complete."
+            )
+
+    def _warn_unsaved(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Name what a resumed run will lack, each thing once."""
+        found = dict.fromkeys(name for state in ranks for name in state["not_saved"])
+        new = self._not_yet_reported([name for name in found if not name.endswith(REPLACED_MODULE_SUFFIX)])
+        if new:
+            rank_zero_warn(
+                f"AutoResume: changed in this fit, and cannot be saved: {summarize(new)}. A resumed run starts with "
+                "their initial values. Keep plain values, tensors or objects with a state_dict there, or save them in "
+                "on_save_checkpoint."
+            )
+
+    def _why_not_loadable(self, path: Path) -> str:
+        """Return why a checkpoint that was just written could not be resumed, each reason once; or nothing."""
+        try:
+            found = find_objects(load_plain_data(path, mmap=True)).items()
+            reasons = [describe_object(self.trainer, self.module, key_path, kind) for key_path, kind in found]
+        except CheckpointError as error:
+            reasons = [str(error)]
+        new = self._not_yet_reported(reasons)
+        if not new:
+            return ""
+        return (
+            f"AutoResume: {'; '.join(new)}. A run is not resumed from a checkpoint with objects, as that runs code of "
+            "the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
+            "AutoResume(..., allow_pickle=True)."
+        )
+
+    def _not_yet_reported(self, phrases: Sequence[str]) -> list[str]:
+        new = [phrase for phrase in phrases if phrase not in self._reported]
+        self._reported.update(new)
+        return new

@@ -1,0 +1,46 @@
+"""What distinguishes a run from another: its module, its arguments and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def run_identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
+    """Return what distinguishes a run: class of the module, names and shapes of parameters, arguments, and seed."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+    return {
+        "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
+        "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
+        "arguments": _as_json(dict(module.hparams_initial)),  # a learning rate finder does not change these
+        "seed": seed,
+    }
+
+
+def shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: int = 5) -> list[str]:
+    """Return a phrase for each parameter in which a module differs from a saved state dict."""
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    found = [
+        f"{name} is {shape} here and {tuple(saved[name].shape) if name in saved else 'missing'} there"
+        for name, shape in own.items()
+        if name not in saved or tuple(saved[name].shape) != shape
+    ]
+    mine = module.state_dict().keys()
+    found += [f"{name} is only there" for name in saved if name not in mine]
+    return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as it is after a round trip through JSON; objects are replaced by the names of their types."""
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if value is None or (isinstance(value, bool | int | float | str) and value == value):  # NaN equals nothing
+        return value
+    return f"a {type(value).__qualname__}"

@@ -1,0 +1,326 @@
+"""A private symbol that Lightning renames is an error that names the trick, where it is read and where it is set."""
+
+import operator
+import types
+
+import lightning
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+
+from lightning_tricks._lightning_compat import (
+    checkpoint_io,
+    checkpoints,
+    fit,
+    fit_end,
+    fit_loaders,
+    fit_observer,
+    loggers,
+    lottery_tickets,
+    results,
+)
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from tests.contract.lab import QUIET, EvaluatedNet, loader
+
+MATCH = f"^(AutoResume|AutoResume or CheckpointRemapping) does not work with lightning {lightning.__version__}.*install"
+
+
+class _InEpoch(Callback):
+    """Calls a function in the middle of an epoch, where the Trainer has all its parts."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            self.call(trainer)
+
+
+def _run(call):
+    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[_InEpoch(call)], **QUIET).fit(EvaluatedNet(), loader())
+
+
+def _parts(trainer):
+    loop = trainer.fit_loop
+    return {
+        "connector": trainer._checkpoint_connector,
+        "logging": trainer._logger_connector,
+        "signals": trainer._signal_connector,
+        "fit": loop,
+        "epoch": loop.epoch_loop,
+        "validation": loop.epoch_loop.val_loop,
+        "fetcher": loop._data_fetcher,
+        "iterator": loop._data_fetcher and loop._data_fetcher.combined_loader._iterator,
+        "strategy": trainer.strategy,
+    }
+
+
+def _rename(owner, name):
+    """Rename an attribute of an object, or of its class until the test ends."""
+    vars(owner)[f"{name}_renamed"] = vars(owner).pop(name)
+
+
+def _state(trainer):
+    return results.capture_loop_state(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize(
+    ("part", "name", "call"),
+    [
+        ("fetcher", "fetched", fit_loaders.recreate_iterators),
+        ("fetcher", "fetched", lambda trainer: fit_loaders.skip_train_batches(trainer, 1)),
+        ("fetcher", "batches", fit_loaders.train_iterators),
+        ("iterator", "_consumed", fit_loaders.restarted_loaders),
+        ("iterator", "_consumed", lambda trainer: fit_loaders.mark_restarted_loaders(trainer, [True])),
+        ("fit", "_combined_loader_states_to_load", fit_loaders.load_loader_states),
+        ("fit", "_data_fetcher", fit_loaders.train_iterators),
+        ("epoch", "batch_progress", fit.num_batches_done),
+        ("validation", "_restarting", fit.skip_sanity_check),
+        ("validation", "_restarting", fit.clear_restart_flags),
+        ("epoch", "_loaded_from_state_dict", fit.clear_restart_flags),
+        ("fit", "_last_train_dl_reload_epoch", _state),
+        ("validation", "_last_val_dl_reload_epoch", _state),
+        ("validation", "_seen_batches_per_dataloader", _state),
+        ("logging", "_logged_metrics", _state),
+        ("logging", "_first_loop_iter", _state),
+    ],
+)
+def test_a_renamed_attribute_of_the_loops(part, name, call):
+    asked = []
+
+    def rename_and_call(trainer):
+        owner = _parts(trainer)[part]
+        _rename(owner, name)
+        try:
+            with pytest.raises(RuntimeError, match=MATCH):
+                call(trainer)
+        finally:
+            vars(owner).pop(name, None)
+            vars(owner)[name] = vars(owner).pop(f"{name}_renamed")
+        asked.append(name)
+
+    _run(rename_and_call)
+    assert asked == [name]
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("fit", "_last_train_dl_reload_epoch"),
+        ("validation", "_last_val_dl_reload_epoch"),
+        ("logging", "_callback_metrics"),
+        ("logging", "_current_fx"),
+        ("logging", "_first_loop_iter"),
+    ],
+)
+def test_a_renamed_attribute_is_not_set_anew(part, name):
+    """Restoring a state is an error as well, and adds nothing under the old name."""
+    states = []
+    _run(lambda trainer: states.append(_state(trainer)))
+    trainer = Trainer(**QUIET)
+    owner = _parts(trainer)[part]
+    _rename(owner, name)
+    with pytest.raises(RuntimeError, match=MATCH):
+        results.restore_loop_state(trainer, states[0])
+    assert name not in vars(owner)
+
+
+@pytest.mark.parametrize("name", ["_ckpt_path", "_loaded_checkpoint"])
+def test_a_renamed_attribute_of_the_checkpoint_connector(name):
+    trainer = Trainer(max_epochs=1, **QUIET)
+    connector = trainer._checkpoint_connector
+    with fit.override_resume_checkpoint(trainer, lambda path: ("memory", fit.dump_checkpoint(trainer))):
+        _rename(connector, name)
+        with pytest.raises(RuntimeError, match=MATCH):
+            trainer.fit(EvaluatedNet(), loader())
+    assert name not in vars(connector)
+    assert "resume_start" not in vars(connector)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "install"),
+    [
+        ("connector", "resume_start", lambda trainer: fit.override_resume_checkpoint(trainer, lambda path: None)),
+        ("fit", "on_run_end", lambda trainer: fit_end.call_after_train_end(trainer, lambda: None)),
+        *(
+            (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
+            for owner, name in (
+                ("signals", "register_signal_handlers"),
+                ("fit", "_load_combined_loader_states"),
+                ("fit", "setup_data"),
+                ("fit", "on_advance_start"),
+                ("validation", "setup_data"),
+                ("epoch", "reset"),
+                ("epoch", "on_run_start"),
+                ("epoch", "on_advance_end"),
+            )
+        ),
+    ],
+)
+def test_a_renamed_method_is_not_overridden(monkeypatch, owner, name, install):
+    trainer = Trainer(**QUIET)
+    part = _parts(trainer)[owner]
+    (kind,) = [kind for kind in type(part).__mro__ if name in vars(kind)][:1]
+    before = {one: set(vars(of)) for one, of in _parts(trainer).items() if of is not None}
+    with monkeypatch.context() as renamed:
+        renamed.setattr(kind, f"{name}_renamed", vars(kind)[name], raising=False)
+        renamed.delattr(kind, name)
+        if hasattr(part, name):  # inherited, as of the base class of loops
+            renamed.delattr(_Loop, name)
+        with pytest.raises(RuntimeError, match=MATCH), install(trainer):
+            pytest.fail("nothing is installed")
+    assert {one: set(vars(of)) for one, of in _parts(trainer).items() if of is not None} == before
+
+
+@pytest.mark.parametrize("method", ["_save_checkpoint", "_remove_checkpoint", "_link_checkpoint"])
+def test_a_renamed_method_of_a_model_checkpoint(monkeypatch, method):
+    monkeypatch.delattr(ModelCheckpoint, method)
+    callback = ModelCheckpoint()
+    before = dict(vars(callback))
+    with pytest.raises(RuntimeError, match=MATCH), checkpoints.observe_checkpoint_files(callback, print, print):
+        pytest.fail("nothing is observed")
+    assert vars(callback) == before
+
+
+@pytest.mark.parametrize("name", ["_last_global_step_saved", "_last_checkpoint_saved", "current_score"])
+def test_a_renamed_attribute_of_a_model_checkpoint(name):
+    callback = ModelCheckpoint()
+    state = checkpoints.checkpoint_callback_state(callback)
+    _rename(callback, name)
+    with pytest.raises(RuntimeError, match=MATCH):
+        checkpoints.checkpoint_callback_state(callback)
+    with pytest.raises(RuntimeError, match=MATCH):
+        checkpoints.restore_checkpoint_callback_state(callback, state)
+    assert name not in vars(callback)
+
+
+@pytest.mark.parametrize("innermost", [True, False])
+def test_a_renamed_attribute_of_a_strategy(innermost):
+    strategy = types.SimpleNamespace(checkpoint_io=None)
+    with (
+        pytest.raises(RuntimeError, match=MATCH),
+        checkpoint_io.checkpoint_io_inserted(strategy, lambda inner: inner, innermost=innermost),
+    ):
+        pytest.fail("nothing is inserted")
+    assert vars(strategy) == {"checkpoint_io": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "call"),
+    [
+        (CSVLogger, "_version", lambda logger: loggers.set_logger_version(logger, 3)),
+        (CSVLogger, "_version", lambda logger: loggers.log_dir_for_version(logger, 3)),
+        (CSVLogger, "_experiment", loggers.open_csv_logger),
+        (CSVLogger, "_experiment", loggers.is_logger_started),
+        (CSVLogger, "_experiment", lambda logger: loggers.muted_logger(logger).__enter__()),
+        (TensorBoardLogger, "_version", lambda logger: loggers.set_logger_version(logger, 3)),
+        (TensorBoardLogger, "_experiment", loggers.close_tensorboard_logger),
+    ],
+)
+def test_a_renamed_attribute_of_a_logger(tmp_path, kind, name, call):
+    logger = kind(tmp_path, version=1)
+    _rename(logger, name)
+    with pytest.raises(RuntimeError, match=MATCH):
+        call(logger)
+    assert name not in vars(logger)
+
+
+@pytest.mark.parametrize("name", ["log_dir", "metrics_file_path", "metrics_keys", "metrics"])
+def test_a_renamed_attribute_of_a_csv_writer(tmp_path, name):
+    logger = CSVLogger(tmp_path, version=1)
+    writer = logger.experiment
+    _rename(writer, name)
+    with pytest.raises(RuntimeError, match=MATCH):
+        loggers.discard_unwritten_rows(logger) if name == "metrics" else loggers.open_csv_logger(logger, ["a"])
+    assert name not in vars(writer)
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_a_renamed_flag_of_a_finder(finder):
+    callback = finder()
+    trainer = Trainer(callbacks=[callback], **QUIET)
+    assert not fit.is_tuning(trainer)
+    _rename(callback, "_early_exit")
+    with pytest.raises(RuntimeError, match=MATCH):
+        fit.is_tuning(trainer)
+
+
+def test_renamed_attributes_of_callbacks_that_change_weights():
+    pruning = ModelPruning("l1_unstructured")
+    assert lottery_tickets.capture_lottery_tickets(pruning) == {}
+    _rename(pruning, "_original_layers")
+    with pytest.raises(RuntimeError, match=MATCH):
+        lottery_tickets.capture_lottery_tickets(pruning)
+    averaging = StochasticWeightAveraging(0.1)
+    averaging._scheduler_state = {"base_lrs": [0.1]}
+    _rename(averaging, "_swa_scheduler")
+    with pytest.raises(RuntimeError, match=MATCH):
+        fit_end.restore_swa_scheduler(Trainer(**QUIET), averaging)
+
+
+def test_restarted_loaders_in_other_modes():
+    """Only where shorter loaders restart is there anything to mark."""
+    for mode in ("max_size_cycle", "min_size"):
+        combined = CombinedLoader([[1, 2], [1]], mode)
+        iter(combined)
+        fetcher = types.SimpleNamespace(combined_loader=combined)
+        trainer = types.SimpleNamespace(fit_loop=types.SimpleNamespace(_data_fetcher=fetcher))
+        cycles = isinstance(combined._iterator, _MaxSizeCycle)
+        assert fit_loaders.restarted_loaders(trainer) == ([False, False] if cycles else [])
+        fit_loaders.mark_restarted_loaders(trainer, [True, False])
+        assert fit_loaders.restarted_loaders(trainer) == ([True, False] if cycles else [])
+
+
+class _Owner:
+    def __init__(self):
+        self.value = 1
+
+    def method(self):
+        return "own"
+
+
+def test_set_private_sets_all_or_nothing():
+    owner = _Owner()
+    with pytest.raises(AttributeError, match="renamed"):
+        set_private(owner, value=2, renamed=3)
+    assert vars(owner) == {"value": 1}
+    set_private(owner, value=2)
+    assert owner.value == 2
+
+
+def test_overriding_is_undone_after_an_exception():
+    def fails():
+        with overriding(owner, method=lambda: "other"):
+            assert owner.method() == "other"
+            raise ZeroDivisionError
+
+    owner = _Owner()
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert owner.method() == "own"
+    assert vars(owner) == {"value": 1}
+    with pytest.raises(AttributeError, match="renamed"), overriding(owner, method=len, renamed=len):
+        pytest.fail("nothing is overridden")
+    assert vars(owner) == {"value": 1}
+
+
+def test_an_error_of_a_users_code_is_passed_on():
+    def hook():
+        raise AttributeError("of the user")
+
+    guard = needs_private("AutoResume")
+    with pytest.raises(AttributeError, match="of the user"):
+        guard(hook)()
+    with pytest.raises(RuntimeError, match=MATCH):
+        guard(operator.attrgetter("renamed"))(_Owner())
