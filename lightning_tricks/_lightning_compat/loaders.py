@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.guards import needs_private, overriding
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -19,20 +20,22 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
 
 
-def replace_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> None:
-    """Let what the user gave as training data pass through a function whenever the Trainer asks for it.
+@contextmanager
+def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Pass what the user gave as training data through a function whenever the Trainer asks for it.
 
-    Called in `setup`, before it does so; holds for fits of this module.
+    Entered in `setup`, before the Trainer asks; it holds for fits of this module.
     """
     with needs_private("an ensemble whose members see the samples in their own orders"):
         source: Any = trainer.fit_loop._data_source
-        ask = type(source).dataloader  # a Trainer keeps its source from fit to fit
+        request = type(source).dataloader  # a Trainer keeps its source from fit to fit
 
     def dataloader() -> Any:
-        loaders = ask(source)
+        loaders = request(source)
         return replace(loaders) if trainer.lightning_module is module else loaders
 
-    source.dataloader = dataloader
+    with overriding(source, dataloader=dataloader):
+        yield
 
 
 @needs_private("an ensemble on several ranks")

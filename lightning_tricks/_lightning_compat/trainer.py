@@ -33,3 +33,10 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether the Trainer only tries a few batches (`fast_dev_run`)."""
     untyped: Any = trainer
     return bool(untyped.fast_dev_run)
+
+
+def overfit_batches_of(trainer: Trainer) -> float:
+    """Return how many training batches, or which share of them, all epochs repeat (`overfit_batches`); 0 for none."""
+    untyped: Any = trainer
+    batches: float = untyped.overfit_batches
+    return batches

@@ -50,14 +50,13 @@ def seed_global_rngs(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def derive_seed(seed: int, *keys: int, distinguish_lengths: bool = False) -> int:
+def derive_seed(seed: int, *keys: int) -> int:
     """Derive an independent seed from a seed and what it is for, such as a rank and a step.
 
     Args:
-        seed: An integer in [0, 2**32 - 1]; with `distinguish_lengths` any non-negative integer.
-        *keys: Non-negative integers that name what the derived seed is for.
-        distinguish_lengths: Whether calls with different numbers of keys return different seeds, too. Without it only
-            calls with equally many keys are told apart: (1,) and (1, 0) give the same seed.
+        seed: An integer in [0, 2**32 - 1].
+        *keys: Non-negative integers that name what the derived seed is for. Only calls with equally many keys are told
+            apart: (1,) and (1, 0) give the same seed.
 
     Returns:
         A seed in [0, 2**32 - 1], by numpy's `SeedSequence` hash (O'Neill, 2015).
@@ -66,8 +65,7 @@ def derive_seed(seed: int, *keys: int, distinguish_lengths: bool = False) -> int
         >>> derive_seed(42, 0, 100) == derive_seed(42, 1, 100)
         False
     """
-    entropy = [len(keys), seed, *keys] if distinguish_lengths else [check_seed(seed), *keys]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    return int(np.random.SeedSequence([check_seed(seed), *keys]).generate_state(1)[0])
 
 
 def determinism_settings() -> dict[str, bool | str]:

@@ -1,13 +1,13 @@
 """Ensembles as LightningModules: members trained by the Trainer, all at once where that is faster.
 
-When to use it: for a last per cent of accuracy, for probabilities that can be trusted, and to know where a model does
-not know. `VotingClassifier(Net, 5)` is a LightningModule like any other, with every precision, strategy, callback and
+When to use it: for a last per cent of accuracy, for better probabilities, and to know where a model is uncertain.
+`VotingClassifier(Net, 5)` is a LightningModule like any other, with every precision, strategy, callback and
 checkpoint of the Trainer.
 
 What it does that torchensemble does not: members of one structure without convolutions are one module with stacked
 parameters, which costs a fraction; the best checkpoint restores the best ensemble, and a run resumes; nothing learns
 from validation data; the loss of an evaluation is that of the combined probabilities; members can be different,
-pretrained, weighted; `predict_uncertainty` tells noise in the data from ignorance of the model.
+pretrained, weighted; `predict_uncertainty` separates noise in the data from uncertainty of the model.
 
 Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
 `shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from collections.abc import Sequence
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks.ensembles.core.sampling import bootstrap_rows
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 
@@ -11,10 +15,12 @@ from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 class BootstrappedMembers(Ensemble):
     """Members that are trained on bootstrap samples of the data set."""
 
-    bootstrap = True
+    def member_rows(self, size: int) -> Sequence[Tensor]:
+        """Return a bootstrap sample for each member."""
+        return bootstrap_rows(size, self.n_estimators, self.seed)
 
     @property
-    def per_member_batches(self) -> bool:  # type: ignore[override]
+    def per_member_batches(self) -> bool:
         """Whether members see the samples in orders of their own: always."""
         if self.hparams.get("shared_order"):
             raise MisconfigurationException(
@@ -23,7 +29,8 @@ class BootstrappedMembers(Ensemble):
             )
         return True
 
-    def _share_batches(self, reason: str) -> None:
+    def on_shared_batches(self, reason: str) -> None:
+        """Refuse to train on shared batches."""
         raise MisconfigurationException(
             f"{type(self).__name__} draws samples from a DataLoader of a data set with a length, and {reason}: take "
             "Voting."
@@ -37,21 +44,22 @@ class BaggingClassifier(BootstrappedMembers, VotingClassifier):
     networks, voting is the better default.
 
     Args:
-        estimator: See `VotingClassifier`, as for all arguments; `shared_order` must be False.
-        n_estimators: See there.
-        estimator_args: See there.
-        optimizer: See there.
-        lr_scheduler: See there.
-        criterion: See there.
-        voting_strategy: See there.
-        weights: See there.
-        n_outputs: See there.
-        vectorize: See there.
-        shared_order: See there.
-        seed: See there; decides about the bootstrap samples, too.
+        estimator: The members, in any of the forms that `VotingClassifier` takes.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
+        voting_strategy: "soft" averages probabilities, "hard" counts votes.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
+        vectorize: Whether members run at once: True, False or "auto".
+        shared_order: Must be False: members that share the batches have no samples of their own.
+        seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
+            default.
 
     Raises:
-        MisconfigurationException: In a fit, if members cannot have samples of their own.
+        MisconfigurationException: When a fit starts, if members cannot have samples of their own.
 
     Source: Breiman, Machine Learning 24 (1996); torchensemble's class of this name.
     """
@@ -61,20 +69,21 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
     """Train regressors on bootstrap samples, drawn once for each member, and average their predictions.
 
     Args:
-        estimator: See `VotingRegressor`, as for all arguments; `shared_order` must be False.
-        n_estimators: See there.
-        estimator_args: See there.
-        optimizer: See there.
-        lr_scheduler: See there.
-        criterion: See there.
-        weights: See there.
-        n_outputs: See there.
-        vectorize: See there.
-        shared_order: See there.
-        seed: See there; decides about the bootstrap samples, too.
+        estimator: The members, in any of the forms that `VotingRegressor` takes.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        optimizer: The optimizer, as for `VotingRegressor`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingRegressor`; none by default.
+        criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
+        vectorize: Whether members run at once: True, False or "auto".
+        shared_order: Must be False: members that share the batches have no samples of their own.
+        seed: Seed of the initial weights, sample orders and bootstrap samples, >= 0; drawn from torch's generator by
+            default.
 
     Raises:
-        MisconfigurationException: In a fit, if members cannot have samples of their own.
+        MisconfigurationException: When a fit starts, if members cannot have samples of their own.
 
     Source: Breiman, Machine Learning 24 (1996); torchensemble's class of this name.
     """

@@ -33,11 +33,11 @@ class ClassifierEnsemble(Ensemble):
     def combine(self, outputs: Tensor) -> Tensor:
         """Average the members' probabilities, or count their votes."""
         vote = majority if self.voting_strategy == "hard" else mean_probabilities
-        return vote(outputs, self._weights(outputs))
+        return vote(outputs, self.member_weights(outputs))
 
     def log_prediction(self, outputs: Tensor) -> Tensor:
         """Return the logarithm of the combined probabilities; those of soft voting."""
-        return log_mean_probabilities(outputs, self._weights(outputs))
+        return log_mean_probabilities(outputs, self.member_weights(outputs))
 
     def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined log-probabilities, which are logits like others."""
@@ -45,7 +45,7 @@ class ClassifierEnsemble(Ensemble):
 
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the entropy."""
-        return classification_uncertainty(outputs, self._weights(outputs))
+        return classification_uncertainty(outputs, self.member_weights(outputs))
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the accuracy, of class indices."""
@@ -55,7 +55,7 @@ class ClassifierEnsemble(Ensemble):
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse one output, and classes that there are not."""
-        columns = self._as_matrices(outputs).shape[-1]
+        columns = self.as_matrices(outputs).shape[-1]
         if columns < 2:
             raise ValueError(
                 f"members return {columns} output for each sample; a classifier needs one for each class, two of them "
@@ -86,14 +86,14 @@ class RegressorEnsemble(Ensemble):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Average the members' means."""
-        return weighted_mean(self._means_and_variances(outputs)[0], self._weights(outputs))
+        return weighted_mean(self._means_and_variances(outputs)[0], self.member_weights(outputs))
 
     def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the criterion of the combined prediction."""
         if not self._predicts_variance:
-            prediction = weighted_mean(outputs, self._weights(outputs))
+            prediction = weighted_mean(outputs, self.member_weights(outputs))
             return self.criterion(prediction, target)
-        mixture = self.uncertainty(self._as_matrices(outputs))
+        mixture = self.uncertainty(self.as_matrices(outputs))
         return cast(Tensor, cast(nn.GaussianNLLLoss, self.criterion)(mixture.mean, target, mixture.total))
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class RegressorEnsemble(Ensemble):
 
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the variance."""
-        return regression_uncertainty(*self._means_and_variances(outputs), weights=self._weights(outputs))
+        return regression_uncertainty(*self._means_and_variances(outputs), weights=self.member_weights(outputs))
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse targets that broadcasting would spread over outputs of another shape."""
@@ -124,7 +124,7 @@ class RegressorEnsemble(Ensemble):
             given, made = tuple(targets.shape[1:]), tuple(shape)
             hint = " (y.unsqueeze(1), or members that return x.squeeze(1))" if len(given) != len(made) else ""
             raise ValueError(f"{stage}: targets of shape {given} do not fit members' outputs of shape {made}{hint}.")
-        self._as_matrices(outputs)
+        self.as_matrices(outputs)
 
     @property
     def _predicts_variance(self) -> bool:
@@ -136,8 +136,10 @@ class RegressorEnsemble(Ensemble):
         means, logs = outputs.chunk(2, dim=-1)
         return means, logs.exp()
 
-    def _num_outputs(self, matrices: Tensor) -> int:
-        return matrices.shape[-1] // (2 if self._predicts_variance else 1)
+    def num_outputs(self, outputs: Tensor) -> int:
+        """Return the number of means, without that of the variances."""
+        return outputs.shape[-1] // (2 if self._predicts_variance else 1)
 
-    def _shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the prediction in the shape of the target, where both have as many values."""
         return prediction.view_as(target) if prediction.numel() == target.numel() else prediction

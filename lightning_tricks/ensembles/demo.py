@@ -43,5 +43,5 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
     known = ensemble.predict_uncertainty(images).epistemic.mean()
     return {
         f"{_MEMBERS} members": f"test accuracy {together:.1%}; one alone {mean:.1%} on average",
-        "what they disagree on": f"{unknown / known:.0f} times as much about noise as about digits",
+        "disagreement": f"{unknown / known:.0f} times as large on noise as on digits",
     }

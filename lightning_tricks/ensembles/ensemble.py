@@ -1,10 +1,10 @@
-"""What all ensembles share: a LightningModule of members, one optimizer, and steps that return what they computed."""
+"""The base of all ensembles: a LightningModule of members, and the methods that a family of ensembles overrides."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
 from inspect import currentframe
 from typing import IO, Any, Literal, cast
 
@@ -12,21 +12,19 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
-from lightning_tricks._lightning_compat.imports import other_import_style
-from lightning_tricks._lightning_compat.loaders import replace_train_loaders, uses_distributed_sampler
+from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modes import eval_mode
-from lightning_tricks._shared.step_signatures import step_arguments
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
+from lightning_tricks.ensembles import lightning_members, optimizers
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     Uncertainty,
@@ -34,46 +32,61 @@ from lightning_tricks.ensembles.core.combination import (
     member_losses,
     normalized_weights,
 )
-from lightning_tricks.ensembles.core.factory import Estimator, build_members, class_name, untrusted_class_names
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers, as_members, as_sequential
-from lightning_tricks.ensembles.core.sampling import (
-    MemberLoader,
-    batch_of_member,
-    is_shuffled,
-    member_orders,
-    why_not_reorder,
-)
+from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
+from lightning_tricks.ensembles.core.layout import as_members, as_sequential
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
-from lightning_tricks.ensembles.optimizers import (
-    CriterionChoice,
-    OptimizerChoice,
-    ScheduleChoice,
-    criterion_to_plain,
-    make_optimizer,
-    make_schedule,
-    merge_member_optimizers,
-    objection_to_stacking,
-    parse_criterion,
-    parse_optimizer,
-    parse_schedule,
-    to_plain,
-)
+from lightning_tricks.ensembles.hyperparameters import save_plain_hyperparameters
+from lightning_tricks.ensembles.training_data import TrainingData, unpack
 from lightning_tricks.gradient_clipping.core.methods import AGC
 
 
 class Ensemble(TorchensembleInterchange, LightningModule):
-    """Base of the ensembles: what they share, whatever the members are trained for and however they are combined.
+    """Base of the ensembles.
+
+    A family of ensembles is one file with a subclass of this class, or of `StagedEnsemble` for members that are trained
+    stage by stage, and `ClassifierEnsemble` or `RegressorEnsemble` beside it. It overrides some of these methods, and
+    hooks of `LightningModule` (with a call of `super()`), and nothing else. Outputs of n members have the shape
+    (n, B, ...).
+
+    The prediction and its measure, which `ClassifierEnsemble` and `RegressorEnsemble` define:
+
+    - `combine(outputs)`: the prediction; `prediction_loss(outputs, target)`: its loss in an evaluation;
+    - `uncertainty(outputs)`, `metrics(preds, target)`, `default_criterion()`, `check_batch(outputs, targets, stage)`,
+      `num_outputs(outputs)`, `shape_like(prediction, target)`.
+
+    The members:
+
+    - `trains_one_model`: whether one model is built, of which the members are copies;
+    - `set_members(members)`: where the built models are kept, and what else is registered beside them;
+    - `trained_members()`: the members that training steps run and that the optimizer updates;
+    - `predict_members(*x)` and `n_members`: the outputs and the number of the members that predict;
+    - `from_members(members)`: an ensemble of trained members.
+
+    A training step:
+
+    - `member_loss(outputs, targets)`: what is minimized, a function of the outputs;
+    - `training_loss(inputs, targets)`: the same for a loss that also needs the inputs, such as one of perturbed inputs
+      or of the residuals of earlier members;
+    - `uses_member_steps`, `uses_member_optimizers`: whether members that are LightningModules train by their own
+      `training_step` and optimizers.
+
+    The samples:
+
+    - `per_member_batches`: whether members see the samples in orders of their own;
+    - `member_rows(size)`: the rows of the data set that each member is trained on, such as those of its folds;
+    - `on_shared_batches(reason)`: called where members cannot have batches of their own;
+    - `training_loader(loaders)`: the loader to train with.
+
+    The optimization: `make_optimizer()` and `make_schedule(optimizer)`.
 
     Attributes:
-        estimators_: The members, `estimators_[i]` each; a state dict holds `estimators_.<i>.<name>`.
-        n_outputs: Classes, or regression outputs; None until the members were first run.
-        seed: Decides about initial weights and sample orders.
+        estimators_: The members, `estimators_[i]` each; the state dict has the keys `estimators_.<i>.<name>`.
+        n_outputs: Number of classes or of regression outputs; None until the members have first been run.
+        seed: Seed of the initial weights and of the sample orders.
+        has_given_optimizer: Whether the user chose the optimizer.
     """
 
-    per_member_batches = False  # whether members may see the samples in orders of their own
-    bootstrap = False
-    builds_one_model = False  # instead of as many as there are members
-    uses_member_steps = True  # whether the training_step of a LightningModule is the loss of a member
     estimators_: Members
     weights: Tensor | None
 
@@ -83,9 +96,9 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         n_estimators: int = 10,
         estimator_args: Mapping[str, Any] | None = None,
         *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
+        optimizer: optimizers.OptimizerChoice = None,
+        lr_scheduler: optimizers.ScheduleChoice = None,
+        criterion: optimizers.CriterionChoice = None,
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -100,18 +113,23 @@ class Ensemble(TorchensembleInterchange, LightningModule):
             raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
         self.vectorize = vectorize
         self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, minimum=0)
-        self.optimizer, self.lr_scheduler = parse_optimizer(optimizer), parse_schedule(lr_scheduler)
-        self._has_own_optimizer = optimizer is not None
-        self._messages: list[str] = []
-        members = self._build(estimator, estimator_args)
-        self.criterion = parse_criterion(criterion) or self.default_criterion()
-        weights_of_members = normalized_weights(weights, self.n_estimators)
-        self.register_buffer("weights", weights_of_members, persistent=False)
-        self._take_members(members)
+        self.optimizer = optimizers.parse_optimizer(optimizer)
+        self.lr_scheduler = optimizers.parse_schedule(lr_scheduler)
+        self.has_given_optimizer = optimizer is not None
+        self._messages: list[str] = []  # about the members, for the first fit
+        members = self._build_members(estimator, estimator_args)
+        self.criterion = optimizers.parse_criterion(criterion) or self.default_criterion()
+        self.register_buffer("weights", normalized_weights(weights, self.n_estimators), persistent=False)
+        self.set_members(members)
         self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
-        self._has_per_member_rows = False  # whether a training batch holds rows of each member's own
-        self._save_plain_hyperparameters(estimator)
+        self._training_data = TrainingData()
+        self._installed = ExitStack()  # what a fit has put around parts of the Trainer
+        frame = currentframe()
+        save_plain_hyperparameters(self, estimator, frame)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_installed": ExitStack()}
 
     @restricted_classmethod
     def load_from_checkpoint(
@@ -126,17 +144,17 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         """Load as Lightning does, but run no code of the file, whatever `weights_only` says.
 
         Raises:
-            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or is none.
-            ValueError: If the class of the members is not given (`estimator=Net`), and none of the program.
+            CheckpointError: If the file is unsafe or is no checkpoint.
+            ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
         with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
-    # --- what a family says
+    # --- what a family overrides: the prediction
 
     def default_criterion(self) -> Criterion:
-        """Return the loss where none is given."""
+        """Return the loss that is used where none is given."""
         raise NotImplementedError
 
     def combine(self, outputs: Tensor) -> Tensor:
@@ -144,19 +162,15 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         raise NotImplementedError
 
     def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Measure the combined prediction of the members' outputs (n, B, ...)."""
+        """Return the loss of the combined prediction of the members' outputs (n, B, ...)."""
         raise NotImplementedError
-
-    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
-        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
 
     def uncertainty(self, outputs: Tensor) -> Uncertainty:
         """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
         raise NotImplementedError
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        """Refuse what would be silently wrong, in the first batch of a stage.
+        """Check the first batch of a stage for what would give a wrong result without an error.
 
         Raises:
             ValueError: If outputs (n, B, ...) and targets (n, B, ...) do not belong together.
@@ -164,55 +178,178 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         raise NotImplementedError
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return what is logged of an evaluation beside its loss."""
+        """Return what an evaluation logs beside its loss."""
         return {}
 
+    def num_outputs(self, outputs: Tensor) -> int:
+        """Return the number of outputs of the ensemble, for outputs of members (n, B, columns)."""
+        return outputs.shape[-1]
+
+    def shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the prediction in the shape in which metrics compare it with the target."""
+        return prediction
+
+    # --- the members
+
     @property
-    def trained(self) -> Members:
-        """The members that a fit trains."""
+    def trains_one_model(self) -> bool:
+        """Whether one model is built, of which the members are copies, instead of one for each member."""
+        return False
+
+    def set_members(self, members: Sequence[nn.Module]) -> None:
+        """Keep the built models as `estimators_`, stacked where that is possible and faster."""
+        if self.uses_member_steps:
+            lightning_members.check_import_style(self, members)
+        self._has_lightning_members = self.uses_member_steps and lightning_members.have_training_steps(members)
+        why_not = optimizers.why_not_step_stacked(self.optimizer)
+        if self._has_lightning_members:
+            why_not = f"{type(members[0]).__name__} has a training_step of its own"
+        self.estimators_ = as_members(members, self.vectorize, why_not)
+
+    def trained_members(self) -> Members:
+        """Return the members that training steps run and that the optimizer updates."""
         return self.estimators_
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return what each member that predicts gives for the same rows, (n, B, ...)."""
+        return self.estimators_.forward_shared(*x)
 
     @property
     def n_members(self) -> int:
-        """How many members predict."""
+        """The number of members that predict."""
         return len(self.estimators_)
+
+    # --- a training step
+
+    def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what is minimized, for the members' outputs (n, B, ...) and their targets (n, B, ...)."""
+        return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
+
+    def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is minimized in a training step, and the outputs of the trained members.
+
+        Args:
+            inputs: The inputs of the batch, which `training_outputs(*inputs)` runs.
+            targets: The targets of each trained member, (n, B, ...).
+
+        Returns:
+            The loss and the outputs (n, B, ...).
+        """
+        outputs = self.training_outputs(*inputs)
+        if "train" not in self._checked_stages and not torch.compiler.is_compiling():
+            self._check_first_batch(outputs, targets, "train")
+        try:
+            return self.member_loss(outputs, targets), outputs
+        except IndexError as error:  # a class index that does not exist
+            self.check_batch(outputs, targets, "train")
+            raise error from None
+
+    def training_outputs(self, *inputs: Tensor) -> Tensor:
+        """Run the trained members on the inputs of a training batch, each on its own rows: outputs (n, B, ...)."""
+        members = self.trained_members()
+        return members(*inputs) if self._training_data.has_member_rows else members.forward_shared(*inputs)
+
+    @property
+    def uses_member_steps(self) -> bool:
+        """Whether the `training_step` of members that are LightningModules is their loss."""
+        return True
+
+    @property
+    def uses_member_optimizers(self) -> bool:
+        """Whether members train with optimizers of their own `configure_optimizers`."""
+        if self.has_given_optimizer or not self._has_lightning_members:
+            return False
+        return lightning_members.have_optimizers(self.trained_members())
+
+    # --- the samples
+
+    @property
+    def per_member_batches(self) -> bool:
+        """Whether members see the samples in orders of their own, in batches with rows of each member."""
+        return False
+
+    def member_rows(self, size: int) -> Sequence[Tensor] | None:
+        """Return the rows of a data set of `size` samples that each member is trained on; None for all rows.
+
+        Rows are indices, as many for each member; they may repeat.
+        """
+        return None
+
+    def on_shared_batches(self, reason: str) -> None:
+        """React to members sharing the batches; `reason` is not empty where that was not asked for."""
+        self._log_info(f"members share the batches: {reason}" if reason else "")
+
+    def training_loader(self, loaders: Any) -> Any:
+        """Return the loader to train with, for the loaders that the user gave."""
+        return self._training_data.loader(self, loaders)
+
+    # --- the optimization
+
+    def make_optimizer(self) -> Optimizer:
+        """Make the optimizer of the trained members."""
+        if self.uses_member_optimizers:
+            return lightning_members.merge_member_optimizers(self.trained_members())
+        return optimizers.make_optimizer(self.trained_members(), self.optimizer, self.trainer)
+
+    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Make the schedule of the optimizer, as `configure_optimizers` returns it, or None."""
+        if self.lr_scheduler is None or self.uses_member_optimizers:
+            return None
+        has_validation = bool(self.trainer.enable_validation)
+        return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation)
 
     # --- prediction
 
     def member_outputs(self, *x: Tensor) -> Tensor:
-        """Return what each member gives: (n_estimators, B, n_outputs), logits of classifiers."""
-        return self._as_matrices(self._outputs(*x))
+        """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""
+        return self.as_matrices(self.predict_members(*x))
 
     def forward(self, *x: Tensor) -> Tensor:
         """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs)."""
         return self.combine(self.member_outputs(*x))
 
     def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Predict in evaluation mode, without gradients, whatever the mode; the result lies on the CPU."""
+        """Predict in evaluation mode and without gradients, whatever the mode; the result is on the CPU."""
         with eval_mode(self), torch.no_grad():
             return cast(Tensor, self(*map(self._as_input, x))).cpu()
 
     def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
-        """Say what the ensemble predicts and what it does not know, in evaluation mode and without gradients."""
+        """Return the prediction and its uncertainty, in evaluation mode and without gradients."""
         with eval_mode(self), torch.no_grad():
             return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
+
+    def as_matrices(self, outputs: Tensor) -> Tensor:
+        """Return outputs as (n, B, columns), and set or check `n_outputs`."""
+        matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
+        if matrices.ndim != 3:
+            raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
+        columns = self.num_outputs(matrices)
+        if self.n_outputs is None:
+            self.n_outputs = columns
+        elif self.n_outputs != columns:
+            raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
+        return matrices
+
+    def member_weights(self, outputs: Tensor) -> Tensor | None:
+        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones."""
+        if self.weights is None or len(self.weights) == len(outputs):
+            return self.weights
+        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
 
     # --- steps
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Train each member; returns the loss, the members' scores and the targets of their rows."""
+        """Train the members; returns the loss, the members' scores and the targets of their rows."""
+        members, data = self.trained_members(), self._training_data
         if self._has_lightning_members:
-            return self._train_lightning_members(batch, batch_idx)
-        outputs, targets = self._outputs_and_targets(batch)
-        if "train" not in self._checked_stages and not torch.compiler.is_compiling():
-            self._check_first_batch(outputs, targets, "train")
-        try:
-            loss = self.member_loss(outputs, targets)
-        except IndexError as error:  # a class that there is not
-            self.check_batch(outputs, targets, "train")
-            raise error from None
-        self._losses.update(loss, 1)
-        return {"loss": loss, "preds": outputs.detach().flatten(0, 1), "target": targets.flatten(0, 1)}
+            batches = data.batches_of_members(batch, len(members))
+            results = lightning_members.run_training_steps(members, batches, batch_idx)
+        else:
+            inputs, targets = data.split(batch, len(members))
+            loss, outputs = self.training_loss(inputs, targets)
+            results = {"loss": loss, "preds": outputs.detach().flatten(0, 1), "target": targets.flatten(0, 1)}
+        self._losses.update(results["loss"], 1)
+        return results
 
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, once: `log` in each step costs more than the step of a small net."""
@@ -222,25 +359,25 @@ class Ensemble(TorchensembleInterchange, LightningModule):
             self.log("train/loss", mean, sync_dist=True)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Measure the combined prediction."""
+        """Evaluate the combined prediction."""
         return self._evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Measure the combined prediction."""
+        """Evaluate the combined prediction."""
         return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Predict for a batch of inputs, or of inputs and a target, which is left out."""
+        """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
         if isinstance(batch, Tensor):
             return cast(Tensor, self(batch))
         return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
-        *inputs, target = self._unpack(batch)
-        outputs = self._outputs(*inputs)
+        *inputs, target = unpack(batch)
+        outputs = self.predict_members(*inputs)
         if stage not in self._checked_stages and not torch.compiler.is_compiling():
             self._check_first_batch(outputs, target.unsqueeze(0), stage)
-        preds = self._shape_like(self.combine(self._as_matrices(outputs)), target)
+        preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
         loss = self.prediction_loss(outputs, target)
         values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
         taken = self._keys_logged_by_callbacks(stage)
@@ -249,10 +386,10 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         return {"loss": loss, "preds": preds, "target": target}
 
     def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
-        """Return the keys that callbacks log, such as a MetricsMonitor, whose accuracy is the better one."""
+        """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
         try:
             trainer: Any = self.trainer
-        except RuntimeError:  # the step is called without one
+        except RuntimeError:  # the step is called without a Trainer
             return set()
         counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
         loaders = len(counts) if isinstance(counts, Sequence) else 1
@@ -260,42 +397,10 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
         return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
-    def _outputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets, (n, B, ...) each, of rows of the members' own or of rows for all of them."""
-        *inputs, target = self._unpack(batch)
-        if self._has_per_member_rows:
-            n = len(self.trained)
-            if len(target) % n or any(len(value) != len(target) for value in inputs):
-                sizes = ", ".join(str(len(value)) for value in (*inputs, target))
-                raise ValueError(
-                    f"the parts of a batch have {sizes} rows, which are not those of {n} members: collate_fn mixes "
-                    "samples. Give shared_order=True."
-                )
-            outputs, targets = self.trained(*inputs), target.reshape(n, -1, *target.shape[1:])
-        else:
-            outputs = self.trained.forward_shared(*inputs)
-            targets = target.expand(len(outputs), *target.shape)
-        return outputs, targets
-
-    def _train_lightning_members(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        n = len(self.trained)
-        own = [batch_of_member(batch, i, n) if self._has_per_member_rows else batch for i in range(n)]
-        members = cast(Sequence[LightningModule], list(self.trained.children()))
-        one_of_each = {type(member): member for member in members}
-        rest = {kind: step_arguments(m.training_step, batch, batch_idx)[1:] for kind, m in one_of_each.items()}
-        results = [member.training_step(part, *rest[type(member)]) for member, part in zip(members, own, strict=True)]
-        if any(result is None for result in results):
-            raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
-        parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
-        loss = mean_with_gradient_of_sum(torch.stack([part["loss"] for part in parts]))
-        self._losses.update(loss, 1)
-        returned = [name for name in ("preds", "target") if all(isinstance(p.get(name), Tensor) for p in parts)]
-        return {"loss": loss, **{name: torch.cat([part[name].detach() for part in parts]) for name in returned}}
-
-    # --- the run
+    # --- the fit
 
     def setup(self, stage: str) -> None:
-        """Agree with the other ranks about the seed, and give members their own sample orders."""
+        """Share the seed of rank 0, and replace the training loader by that of the members."""
         if stage != "fit":
             return
         self._checked_stages.clear()
@@ -306,52 +411,39 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         self._log_info(*self._messages)
         self._log_why_sequential()
         self._messages = []
-        for index, member in enumerate(self.trained.children()):
-            if isinstance(member, LightningModule):
-                member.trainer = self.trainer
-                member.log = partial(self._log_of_member, index)  # type: ignore[method-assign]
-                member.setup(stage)
-        replace_train_loaders(self.trainer, self, self._member_train_loader)
+        lightning_members.attach_members(self.trained_members(), self, stage)
+        self._installed.close()  # of a fit that an exception ended
+        self._installed.enter_context(replaced_train_loaders(self.trainer, self, self.training_loader))
 
     def teardown(self, stage: str) -> None:
-        """Let go of the Trainer."""
-        self._has_per_member_rows = False
+        """Close what `setup` has installed."""
+        self._installed.close()
+        self._training_data.has_member_rows = False
         self._losses = MeanLoss()
-        for member in self.trained.children():
-            if isinstance(member, LightningModule):
-                vars(member).pop("log", None)
+        lightning_members.detach_members(self.trained_members())
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer of all members, and its schedule."""
-        if self._has_lightning_members and not self._has_own_optimizer:
-            members = cast(Sequence[LightningModule], list(self.trained.children()))
-            if is_overridden("configure_optimizers", members[0]):
-                return merge_member_optimizers(members)
-        optimizer = make_optimizer(self.trained, self.optimizer, self.trainer)
-        if self.lr_scheduler is None:
-            return optimizer
-        has_validation = bool(self.trainer.enable_validation)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation),
-        }
+        """Return the optimizer of the trained members, and its schedule."""
+        optimizer = self.make_optimizer()
+        schedule = self.make_schedule(optimizer)
+        return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the seed, and how the parameters lie, which the optimizer's state depends on."""
-        checkpoint["ensemble"] = {"seed": self.seed, "stacked": not isinstance(self.trained, SequentialMembers)}
+        """Save the seed, and whether parameters are stacked, which the state of the optimizer depends on."""
+        checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the seed; and, to resume, lay out the parameters as the optimizer's state needs them."""
+        """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them."""
         kept = checkpoint.get("ensemble", {})
         self.seed = kept.get("seed", self.seed)
-        stacked = not isinstance(self.trained, SequentialMembers)
+        stacked = self._is_stacked()
         if self._trainer is None or not checkpoint.get("optimizer_states") or kept.get("stacked", stacked) == stacked:
             return
         if stacked:
             self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
         else:
             self.estimators_ = as_members(list(self.estimators_), vectorize=True)
-        if (not isinstance(self.estimators_, SequentialMembers)) != kept["stacked"]:
+        if isinstance(self.estimators_, SequentialMembers) == kept["stacked"]:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
                 f"({self.estimators_.reason}): resume with the members that it was made with."
@@ -361,135 +453,42 @@ class Ensemble(TorchensembleInterchange, LightningModule):
 
     def set_optimizer(self, optimizer_name: str, **kwargs: Any) -> None:
         """Choose the optimizer by torch's name, as in torchensemble."""
-        self.optimizer, self._has_own_optimizer = parse_optimizer((optimizer_name, kwargs)), True
+        self.optimizer, self.has_given_optimizer = optimizers.parse_optimizer((optimizer_name, kwargs)), True
         self.hparams["optimizer"] = self.optimizer
-        if objection := objection_to_stacking(self.optimizer):
-            self.estimators_ = as_sequential(self.estimators_, objection)
+        if why_not := optimizers.why_not_step_stacked(self.optimizer):
+            self.estimators_ = as_sequential(self.estimators_, why_not)
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
         """Choose the schedule by torch's name, as in torchensemble; it steps at each epoch's end."""
-        self.lr_scheduler = parse_schedule((scheduler_name, kwargs))
+        self.lr_scheduler = optimizers.parse_schedule((scheduler_name, kwargs))
         self.hparams["lr_scheduler"] = self.lr_scheduler
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
         self.criterion = criterion
-        self.hparams["criterion"] = criterion_to_plain(criterion)
+        self.hparams["criterion"] = optimizers.criterion_to_plain(criterion)
 
-    # --- inside
+    # --- helpers
 
-    def _take_members(self, members: Sequence[nn.Module]) -> None:
-        remedy = next(filter(None, map(other_import_style, map(type, members))), "")
-        if self.uses_member_steps and remedy:
-            raise TypeError(f"{type(self).__name__} would leave out a member's training_step: {remedy}")
-        self._has_lightning_members = self.uses_member_steps and all(
-            isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members
-        )
-        objection = objection_to_stacking(self.optimizer)
-        if self._has_lightning_members:
-            objection = f"{type(members[0]).__name__} has a training_step of its own"
-        self.estimators_ = as_members(members, self.vectorize, objection)
-
-    def _build(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
-        n = 1 if self.builds_one_model else self.n_estimators
+    def _build_members(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
+        n = 1 if self.trains_one_model else self.n_estimators
         members, self._messages = build_members(estimator, n, arguments, self.seed)
-        if self.builds_one_model and len(members) > 1:
+        if self.trains_one_model and len(members) > 1:
             raise ValueError(f"{type(self).__name__} trains one model, got a list of {len(members)}.")
-        if isinstance(estimator, list | tuple) and not self.builds_one_model:
+        if isinstance(estimator, list | tuple) and not self.trains_one_model:
             if n not in (len(members), 10):  # 10 when it was not given
                 raise ValueError(f"n_estimators={n}, but estimator holds {len(members)} members.")
             self.n_estimators = len(members)
         return members
 
-    def _save_plain_hyperparameters(self, estimator: Any) -> None:
-        """Save the arguments as plain values, so that a checkpoint of the ensemble loads with `weights_only=True`."""
-        frame = currentframe()
-        self.save_hyperparameters(
-            ignore=["estimator", "optimizer", "lr_scheduler", "criterion"], frame=frame and frame.f_back
-        )
-        plain = {
-            "estimator": class_name(estimator),
-            "n_estimators": self.n_estimators,
-            "criterion": criterion_to_plain(self.criterion),
-            "optimizer": to_plain(self.optimizer) if self._has_own_optimizer else None,
-            "lr_scheduler": to_plain(self.lr_scheduler),
-            "seed": self.seed,
-        }
-        self.save_hyperparameters(plain)
-        unsafe = [name for name, value in self.hparams.items() if not _is_plain(value)]
-        for name in unsafe:
-            self.hparams.pop(name)
-            cast(Any, self._hparams_initial).pop(name, None)
-
-    def _member_train_loader(self, loaders: Any) -> Any:
-        """Return what to train with, of what the user gave for it."""
-        if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset) and not len(loaders):
-            size = len(loaders.dataset)  # type: ignore[arg-type]
-            raise ValueError(
-                f"{type(self).__name__} has nothing to train with: the DataLoader has no batches ({size} samples, "
-                f"batch_size={loaders.batch_size}, drop_last={loaders.drop_last})."
-            )
-        own = self.per_member_batches and self.n_estimators > 1
-        self._has_per_member_rows = False
-        if self.trainer.overfit_batches:  # type: ignore[attr-defined]
-            return loaders  # the same batches over and over
-        if objection := why_not_reorder(loaders):
-            self._share_batches(objection if own else "")
-            return loaders
-        # one that is not shuffled has the order that the user wants
-        self._has_per_member_rows = own and (is_shuffled(loaders) or self.bootstrap)
-        kwargs = (self.trainer.distributed_sampler_kwargs or {}) if uses_distributed_sampler(self.trainer) else {}
-        ranks = kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
-        n = self.n_estimators if self._has_per_member_rows else 1
-        return MemberLoader(loaders, member_orders(loaders, n, self.seed, self.bootstrap, ranks))
-
-    def _share_batches(self, reason: str) -> None:
-        self._log_info(f"members share the batches: {reason}" if reason else "")
-
-    def _log_of_member(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.log(f"member_{index}/{name}", value, *args, **kwargs)
-
-    def _outputs(self, *x: Tensor) -> Tensor:
-        """Return what each member gives for the same rows, (n, B, ...)."""
-        return self.estimators_.forward_shared(*x)
-
-    def _unpack(self, batch: Any) -> Sequence[Tensor]:
-        if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
-            return batch
-        raise TypeError(
-            f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: give a "
-            "LightningModule as estimator, whose training_step takes any batch."
-        )
+    def _is_stacked(self) -> bool:
+        return not isinstance(self.trained_members(), SequentialMembers)
 
     def _check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        if stage == "train" and not isinstance(self.trained, SequentialMembers):
+        if stage == "train" and self._is_stacked():
             self._log_why_sequential()
         self.check_batch(outputs, targets, stage)
         self._checked_stages.add(stage)
-
-    def _as_matrices(self, outputs: Tensor) -> Tensor:
-        """Return outputs as (n, B, n_outputs), and learn or check the last number."""
-        matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
-        if matrices.ndim != 3:
-            raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
-        columns = self._num_outputs(matrices)
-        if self.n_outputs is None:
-            self.n_outputs = columns
-        elif self.n_outputs != columns:
-            raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
-        return matrices
-
-    def _num_outputs(self, matrices: Tensor) -> int:
-        return matrices.shape[-1]
-
-    def _shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
-        return prediction
-
-    def _weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the weights of the members that there are so far."""
-        if self.weights is None or len(self.weights) == len(outputs):
-            return self.weights
-        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
 
     def _as_input(self, x: Any) -> Tensor:
         tensor = torch.as_tensor(x)
@@ -497,17 +496,9 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def _log_why_sequential(self) -> None:
-        if self.trained.reason:
-            self._log_info(f"members run one after another: {self.trained.reason}")
+        if reason := self.trained_members().reason:
+            self._log_info(f"members run one after another: {reason}")
 
     def _log_info(self, *messages: str) -> None:
-        for remark in filter(None, messages):
-            rank_zero_info(f"{type(self).__name__}: {remark}.")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+        for message in filter(None, messages):
+            rank_zero_info(f"{type(self).__name__}: {message}.")

@@ -12,7 +12,10 @@ from lightning_tricks.ensembles.ensemble import Ensemble
 class FusedMembers(Ensemble):
     """Members whose mean is trained, as one model."""
 
-    uses_member_steps = False
+    @property
+    def uses_member_steps(self) -> bool:
+        """Whether members are trained by their own `training_step`: never, as their mean has one loss."""
+        return False
 
     def member_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the criterion of the mean of the outputs (n, B, ...), whose rows are the same for all members."""
@@ -24,15 +27,15 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
 
     Args:
         estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
-        n_estimators: How many, >= 1.
+        n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
         lr_scheduler: None by default.
         criterion: Loss of the mean and the targets; cross-entropy by default.
-        weights: Of the members in the mean, >= 0.
-        n_outputs: Classes; by default as many as the members have outputs.
+        weights: Weights of the members in the mean, >= 0; equal ones by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once.
-        seed: Of initial weights, >= 0.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -43,11 +46,11 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Return the probabilities of the mean logits."""
-        return weighted_mean(outputs, self._weights(outputs)).softmax(-1)
+        return weighted_mean(outputs, self.member_weights(outputs)).softmax(-1)
 
     def log_prediction(self, outputs: Tensor) -> Tensor:
         """Return the mean logits."""
-        return weighted_mean(outputs, self._weights(outputs))
+        return weighted_mean(outputs, self.member_weights(outputs))
 
 
 class FusionRegressor(FusedMembers, RegressorEnsemble):
@@ -55,15 +58,15 @@ class FusionRegressor(FusedMembers, RegressorEnsemble):
 
     Args:
         estimator: See `VotingClassifier`, as for the arguments that follow; a LightningModule counts as a plain module.
-        n_estimators: How many, >= 1.
+        n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
         lr_scheduler: None by default.
         criterion: Loss of the mean and the targets; the mean squared error by default.
-        weights: Of the members in the mean, >= 0.
-        n_outputs: Numbers that are predicted for each sample.
+        weights: Weights of the members in the mean, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.
-        seed: Of initial weights, >= 0.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

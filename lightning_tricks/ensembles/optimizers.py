@@ -1,31 +1,31 @@
-"""One loss, one optimizer and one schedule for all members, from any of the ways to name them."""
+"""The loss, the optimizer and the schedule of all members, in each of the forms that a user may give."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch import Trainer
 from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.core.combination import Criterion
-from lightning_tricks.ensembles.core.members import Members, StackedMembers
+from lightning_tricks.ensembles.core.members import Members
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule
-from lightning_tricks.lr_schedules.core.specs import OptimizerSpec, ScheduleSpec
+from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
+from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
 Named = str | tuple[str, dict[str, Any]]
 CriterionChoice = Criterion | Named | None
 OptimizerChoice = OptimizerSpec | Callable[..., Optimizer] | Named | dict[str, Any] | None
 ScheduleChoice = ScheduleSpec | Callable[..., Any] | Named | dict[str, Any] | None
 
-# Whose step treats each element for itself: for stacked parameters it is that of the members' own
+# Optimizers whose step treats each element by itself: with stacked parameters it equals the members' own steps
 _ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
@@ -45,10 +45,10 @@ _LOSSES: Mapping[str, Any] = {
 
 
 def parse_criterion(choice: Any) -> Any:
-    """Return the loss that is chosen, by itself or as `criterion_to_plain` names it, or None.
+    """Return the chosen loss, given itself or by its name as from `criterion_to_plain`, or None.
 
     Raises:
-        TypeError: If it is no function.
+        TypeError: If it is not callable.
         ValueError: If the name is not one of torch's.
     """
     if isinstance(choice, str) and ":" in choice:
@@ -74,10 +74,10 @@ def criterion_to_plain(criterion: Any) -> Any:
 
 
 def parse_optimizer(choice: Any) -> Any:
-    """Return the choice of an optimizer in one of its forms: a spec, a function of parameters, or a name with options.
+    """Return the choice of an optimizer: a spec, a function of parameters, or a name with options.
 
     Raises:
-        TypeError: If it is of another kind.
+        TypeError: If it has none of these forms.
         ValueError: If the name is unknown.
     """
     if choice is None:
@@ -88,10 +88,10 @@ def parse_optimizer(choice: Any) -> Any:
 
 
 def parse_schedule(choice: Any) -> Any:
-    """Return the choice of a schedule in one of its forms, or None.
+    """Return the choice of a schedule: a spec, a function of the optimizer, a name with options, or None.
 
     Raises:
-        TypeError: If it is of another kind.
+        TypeError: If it has none of these forms.
         ValueError: If the name is unknown.
     """
     if choice is None:
@@ -102,13 +102,13 @@ def parse_schedule(choice: Any) -> Any:
 
 
 def to_plain(choice: Any) -> Any:
-    """Return a choice as plain values for a checkpoint; None where it has none, being a function."""
+    """Return a choice as plain values for a checkpoint; None for a function, which has none."""
     if isinstance(choice, OptimizerSpec | ScheduleSpec):
         return {field.name: getattr(choice, field.name) for field in fields(choice)}
     return choice if isinstance(choice, str | tuple | list | dict) else None
 
 
-def objection_to_stacking(choice: Any) -> str:
+def why_not_step_stacked(choice: Any) -> str:
     """Return why the optimizer cannot step stacked parameters, or nothing."""
     if isinstance(choice, OptimizerSpec):
         kind = choice.optimizer()
@@ -150,25 +150,6 @@ def make_schedule(optimizer: Optimizer, choice: Any, trainer: Trainer, has_valid
     if isinstance(made, lr_scheduler.ReduceLROnPlateau):
         schedule["monitor"] = getattr(made, "monitor", "val/loss" if has_validation else "train/loss")
     return schedule
-
-
-def merge_member_optimizers(members: Sequence[LightningModule]) -> Optimizer:
-    """Merge what LightningModules have from their own `configure_optimizers`.
-
-    Raises:
-        MisconfigurationException: If they have none, more than one each, of different types, or schedulers.
-    """
-    made = [
-        member.configure_optimizers() if is_overridden("configure_optimizers", member) else None for member in members
-    ]
-    if not all(type(one) is type(made[0]) and isinstance(one, Optimizer) for one in made):
-        raise MisconfigurationException(
-            f"{type(members[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
-            f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."
-        )
-    optimizers = cast(Sequence[Optimizer], made)
-    kind: Any = type(optimizers[0])
-    return cast(Optimizer, kind([group for one in optimizers for group in one.param_groups], **optimizers[0].defaults))
 
 
 def _parse(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:

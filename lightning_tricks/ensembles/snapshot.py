@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,10 +16,12 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import snapshot_factor
+from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers, as_members
+from lightning_tricks.ensembles.core.layout import as_members
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, make_optimizer
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -39,10 +40,13 @@ class _ClampedCyclicLR(FactorLR):
 
 
 class SnapshotMembers(Ensemble):
-    """One model, `working`, and the copies that were taken of it so far; before the first one it predicts itself."""
+    """One model, `working`, and copies of it that are captured at the ends of cycles.
 
-    builds_one_model = True
+    Before the first copy the model itself predicts.
+    """
+
     taken: Tensor
+    _num_captured: int
 
     def __init__(
         self,
@@ -70,49 +74,54 @@ class SnapshotMembers(Ensemble):
             seed=seed,
         )
 
-    def _take_members(self, members: Sequence[nn.Module]) -> None:
-        super()._take_members(members)
+    @property
+    def trains_one_model(self) -> bool:
+        """Whether one model is trained, of which the members are copies: always."""
+        return True
+
+    @property
+    def uses_member_optimizers(self) -> bool:
+        """Whether the model's own `configure_optimizers` is used: never, as the cycles set its learning rate."""
+        return False
+
+    def set_members(self, members: Sequence[nn.Module]) -> None:
+        """Keep the model as `working`, and a copy for each snapshot as `estimators_`."""
+        super().set_members(members)
         self.working: Members = SequentialMembers(members)
         snapshots = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
         self.estimators_ = as_members(snapshots).requires_grad_(False)
-        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
-        self._num_captured = self._cycle = 0
-        self.register_load_state_dict_post_hook(_read_num_captured)  # type: ignore[no-untyped-call]
+        register_count(self, "taken", "_num_captured")
+        self._cycle = 0
 
-    @property
-    def trained(self) -> Members:
-        """The members that a fit trains: the working model."""
+    def trained_members(self) -> Members:
+        """Return the members that a fit trains: the working model."""
         return self.working
 
     @property
     def n_members(self) -> int:
-        """How many members predict: the snapshots taken so far."""
+        """The number of members that predict: the snapshots captured so far."""
         return self._num_captured
 
-    def _outputs(self, *x: Tensor) -> Tensor:
-        """Return what each snapshot gives, (taken, B, ...); before the first one, what the model gives."""
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return the outputs of each snapshot, (captured, B, ...); before the first one, those of the model."""
         if not self._num_captured:
             return self.working.forward_shared(*x)
         return self.estimators_.forward_shared(*x)[: self._num_captured]
 
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer, and its cycles over the run."""
-        optimizer = make_optimizer(self.working, self.optimizer, self.trainer)
+    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Make the schedule: cycles of equal length over the run."""
         self._cycle = self._steps_per_cycle()
         limits = self.hparams["lr_clip"] or (-math.inf, math.inf)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": _ClampedCyclicLR(optimizer, self._cycle, limits), "interval": "step"},
-        }
+        return {"scheduler": _ClampedCyclicLR(optimizer, self._cycle, limits), "interval": "step"}
 
     def on_train_start(self) -> None:
-        """Begin anew in a new fit; in one that is resumed, take what was due when it ended."""
+        """Start without snapshots in a new fit; in a resumed one, capture what was due when it ended."""
         if self.trainer.global_step == 0:
             self._set_num_captured(0)
         self._capture_if_due()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Take a snapshot at the end of a cycle."""
+        """Capture a snapshot at the end of a cycle."""
         self._capture_if_due()
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
@@ -122,7 +131,7 @@ class SnapshotMembers(Ensemble):
         )
 
     @classmethod
-    def _from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
         """Return an ensemble of trained snapshots, the last of which is the working model."""
         made: Any = cls
         ensemble = made([members[-1]], len(members), **options)
@@ -150,12 +159,7 @@ class SnapshotMembers(Ensemble):
             self._set_num_captured(cycles)
 
     def _set_num_captured(self, count: int) -> None:
-        self._num_captured = count
-        self.taken.fill_(count)
-
-
-def _read_num_captured(ensemble: Any, keys: Any) -> None:
-    ensemble._num_captured = int(ensemble.taken)
+        set_count(self, "taken", "_num_captured", count)
 
 
 def _check_lr_clip(limits: Sequence[float] | None) -> None:
@@ -171,24 +175,24 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
     """Train one classifier in cycles of the learning rate, and average the probabilities of its copies at their ends.
 
     An ensemble for the price of one model; its members differ less than those of `VotingClassifier`. Each cycle lasts
-    the run's steps divided by `n_estimators`, and lowers the learning rate along half a cosine. Before the first cycle
-    has ended the model predicts itself.
+    the run's steps divided by `n_estimators`, and lowers the learning rate along half a cosine. Before the end of
+    the first cycle the model itself predicts.
 
     Args:
         estimator: The model: a class or factory, a module (of which a copy is trained), or a LightningModule, whose
             `training_step` is then the loss.
-        n_estimators: Cycles, >= 1.
+        n_estimators: Number of cycles, >= 1, and of snapshots.
         estimator_args: Arguments of the class or factory.
         optimizer: See `VotingClassifier`; its learning rate is the highest of a cycle.
         criterion: See `VotingClassifier`.
         voting_strategy: See `VotingClassifier`.
-        weights: Of the snapshots, >= 0.
+        weights: Weights of the snapshots, >= 0; equal ones by default.
         n_outputs: See `VotingClassifier`.
         lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.
-        seed: Of initial weights, >= 0.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: In a fit, if the run does not divide into cycles, or has no length.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -227,18 +231,18 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
     """Train one regressor in cycles of the learning rate, and average the predictions of its copies at their ends.
 
     Args:
-        estimator: See `SnapshotEnsembleClassifier`, as for all arguments.
-        n_estimators: Cycles, >= 1.
+        estimator: The model, in any of the forms that `SnapshotEnsembleClassifier` takes.
+        n_estimators: Number of cycles, >= 1, and of snapshots.
         estimator_args: Arguments of the class or factory.
         optimizer: Its learning rate is the highest of a cycle.
         criterion: See `VotingRegressor`.
-        weights: Of the snapshots, >= 0.
-        n_outputs: Numbers that are predicted for each sample.
+        weights: Weights of the snapshots, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
         lr_clip: Lowest and highest learning rate; None for 0 and that of the optimizer.
-        seed: Of initial weights, >= 0.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: In a fit, if the run does not divide into cycles, or has no length.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

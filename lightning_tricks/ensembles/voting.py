@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.members import Members, StackedMembers
+from lightning_tricks.ensembles.core.members import Members
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
@@ -55,7 +56,7 @@ class IndependentMembers(Ensemble):
         )
 
     @property
-    def per_member_batches(self) -> bool:  # type: ignore[override]
+    def per_member_batches(self) -> bool:
         """Whether members see the samples in orders of their own."""
         return not self.shared_order
 
@@ -107,7 +108,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         estimator: The members: a class or factory; a module, of which they are copies with new initial weights; a list
             of modules, or of paths of weights of `estimator_args["estimator"]`; or a LightningModule, whose
             `training_step` is then the member's loss.
-        n_estimators: How many, >= 1.
+        n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
             options. Adam with a learning rate of 1e-3 by default.
@@ -115,11 +116,11 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
         criterion: Loss of logits (B, n_outputs) and targets; or the name of one of torch.nn's, or such a name with a
             dict of options. Cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes, of which the first of several classes wins.
-        weights: Of the members, >= 0; equal ones by default.
-        n_outputs: Classes; by default as many as the members have outputs.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
         vectorize: Whether members run at once: "auto" decides by their structure. The result is the same.
         shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
-        seed: Of initial weights and orders, >= 0; drawn from torch's stream by default.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -173,17 +174,17 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
     logarithms of variances.
 
     Args:
-        estimator: See `VotingClassifier`, as for the arguments that follow.
-        n_estimators: How many, >= 1.
+        estimator: The members, in any of the forms that `VotingClassifier` takes.
+        n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
         lr_scheduler: None by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
-        weights: Of the members, >= 0.
-        n_outputs: Numbers that are predicted for each sample.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
         vectorize: Whether members run at once.
         shared_order: Whether members share the batches.
-        seed: Of initial weights and orders, >= 0.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.builders import build_optimizer as build_optimizer
     from lightning_tricks.lr_schedules.builders import build_schedule as build_schedule
     from lightning_tricks.lr_schedules.builders import total_steps as total_steps
+    from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec as OptimizerSpec
     from lightning_tricks.lr_schedules.core.parameter_groups import layer_of_parameters as layer_of_parameters
     from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups as parameter_groups
     from lightning_tricks.lr_schedules.core.plotting import plot_schedule as plot_schedule
+    from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec as ScheduleSpec
     from lightning_tricks.lr_schedules.core.scheduler import FactorLR as FactorLR
     from lightning_tricks.lr_schedules.core.schedules import constant as constant
     from lightning_tricks.lr_schedules.core.schedules import exponential as exponential
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.core.schedules import warmup_cosine as warmup_cosine
     from lightning_tricks.lr_schedules.core.schedules import warmup_linear as warmup_linear
     from lightning_tricks.lr_schedules.core.schedules import wsd as wsd
-    from lightning_tricks.lr_schedules.core.specs import OptimizerSpec as OptimizerSpec
-    from lightning_tricks.lr_schedules.core.specs import ScheduleSpec as ScheduleSpec
 
     __all__ = [
         "FactorLR",
@@ -92,9 +92,7 @@ else:  # or a type checker would take any name for one of the package
             ),
             "core.plotting": ("plot_schedule",),
             "core.scheduler": ("FactorLR",),
-            "core.specs": (
-                "OptimizerSpec",
-                "ScheduleSpec",
-            ),
+            "core.optimizer_spec": ("OptimizerSpec",),
+            "core.schedule_spec": ("ScheduleSpec",),
         },
     )

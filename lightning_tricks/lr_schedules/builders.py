@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
 from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
+from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 from lightning_tricks.lr_schedules.core.schedules import constant
-from lightning_tricks.lr_schedules.core.specs import OptimizerSpec, ScheduleSpec
 
 _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 
@@ -30,12 +31,12 @@ _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec) -> Optimizer:
     """Make the optimizer of a spec for the trainable parameters of a module.
 
-    Its parameter groups bear names, which LearningRateMonitor shows, and are reported.
+    Its parameter groups have names, which LearningRateMonitor shows, and a log line lists them.
 
     Args:
         module: The model, or a LightningModule in `configure_optimizers`; or several modules, such as the members of an
             ensemble, whose groups of one name become one.
-        spec: What to make.
+        spec: The description.
 
     Raises:
         ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
@@ -69,9 +70,9 @@ def build_schedule(
     """Make the schedule of a spec for an optimizer, as Lightning takes it from `configure_optimizers`.
 
     Args:
-        optimizer: Whose learning rates to set.
-        spec: What to make.
-        trainer: In which it runs; tells the number of steps.
+        optimizer: The optimizer whose learning rates are set.
+        spec: The description.
+        trainer: The Trainer of the run, which gives the number of steps.
         n_optimizers: See `total_steps`.
 
     Returns:
@@ -104,7 +105,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     several ranks; `Trainer.estimated_stepping_batches` is not for some of them.
 
     Args:
-        trainer: With its training data at hand, as in `configure_optimizers`.
+        trainer: A Trainer that has its training data, as in `configure_optimizers`.
         n_optimizers: How many optimizers step in each batch under manual optimization: Lightning's `max_steps` counts
             the steps of all. None stands for 1.
 

@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
     duration = "a number, a fraction of the run, or such as '500 steps'"
     parser.add_argument("--warmup", type=_duration, help=duration)
     parser.add_argument("--milestones", type=_duration, nargs="+", help=f"of multistep: each {duration}")
-    parser.add_argument("--gamma", type=float, help="of multistep, step, exponential")
+    parser.add_argument("--gamma", type=float, help="factor of multistep, step and exponential")
     parser.add_argument("--step-size", type=_duration, help=f"of step: {duration}")
     parser.add_argument("--power", type=float, help="of polynomial (default: 1)")
     parser.add_argument("--decay", type=_duration, help=f"of wsd: {duration} (default: 0.2)")
@@ -36,7 +36,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lightning_tricks.lr_schedules.core.specs import ScheduleSpec
+    from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
     try:

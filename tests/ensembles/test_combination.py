@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 from torchensemble.utils import operator
 
-from lightning_tricks._shared.rng import derive_seed
 from lightning_tricks.ensembles.core.combination import (
     classification_uncertainty,
     log_mean_probabilities,
@@ -24,6 +23,7 @@ from lightning_tricks.ensembles.core.combination import (
     votes,
     weighted_mean,
 )
+from lightning_tricks.ensembles.core.seeds import purpose_seed
 
 
 def _scores(n=5, rows=7, classes=4, seed=0):
@@ -181,7 +181,6 @@ def test_weights_that_cannot_be(weights):
 
 
 def test_seeds_of_different_purposes_differ():
-    paths = [(0,), (1,), (0, 1), (1, 0), (0, 0, 1)]
-    seeds = {derive_seed(seed, *path, distinguish_lengths=True) for seed in range(20) for path in paths}
+    seeds = {purpose_seed(seed, *path) for seed in range(20) for path in [(0,), (1,), (0, 1), (1, 0), (0, 0, 1)]}
     assert len(seeds) == 100
-    assert derive_seed(3, 1, distinguish_lengths=True) == derive_seed(3, 1, distinguish_lengths=True)
+    assert purpose_seed(3, 1) == purpose_seed(3, 1)

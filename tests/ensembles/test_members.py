@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_tricks.ensembles.core.members import SequentialMembers, StackedMembers, as_members, as_sequential
+from lightning_tricks.ensembles.core.layout import as_members, as_sequential
+from lightning_tricks.ensembles.core.members import SequentialMembers
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
 
 

@@ -25,6 +25,7 @@ from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
     MemberOrders,
     batch_of_member,
+    bootstrap_rows,
     is_shuffled,
     member_orders,
     tensors_in_memory,
@@ -58,7 +59,8 @@ def _in_memory(size=23):
 
 
 def _loader(loader, n=3, seed=0, bootstrap=False, shard=(0, 1)):
-    return MemberLoader(loader, member_orders(loader, n, seed, bootstrap, shard))
+    rows = bootstrap_rows(len(loader.dataset), n, seed) if bootstrap else None
+    return MemberLoader(loader, member_orders(loader, n, seed, rows, shard))
 
 
 def _samples_of_members(loader, n=3, epoch=0):

@@ -32,7 +32,8 @@ from lightning_tricks import (
     adaptive_clip_grad_,
     multiclass_metrics,
 )
-from lightning_tricks.ensembles.core.members import SequentialMembers, StackedMembers
+from lightning_tricks.ensembles.core.members import SequentialMembers
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
 from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes, digits, few, fit, values

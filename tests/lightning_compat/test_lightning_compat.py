@@ -98,7 +98,7 @@ def test_repeats_worker_streams(monkeypatch, version, expected):
         (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
         (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
         (
-            lambda unknown: loaders.replace_train_loaders(unknown, None, list),
+            lambda unknown: loaders.replaced_train_loaders(unknown, None, list).__enter__(),
             "an ensemble whose members see the samples",
         ),
         (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
@@ -228,7 +228,12 @@ def test_hooks_that_would_do_nothing_are_passed_over():
 
 class _ReplacesLoaders(Net):
     def setup(self, stage):
-        loaders.replace_train_loaders(self.trainer, self, self.replaced)
+        self.replacement = loaders.replaced_train_loaders(self.trainer, self, self.replaced)
+        self.replacement.__enter__()
+
+    def teardown(self, stage):
+        self.replacement.__exit__(None, None, None)
+        assert "dataloader" not in vars(self.trainer.fit_loop._data_source)
 
     def replaced(self, loaders):
         self.given.append(loaders)
@@ -236,7 +241,7 @@ class _ReplacesLoaders(Net):
 
 
 @pytest.mark.parametrize("by_module", [False, True])
-def test_replace_train_loaders(by_module):
+def test_replaced_train_loaders(by_module):
     net, given = _ReplacesLoaders(), loader()
     net.given = []
     if by_module:

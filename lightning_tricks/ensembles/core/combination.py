@@ -1,4 +1,4 @@
-"""The pure core: combining the outputs of members, their losses, and what their disagreement says.
+"""Functions that combine the outputs of members, compute their losses and split their uncertainty.
 
 Outputs of n members on B samples have the shape (n, B, C).
 """
@@ -21,7 +21,7 @@ _MEANS_OF_ROWS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """What an ensemble does not know, sample by sample.
+    """The uncertainty of an ensemble for each sample.
 
     In classification `mean` holds probabilities, and the parts are entropies in nats, of shape (B,); in regression
     they are variances of each output, of shape (B, C). `total` is `aleatoric` plus `epistemic`.
@@ -29,9 +29,9 @@ class Uncertainty:
     Attributes:
         mean: The combined prediction, (B, C).
         total: Entropy of the mean; variance of the mixture of the members.
-        aleatoric: What each member takes for noise in the data, averaged: the mean entropy, or the mean of the
-            variances that the members predict (0 where they predict none).
-        epistemic: What the members disagree about: the mutual information of prediction and member, or the variance of
+        aleatoric: Noise in the data as the members estimate it: the mean of their entropies, or of the variances that
+            they predict (0 where they predict none).
+        epistemic: Disagreement of the members: the mutual information of prediction and member, or the variance of
             the members' means. High far from the training data.
         disagreement: Share of the members that vote for another class than the most, (B,); in regression the
             standard deviation of the members' means, (B, C).
@@ -49,7 +49,7 @@ def log_mean_probabilities(scores: Tensor, weights: Tensor | None = None) -> Ten
 
     Args:
         scores: Logits, (n, B, C).
-        weights: Of the members, (n,), with the sum 1; None for equal ones.
+        weights: Weights of the members, (n,), with the sum 1; None for equal ones.
 
     Returns:
         Log-probabilities, (B, C).
@@ -117,9 +117,9 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
         return by_member.sum(1) / counted.view(len(outputs), -1).sum(1)
     if kind in _MEANS_OF_ROWS and reduced == "mean":
         single = dict(vars(criterion)) | {"reduction": "none"}
-        twin = kind.__new__(kind)
-        twin.__dict__.update(single)
-        return cast(Tensor, twin(outputs, targets)).flatten(1).mean(1)
+        unreduced = kind.__new__(kind)
+        unreduced.__dict__.update(single)
+        return cast(Tensor, unreduced(outputs, targets)).flatten(1).mean(1)
     return torch.stack([criterion(own, target) for own, target in zip(outputs, targets, strict=True)])
 
 
@@ -137,7 +137,7 @@ def classification_uncertainty(scores: Tensor, weights: Tensor | None = None) ->
 
     Args:
         scores: Logits, (n, B, C).
-        weights: Of the members, (n,), with the sum 1; None for equal ones.
+        weights: Weights of the members, (n,), with the sum 1; None for equal ones.
 
     Source: Depeweg et al., arXiv 1710.07283.
 
@@ -164,7 +164,7 @@ def regression_uncertainty(
     Args:
         means: Predictions, (n, B, C).
         variances: That the members predict, (n, B, C); None where they predict none.
-        weights: Of the members, (n,), with the sum 1; None for equal ones.
+        weights: Weights of the members, (n,), with the sum 1; None for equal ones.
 
     Source: Lakshminarayanan et al., arXiv 1612.01474.
 

@@ -1,4 +1,4 @@
-"""Making the members of an ensemble from what a user gives: a class, a module, several modules, files of weights."""
+"""Functions that build the members of an ensemble from a class, a module, several modules or files of weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._shared.rng import derive_seed, isolated_rng
+from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
+from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
 
 Factory = Callable[..., nn.Module]
 Estimator = Factory | nn.Module | Sequence[Any] | str
 
-_WEIGHTS = 0  # purpose of a seed
 _UNTRUSTED_NAMES: ContextVar[bool] = ContextVar("whether a file names the classes", default=False)
 
 
@@ -33,16 +33,16 @@ def build_members(
     Args:
         estimator: A class or factory; the `MODULE:CLASS` of one that is imported already; a module, of which each
             member is a copy with new initial weights; or a list of modules and of paths of weights.
-        n_estimators: How many to make; a list makes as many as it holds.
-        arguments: Of the class or factory. For paths, the class or factory is its `"estimator"`.
-        seed: Decides about the initial weights; the global random streams are left alone.
+        n_estimators: Number of members; a list makes one member of each entry.
+        arguments: Arguments of the class or factory. For paths, `"estimator"` is the class or factory itself.
+        seed: Seed of the initial weights; the global random state does not change.
 
     Returns:
-        The members, and messages on what was done that the user may not expect.
+        The members, and messages about what the user may not expect.
 
     Raises:
-        TypeError: If something is no module and makes none.
-        ValueError: If a class is not known, arguments have no use, or a module cannot be made anew.
+        TypeError: If something is neither a module nor makes one.
+        ValueError: If a class is unknown, arguments are not used, or a module cannot get new initial weights.
     """
     if isinstance(estimator, list | tuple):
         return _members_of_list(estimator, dict(arguments or {}), seed)
@@ -57,10 +57,10 @@ def build_members(
 
 @contextmanager
 def untrusted_class_names() -> Iterator[None]:
-    """Take classes that are named for named by a file, with the arguments that they are called with.
+    """Treat names of classes in this block as read from a file, which is not trusted.
 
-    Classes of installed packages may read files, or what they find at addresses, when they are made: these the caller
-    has to give.
+    Classes of installed packages may read files or open addresses when they are instantiated. Inside of the block they
+    are refused, so that the caller has to give such a class itself.
     """
     token = _UNTRUSTED_NAMES.set(True)
     try:
@@ -73,7 +73,7 @@ def imported_class(name: str) -> type[nn.Module]:
     """Return the class `MODULE:CLASS` if its module is imported; nothing is imported here.
 
     Raises:
-        ValueError: If it is not, is no class of modules, or is of an installed package inside of
+        ValueError: If it is not imported, is no module class, or is of an installed package inside of
             `untrusted_class_names`.
     """
     module, _, path = name.partition(":")
@@ -91,7 +91,7 @@ def imported_class(name: str) -> type[nn.Module]:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module belongs to Python, this or an installed package but `torch.nn`, and not to the program."""
+    """Whether a module belongs to Python or to an installed package other than `torch.nn`, not to the program."""
     file = getattr(sys.modules[module], "__file__", None)
     if module in ("__main__", "torch.nn") or module.startswith("torch.nn.modules."):
         return False
@@ -113,10 +113,10 @@ def class_name(estimator: Estimator | None) -> str | None:
 
 
 def reset_parameters(module: nn.Module) -> list[str]:
-    """Give a module new initial weights, by what its layers offer for it.
+    """Give a module new initial weights by the `reset_parameters` of its layers.
 
     Returns:
-        Names of the parameters of layers that offer nothing: they keep their values.
+        Names of the parameters of layers without `reset_parameters`, which keep their values.
     """
     kept: list[str] = []
 
@@ -139,7 +139,7 @@ def _make_member(factory: Any, arguments: Mapping[str, Any], seed: int, index: i
             "estimator must be a class or factory, a torch.nn.Module, or a list of modules or paths, got "
             f"{factory!r} ({type(factory).__name__})."
         )
-    with isolated_rng(derive_seed(seed, _WEIGHTS, index, distinguish_lengths=True)):
+    with isolated_rng(purpose_seed(seed, INITIAL_WEIGHTS, index)):
         made = factory(**arguments)
     if not isinstance(made, nn.Module):
         raise TypeError(f"estimator must make a torch.nn.Module, {factory!r} made {made!r}.")
@@ -150,7 +150,7 @@ def _copy_members(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module]
     members, kept = [], []
     for index in range(n):
         member = copy.deepcopy(module)
-        with isolated_rng(derive_seed(seed, _WEIGHTS, index, distinguish_lengths=True)):
+        with isolated_rng(purpose_seed(seed, INITIAL_WEIGHTS, index)):
             kept = reset_parameters(member)
         members.append(member)
     kind = type(module).__name__

@@ -1,24 +1,16 @@
-"""The members of an ensemble as one module: stacked, so that all of them run at once, or one after another.
+"""The members of an ensemble as one module: what all containers of members offer, and members that run in turn.
 
-Both have the same state dict, that of a `ModuleList` of the members, so that either reads what the other has saved.
+All containers have the same state dict, that of a `ModuleList` of the members, so that each reads what another has
+saved.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-
-from lightning_tricks._shared.modes import eval_mode
-from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
-
-# rows x parameters of a member, from which on a call for each member costs nothing beside its work
-_MIN_SEQUENTIAL_WORK = 10_000_000
-_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
 
 
 class Members(nn.Module):
@@ -98,6 +90,10 @@ class SequentialMembers(Members):
         """Return one member, itself."""
         return cast(nn.Module, self._modules[str(index)])
 
+    def only(self, indices: Sequence[int]) -> SequentialMembers:
+        """Return some of the members, themselves, as a container of their own."""
+        return SequentialMembers([self.member(index) for index in indices])
+
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it."""
         member = self.member(index)
@@ -106,276 +102,20 @@ class SequentialMembers(Members):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
         rows = [value.unflatten(0, (len(self), -1)).unbind() for value in inputs]
-        return _stack_outputs([member(*own) for member, *own in zip(self.children(), *rows, strict=True)])
+        return stack_outputs([member(*own) for member, *own in zip(self.children(), *rows, strict=True)])
 
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        return _stack_outputs([member(*inputs) for member in self.children()])
+        return stack_outputs([member(*inputs) for member in self.children()])
 
 
-class StackedMembers(Members):
-    """Members of one structure that run at once, as one module whose layers hold the parameters of all.
+def stack_outputs(outputs: Sequence[Any]) -> Tensor:
+    """Stack the outputs of members, (n, B, ...).
 
-    The first call compares the result with that of the members one after another: a model that mixes rows of a batch
-    outside its layers (`x - x.mean(0)`, the batch in another dimension) gives something else, and runs as a loop over
-    the stacked parameters from then on.
-
-    Args:
-        members: For which `objection_to_stacking` has no objection.
+    Raises:
+        TypeError: If members return something else than a tensor.
+        ValueError: If their outputs differ in shape.
     """
-
-    def __init__(self, members: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.n_members = len(members)
-        self.net = _stacked(members)
-        self._skeleton = [_to_meta(members[0])]  # in a list, so that it is no child
-        self._views: list[nn.Module] = []
-        self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
-        self._checked = False
-        self.register_state_dict_post_hook(_split_state_dict)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_join_state_dict)  # type: ignore[no-untyped-call]
-
-    def __len__(self) -> int:
-        return self.n_members
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": []}
-
-    def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
-        """Yield the layers with parameters, by their names in a member."""
-        for name, layer in self.net.named_modules():
-            if isinstance(layer, StackedLayer):
-                yield name, layer
-
-    def member_tensors(self, index: int) -> dict[str, Tensor]:
-        """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
-        return {name: tensors[index] for name, tensors in self._tensors_by_name().items()}
-
-    def member(self, index: int) -> nn.Module:
-        """Return a copy of one member, which shares no memory with the stack."""
-        member = copy.deepcopy(self._skeleton[0])
-        for name, tensor in self.member_tensors(index).items():
-            # fused optimizers of torch 2.15 take a parameter with other strides than its gradient for contiguous
-            _set_tensor(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
-        return member.train(self.training)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
-        compiling = torch.compiler.is_compiling()
-        if not self._checked and not compiling:
-            self._compare_with_sequential(inputs)
-        if self.reason or not (self._checked or compiling):
-            return self._run_sequentially([self._split_rows(value).unbind() for value in inputs])
-        return self._split_rows(self.net(*inputs))
-
-    def forward_shared(self, *inputs: Tensor) -> Tensor:
-        """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        n = self.n_members
-        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK:
-            return _stack_outputs([view(*inputs) for view in self._member_views()])
-        return cast(Tensor, self(*(value.expand(n, *value.shape).flatten(0, 1) for value in inputs)))
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._views = []
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _tensors_by_name(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
-        cut = {}
-        for path, layer in self.stacked_layers():
-            for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-                cut[_key(path, name)] = layer.to_stored(name, tensor).unbind()
-        return cut
-
-    def _split_rows(self, rows: Tensor) -> Tensor:
-        """Return rows (n x B, ...) as (n, B, ...)."""
-        return rows.reshape(self.n_members, -1, *rows.shape[1:])  # in half the time of `unflatten`
-
-    def _vary_rows(self, rows: Tensor) -> Tensor:
-        """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
-        parts = [part.roll(index, 0) for index, part in enumerate(self._split_rows(rows).unbind())]
-        if rows.is_floating_point():
-            parts = [part * (1 - index / (2 * self.n_members)) for index, part in enumerate(parts)]
-        return torch.cat(parts)
-
-    def _run_sequentially(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
-        tensors = self._tensors_by_name()
-        self._skeleton[0].train(self.training)
-        return _stack_outputs(
-            [
-                functional_call(self._skeleton[0], {name: parts[index] for name, parts in tensors.items()}, own)
-                for index, own in enumerate(zip(*inputs, strict=True))
-            ]
-        )
-
-    def _member_views(self) -> list[nn.Module]:
-        """Return members that share memory with the stack, made anew where it has moved."""
-        first = next(self.net.parameters())
-        if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
-            self._views = [copy.deepcopy(self._skeleton[0]) for _ in range(self.n_members)]
-            for index, view in enumerate(self._views):
-                for name, tensor in self.member_tensors(index).items():
-                    _set_tensor(view, name, tensor.detach())
-        if self._views[0].training != self.training:
-            for view in self._views:
-                view.train(self.training)
-        return self._views
-
-    def _compare_with_sequential(self, inputs: Sequence[Tensor]) -> None:
-        """Compare with a loop, on rows that differ from member to member, of which mixing would show."""
-        differ = len(inputs[0]) > self.n_members or any(value.is_floating_point() for value in inputs)
-        if not differ:
-            return  # one row of whole numbers: the next batch will tell
-        self._checked = True
-        with torch.no_grad(), eval_mode(self):
-            varied = [self._vary_rows(value) for value in inputs]
-            expected = self._run_sequentially([self._split_rows(value).unbind() for value in varied])
-            try:
-                given = self._split_rows(self.net(*varied))
-                off = _describe_difference(given, expected)
-            except (RuntimeError, ValueError, IndexError, AttributeError) as error:
-                self.reason = f"with stacked layers the model raises {type(error).__name__}: {error}"
-                return
-        if off:
-            self.reason = f"the model mixes rows of a batch outside its layers ({off})"
-
-
-def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", objection: str = "") -> Members:
-    """Put members into the module that runs them faster.
-
-    Args:
-        members: At least one.
-        vectorize: "auto" stacks what gains by it: members of one structure without convolutions, for which a loop is
-            the faster one on a CPU. True stacks what can be stacked, False nothing.
-        objection: A reason against stacking that the members do not show.
-
-    Returns:
-        A `StackedMembers`, or a `SequentialMembers` that bears the reason.
-    """
-    if vectorize is False or len(members) == 1:
-        return SequentialMembers(members)
-    reason = objection or objection_to_stacking(members)
-    if not reason and vectorize == "auto":
-        kinds = map(stacked_type, members[0].modules())
-        if any(not isinstance(kind, str) and kind.sequential_is_faster_on_cpu for kind in kinds):
-            return SequentialMembers(members, "convolutions of their own are faster than one for all members")
-    return SequentialMembers(members, reason) if reason else StackedMembers(members)
-
-
-def as_sequential(members: Members, reason: str = "") -> SequentialMembers:
-    """Return the same members, with their values, to be run one after another."""
-    if isinstance(members, SequentialMembers):
-        return members
-    return SequentialMembers(list(members), reason)
-
-
-def objection_to_stacking(members: Sequence[nn.Module]) -> str:
-    """Return why members cannot be stacked, or nothing.
-
-    They must be of one structure, and all their parameters in layers that have a stacked form.
-    """
-    first, *others = members
-    names = [name for name, _ in first.named_parameters(remove_duplicate=False)]
-    if len(names) != len(list(first.parameters())):
-        return "layers share a parameter"
-    if not names:
-        return "the members have no parameters"
-    for path, module in first.named_modules():
-        where = f" ({path})" if path else ""
-        if any(getattr(module, hooks) for hooks in _HOOKS):
-            return f"{type(module).__name__} has hooks{where}"
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own and isinstance(kind := stacked_type(module), str):
-            return f"{kind}{where}"
-    structure = _structure(first)
-    for index, other in enumerate(others, start=1):
-        if _structure(other) != structure:
-            return f"member {index} is of another structure than member 0"
-    return ""
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _structure(module: nn.Module) -> list[Any]:
-    """Return what has to be equal for modules to be stacked: types, options, shapes, what is trained."""
-    parts: list[Any] = []
-    for path, part in module.named_modules():
-        options = {
-            name: value
-            for name, value in vars(part).items()
-            if name != "training" and isinstance(value, bool | int | float | str | tuple | None)
-        }
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        shapes = [(name, _shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
-        parts.append((path, type(part), options, shapes))
-    return parts
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...] | None:
-    return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
-
-
-def _stacked(members: Sequence[nn.Module]) -> nn.Module:
-    """Return a copy of the first member in which the layers with parameters are stacked."""
-    kind = stacked_type(members[0])
-    if not isinstance(kind, str):
-        return kind(members)
-    memo: dict[int, Any] = {}  # what the copy shall not copy
-    parts = [dict(member.named_modules()) for member in members]
-    for path, part in parts[0].items():
-        if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
-            kind = cast(type[StackedLayer], stacked_type(part))
-            memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
-    return copy.deepcopy(members[0], memo)
-
-
-def _to_meta(member: nn.Module) -> nn.Module:
-    """Return a copy that holds the structure and no memory."""
-    return copy.deepcopy(member).to("meta")
-
-
-def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, own = name.rpartition(".")
-    part = module.get_submodule(path)
-    if own in part._parameters:
-        trained = cast(nn.Parameter, part._parameters[own]).requires_grad
-        part._parameters[own] = nn.Parameter(tensor, requires_grad=trained)
-    else:
-        part._buffers[own] = tensor
-
-
-def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Give a stack's state dict the keys and shapes of the members'."""
-    cut: dict[str, Tensor] = {}
-    for path, layer in stack.stacked_layers():
-        for name in layer._parameters.keys() | layer._buffers.keys():
-            stored = state.pop(_key(f"{prefix}net", path, name), None)
-            if stored is not None:
-                cut[_key(path, name)] = layer.to_stored(name, stored)
-    order = stack._skeleton[0].state_dict()
-    for index in range(stack.n_members):
-        # contiguous, which safetensors asks for
-        state.update({f"{prefix}{index}.{name}": cut[name][index].contiguous() for name in order})
-
-
-def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Turn the members' tensors back into the stacked ones."""
-    for path, layer in stack.stacked_layers():
-        for name in layer._parameters.keys() | layer._buffers.keys():
-            keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
-            tensors = [state.pop(key) for key in keys if key in state]
-            if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
-                stored = torch.stack([layer.to_stored(name, tensor) for tensor in tensors])
-                state[_key(f"{prefix}net", path, name)] = stored
-
-
-def _key(*parts: str) -> str:
-    """Return a qualified name; the path of a module itself is empty."""
-    return ".".join(filter(None, parts))
-
-
-def _stack_outputs(outputs: Sequence[Any]) -> Tensor:
     first = outputs[0]
     if not isinstance(first, Tensor):
         raise TypeError(f"members must return a tensor, got {type(first).__name__}.")
@@ -383,14 +123,3 @@ def _stack_outputs(outputs: Sequence[Any]) -> Tensor:
     if len(set(shapes)) > 1:
         raise ValueError(f"members must return outputs of one shape, got {', '.join(map(str, shapes))}.")
     return torch.stack(list(outputs))
-
-
-def _describe_difference(given: Tensor, expected: Tensor) -> str:
-    if given.shape != expected.shape:
-        return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
-    tolerance = _TOLERANCES.get(given.dtype, 0.05)
-    given, expected = given.nan_to_num().float(), expected.nan_to_num().float()
-    off, largest = (given - expected).abs().max(), expected.abs().max()
-    if off > tolerance * largest.clamp(min=1e-6):
-        return f"outputs are {off:.2g} off, of {largest:.2g}"
-    return ""

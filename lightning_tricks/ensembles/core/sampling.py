@@ -1,4 +1,4 @@
-"""Each member's own sample order: batches that hold the rows of all members, one member after another."""
+"""Sample orders of the members, and batches that hold the rows of all members, one member after another."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks._shared.rng import derive_seed, seed_global_rngs
-
-_ORDER, _BOOTSTRAP, _WORKERS = 1, 2, 3  # purposes of seeds
+from lightning_tricks._shared.rng import seed_global_rngs
+from lightning_tricks.ensembles.core.seeds import BOOTSTRAP, SAMPLE_ORDER, WORKERS, purpose_seed
 
 
 class MemberOrders:
     """The order in which each member sees the samples, epoch by epoch; the same on all ranks, which share it out.
 
     Args:
-        size: Of the data set.
-        n_members: How many orders.
-        seed: Decides, with the epoch, about all of them.
-        bootstrap: Whether each member has a data set of its own, drawn once with replacement.
-        sampler: The loader's; None and a `RandomSampler` stand for all samples, shuffled.
-        shard: This rank and the number of them, for a loader that Lightning would share out.
+        size: Number of samples in the data set; in each entry of `member_rows`, where these are given.
+        n_members: Number of orders.
+        seed: The seed, which decides about all orders together with the epoch.
+        member_rows: Rows of the data set that each member is trained on, (size,) each; None for all rows.
+        sampler: The sampler of the loader; None and a `RandomSampler` shuffle all samples.
+        shard: This rank and the number of ranks, for a loader that Lightning would distribute.
     """
 
     def __init__(
@@ -45,17 +44,17 @@ class MemberOrders:
         n_members: int,
         seed: int,
         *,
-        bootstrap: bool = False,
+        member_rows: Sequence[Tensor] | None = None,
         sampler: Any = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         self.size, self.n_members, self.seed = size, n_members, seed
         self.sampler, self.shard = sampler, shard
         self.epoch = 0
-        self.member_rows = [self._bootstrap_rows(member) for member in range(n_members)] if bootstrap else None
+        self.member_rows = member_rows
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Set the epoch, as samplers of Lightning have it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -72,7 +71,7 @@ class MemberOrders:
         return torch.stack([self._of(member, abs(seed)) for member in range(self.n_members)])
 
     def _of(self, member: int, seed: int) -> Tensor:
-        own = torch.Generator().manual_seed(derive_seed(seed, _ORDER, self.epoch, member, distinguish_lengths=True))
+        own = torch.Generator().manual_seed(purpose_seed(seed, SAMPLE_ORDER, self.epoch, member))
         sampled = self._sampled(own, member)
         order = sampled if isinstance(sampled, Tensor) else torch.tensor(list(sampled), dtype=torch.int64)
         rank, world = self.shard
@@ -82,21 +81,23 @@ class MemberOrders:
         return order if self.member_rows is None else self.member_rows[member][order]
 
     def _sampled(self, own: torch.Generator, member: int) -> Any:
-        sampler, twin = self.sampler, copy.copy(self.sampler)
+        sampler, copied = self.sampler, copy.copy(self.sampler)
         if sampler is None:
             return torch.randperm(self.size, generator=own)
         if isinstance(sampler, DistributedSampler):
-            twin.seed = derive_seed(sampler.seed, _ORDER, self.seed, member, distinguish_lengths=True)
-            twin.epoch = self.epoch
-            return twin
+            copied.seed = purpose_seed(sampler.seed, SAMPLE_ORDER, self.seed, member)
+            copied.epoch = self.epoch
+            return copied
         if hasattr(sampler, "generator"):
-            twin.generator = own
-            return twin
+            copied.generator = own
+            return copied
         return sampler
 
-    def _bootstrap_rows(self, member: int) -> Tensor:
-        own = torch.Generator().manual_seed(derive_seed(self.seed, _BOOTSTRAP, member, distinguish_lengths=True))
-        return torch.randint(self.size, (self.size,), generator=own)
+
+def bootstrap_rows(size: int, n_members: int, seed: int) -> list[Tensor]:
+    """Draw a bootstrap sample for each member, with replacement: indices (size,) each."""
+    generators = (torch.Generator().manual_seed(purpose_seed(seed, BOOTSTRAP, member)) for member in range(n_members))
+    return [torch.randint(size, (size,), generator=generator) for generator in generators]
 
 
 class MemberLoader:
@@ -104,12 +105,12 @@ class MemberLoader:
 
     Data sets of tensors in memory are indexed directly; others are read by a DataLoader with the settings of the given
     one. A batch holds n times as many rows. As the seed and the epoch decide about the orders, and with the batch about
-    the random numbers in workers, a run that is resumed in the middle of an epoch goes on with the batches that it has
-    not seen, however many workers make them.
+    the random numbers in workers, a run that is resumed in the middle of an epoch continues with the batches that it
+    has not seen, whatever the number of workers.
 
     Args:
-        loader: For which `why_not_reorder` has no objection.
-        orders: Of the members.
+        loader: A DataLoader for which `why_not_reorder` returns an empty string.
+        orders: The sample orders of the members.
     """
 
     def __init__(self, loader: DataLoader[Any], orders: MemberOrders) -> None:
@@ -122,11 +123,11 @@ class MemberLoader:
         self._resume_position = {"epoch": -1, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far this epoch has come."""
+        """Return the epoch and the number of its batches that were given."""
         return {"epoch": self.sampler.epoch, "batches": self.given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there, where the next epoch is that one."""
+        """Resume at that batch, if the next epoch is the one of the state."""
         self._resume_position = dict(state)
 
     def __len__(self) -> int:
@@ -167,7 +168,7 @@ class MemberLoader:
                 timeout=given.timeout,
                 worker_init_fn=self.worker_init_fn,
                 multiprocessing_context=given.multiprocessing_context,
-                generator=given.generator or torch.Generator(),  # not the process' stream: it would go on elsewhere
+                generator=given.generator or torch.Generator(),  # not the global generator, whose state would change
                 prefetch_factor=given.prefetch_factor,
                 persistent_workers=given.persistent_workers,
             )
@@ -186,7 +187,7 @@ class _FlatBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         orders = self.loader.sampler
         for number, indices in enumerate(self.loader.batches(), self.loader.given):
-            seed = derive_seed(orders.seed, _WORKERS, orders.epoch, number, orders.shard[0], distinguish_lengths=True)
+            seed = purpose_seed(orders.seed, WORKERS, orders.epoch, number, orders.shard[0])
             yield [seed, *indices.flatten().tolist()]
 
 
@@ -228,7 +229,11 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 
 
 def member_orders(
-    loader: DataLoader[Any], n_members: int, seed: int, bootstrap: bool, shard: tuple[int, int]
+    loader: DataLoader[Any],
+    n_members: int,
+    seed: int,
+    member_rows: Sequence[Tensor] | None = None,
+    shard: tuple[int, int] = (0, 1),
 ) -> MemberOrders:
     """Return the orders of the members for a loader's sampler; `shard` as Lightning would share it out."""
     sampler = _sampler(loader)
@@ -237,8 +242,8 @@ def member_orders(
     all_shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     if all_shuffled and sampler.generator is None:
         sampler = None
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    return MemberOrders(size, n_members, seed, bootstrap=bootstrap, sampler=sampler, shard=shard)
+    size = len(member_rows[0]) if member_rows else len(loader.dataset)  # type: ignore[arg-type]
+    return MemberOrders(size, n_members, seed, member_rows=member_rows, sampler=sampler, shard=shard)
 
 
 def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:

@@ -47,7 +47,7 @@ class StackedLayer(nn.Module):
                 self.register_parameter(name, None)
 
     @classmethod
-    def objection(cls, layer: Any) -> str:
+    def why_not_stack(cls, layer: Any) -> str:
         """Return why layers like this one cannot be stacked, or nothing."""
         return ""
 
@@ -97,7 +97,7 @@ class StackedConv(StackedLayer):
     sequential_is_faster_on_cpu = True
 
     @classmethod
-    def objection(cls, layer: Any) -> str:
+    def why_not_stack(cls, layer: Any) -> str:
         """Return why layers like this one cannot be stacked, or nothing."""
         return "" if layer.padding_mode == "zeros" else f"its padding_mode is {layer.padding_mode!r}"
 
@@ -119,7 +119,7 @@ class StackedBatchNorm(StackedLayer):
     layer_types = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
     @classmethod
-    def objection(cls, layer: Any) -> str:
+    def why_not_stack(cls, layer: Any) -> str:
         """Return why layers like this one cannot be stacked, or nothing."""
         return "" if layer.momentum is not None else "its momentum is None, a cumulative average"
 
@@ -175,7 +175,7 @@ class StackedEmbedding(StackedLayer):
     layer_types = (nn.Embedding,)
 
     @classmethod
-    def objection(cls, layer: Any) -> str:
+    def why_not_stack(cls, layer: Any) -> str:
         """Return why layers like this one cannot be stacked, or nothing."""
         options = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
         return ", ".join(f"it has {name}" for name, off in options.items() if getattr(layer, name) not in (off, None))
@@ -207,5 +207,5 @@ def stacked_type(layer: nn.Module) -> type[StackedLayer] | str:
     kind = _STACKED.get(type(layer))
     if kind is None:
         return f"{type(layer).__name__} has no stacked form"
-    objection = kind.objection(layer)
-    return f"{type(layer).__name__}: {objection}" if objection else kind
+    reason = kind.why_not_stack(layer)
+    return f"{type(layer).__name__}: {reason}" if reason else kind

@@ -1,4 +1,4 @@
-"""torchensemble's models, there and back; what is imported from a file is read as data."""
+"""Export to and import from torchensemble; files are read as data, and run no code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEMBER = "estimators_"
 
 
 class TorchensembleInterchange:
-    """What an ensemble has for torchensemble's sake."""
+    """The methods of an ensemble that export to and import from torchensemble."""
 
     hparams: Any
 
@@ -28,7 +28,7 @@ class TorchensembleInterchange:
         """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
 
         Raises:
-            ValueError: If torchensemble cannot combine as this one does, by weights that are not equal.
+            ValueError: If torchensemble cannot combine members in this way, such as by unequal weights.
         """
         return _export(self)
 
@@ -36,26 +36,26 @@ class TorchensembleInterchange:
     def from_torchensemble(
         cls, model_or_path: Any, estimator: Any = None, estimator_args: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Import a fitted torchensemble model, or the file that it saved, of which nothing is run.
+        """Import a fitted torchensemble model, or the file that it saved, without running code of the file.
 
         Args:
             model_or_path: The object, or the path of its `..._ckpt.pth`.
-            estimator: What the members are; an object brings that itself.
-            estimator_args: Of the estimator.
+            estimator: Class, factory or module of the members, for a path; an object has members already.
+            estimator_args: Arguments of the estimator.
             **kwargs: Further arguments of this class.
 
         Raises:
             ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
-            CheckpointError: Of the room `checkpoint_remapping`, if the file is unsafe or does not fit.
+            CheckpointError: If the file is unsafe or does not fit the members.
         """
         members, n_outputs, options = _import(cls.__name__, model_or_path, estimator, estimator_args)
-        ensemble = cls._from_members(members, n_outputs=n_outputs, **{**options, **kwargs})
+        ensemble = cls.from_members(members, n_outputs=n_outputs, **{**options, **kwargs})
         if class_name(estimator):
             ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
         return ensemble
 
     @classmethod
-    def _from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
         """Return an ensemble of trained members."""
         made: Any = cls
         return made(members, len(members), **options)
@@ -90,10 +90,10 @@ def _import(
     """Return the members, the number of outputs and the options of a fitted torchensemble model.
 
     Args:
-        name: Of the class that it shall be of.
-        model_or_path: The object, or the path of what it saved.
-        estimator: What the members are, for a path.
-        arguments: Of the estimator.
+        name: Name of the expected class.
+        model_or_path: The object, or the path of the file that it saved.
+        estimator: Class, factory or module of the members, for a path.
+        arguments: Arguments of the estimator.
     """
     if isinstance(model_or_path, str | os.PathLike):
         return _import_file(name, model_or_path, estimator, arguments)

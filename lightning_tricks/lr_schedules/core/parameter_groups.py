@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
-from lightning_tricks.lr_schedules.core.specs import NO_DECAY_WORDS, OptimizerSpec
+from lightning_tricks.lr_schedules.core.optimizer_spec import NO_DECAY_WORDS, OptimizerSpec
 
 _PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -87,7 +87,7 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
 
     Args:
         module: The model.
-        spec: What it shall be optimized with.
+        spec: The description of the optimizer.
 
     Returns:
         Groups for an optimizer, each with a `name` of its own, its `params` and their options.

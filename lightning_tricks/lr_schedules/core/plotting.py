@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_tricks.lr_schedules.core.specs import ScheduleSpec
+from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 class FactorLR(LRScheduler):
     """Set the learning rate of each group to its base times a closed-form factor of the steps made.
 
-    Groups that are added in mid-run are welcome, where torch's LambdaLR, SequentialLR and OneCycleLR raise: the rate
-    that such a group comes with is its base, and the factor holds from the next step of the optimizer on. As nothing is
-    accumulated, a resumed run has the learning rates of an uninterrupted one.
+    Parameter groups may be added during a run, where torch's LambdaLR, SequentialLR and OneCycleLR raise an error: the
+    learning rate that such a group has is its base, and the factor applies from the next step of the optimizer on. As
+    nothing is accumulated, a resumed run has the learning rates of an uninterrupted one.
 
     Args:
-        optimizer: Whose learning rates to set.
-        factor: Steps made, from 0 -> factor of the base learning rate.
+        optimizer: The optimizer whose learning rates are set.
+        factor: Function of the number of steps made that returns the factor of the base learning rate.
 
     Example:
         >>> import torch

@@ -1,0 +1,107 @@
+"""Members that are LightningModules and bring a `training_step`, a `log` and optimizers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_tricks._lightning_compat.imports import other_import_style
+from lightning_tricks._shared.step_signatures import step_arguments
+from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
+from lightning_tricks.ensembles.core.members import Members
+
+
+def have_training_steps(members: Sequence[nn.Module]) -> bool:
+    """Whether all members are LightningModules with a `training_step`."""
+    return all(isinstance(member, LightningModule) and is_overridden("training_step", member) for member in members)
+
+
+def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
+    """Refuse LightningModules of the other import style (`pytorch_lightning`), whose steps would be left out.
+
+    Raises:
+        TypeError: If there is one, with the remedy.
+    """
+    remedy = next(filter(None, map(other_import_style, map(type, members))), "")
+    if remedy:
+        raise TypeError(f"{type(ensemble).__name__} would leave out a member's training_step: {remedy}")
+
+
+def attach_members(members: Members, ensemble: LightningModule, stage: str) -> None:
+    """Give the members the Trainer of the ensemble, and a `log` whose keys begin with `member_<i>/`."""
+    for index, member in enumerate(members.children()):
+        if isinstance(member, LightningModule):
+            member.trainer = ensemble.trainer
+            member.log = partial(_log_of_member, ensemble, index)  # type: ignore[method-assign]
+            member.setup(stage)
+
+
+def detach_members(members: Members) -> None:
+    """Give the members their own `log` back."""
+    for member in members.children():
+        if isinstance(member, LightningModule):
+            vars(member).pop("log", None)
+
+
+def run_training_steps(members: Members, batches: Sequence[Any], batch_idx: int) -> dict[str, Tensor]:
+    """Run the `training_step` of each member.
+
+    Args:
+        members: The LightningModules.
+        batches: One batch for each member.
+        batch_idx: Index of the batch in the epoch.
+
+    Returns:
+        `loss`, whose gradient is the sum of the members' gradients, and the members' `preds` and `target` one after
+        another, where all of them return these.
+
+    Raises:
+        ValueError: If a member returns None.
+    """
+    modules = cast(Sequence[LightningModule], list(members.children()))
+    one_of_each = {type(module): module for module in modules}
+    rest = {kind: step_arguments(m.training_step, batches[0], batch_idx)[1:] for kind, m in one_of_each.items()}
+    results = [module.training_step(batch, *rest[type(module)]) for module, batch in zip(modules, batches, strict=True)]
+    if any(result is None for result in results):
+        raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
+    parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
+    loss = mean_with_gradient_of_sum(torch.stack([part["loss"] for part in parts]))
+    returned = [name for name in ("preds", "target") if all(isinstance(p.get(name), Tensor) for p in parts)]
+    return {"loss": loss, **{name: torch.cat([part[name].detach() for part in parts]) for name in returned}}
+
+
+def have_optimizers(members: Members) -> bool:
+    """Whether the members have a `configure_optimizers`."""
+    return is_overridden("configure_optimizers", cast(LightningModule, next(members.children())))
+
+
+def merge_member_optimizers(members: Members) -> Optimizer:
+    """Merge the optimizers of the members' `configure_optimizers` into one.
+
+    Raises:
+        MisconfigurationException: If they have none, more than one each, of different types, or schedulers.
+    """
+    modules = cast(Sequence[LightningModule], list(members.children()))
+    made = [
+        module.configure_optimizers() if is_overridden("configure_optimizers", module) else None for module in modules
+    ]
+    if not all(type(one) is type(made[0]) and isinstance(one, Optimizer) for one in made):
+        raise MisconfigurationException(
+            f"{type(modules[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
+            f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."
+        )
+    optimizers = cast(Sequence[Optimizer], made)
+    kind: Any = type(optimizers[0])
+    return cast(Optimizer, kind([group for one in optimizers for group in one.param_groups], **optimizers[0].defaults))
+
+
+def _log_of_member(ensemble: LightningModule, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    ensemble.log(f"member_{index}/{name}", value, *args, **kwargs)

@@ -1,0 +1,140 @@
+"""Members that are trained one after another, stage by stage, such as those of boosting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks.ensembles import optimizers
+from lightning_tricks.ensembles.core.counts import register_count, set_count
+from lightning_tricks.ensembles.core.layout import as_sequential
+from lightning_tricks.ensembles.core.members import SequentialMembers
+from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.lr_schedules.builders import total_steps
+from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
+
+
+class StagedEnsemble(Ensemble):
+    """Base of ensembles that are trained in stages, each of which trains other members.
+
+    A stage begins with a new optimizer and a new schedule of the trained members. All other members are in evaluation
+    mode and have no optimizer: neither weight decay nor BatchNorm changes them. The stage is a part of the state dict,
+    so that a run resumes in the middle of a stage. A new fit begins with stage 0.
+
+    A family overrides, beside the methods of `Ensemble`:
+
+    - `n_stages`: the number of stages, one for each member by default;
+    - `stage_at(epoch)`: the stage of an epoch; by default all stages have the same number of epochs;
+    - `trained_members()`: the members that the current stage trains, one by default;
+    - `on_stage_start()`: called when a stage has begun, with its optimizer made;
+    - `predict_members(*x)` and `n_members`: by default the members up to the current stage predict;
+    - `member_loss` or `training_loss`, which may call `earlier_outputs(*inputs)`.
+
+    What else belongs to a stage and must survive a resume is registered as a buffer in `set_members`.
+
+    Attributes:
+        stage: The current stage, from 0.
+    """
+
+    stage: int
+    stage_number: Tensor
+
+    @property
+    def n_stages(self) -> int:
+        """The number of stages."""
+        return self.n_estimators
+
+    def stage_at(self, epoch: int) -> int:
+        """Return the stage of an epoch.
+
+        Raises:
+            MisconfigurationException: If `max_epochs` is no multiple of the number of stages.
+        """
+        epochs = self.trainer.max_epochs or 0
+        if epochs <= 0 or epochs % self.n_stages:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has {self.n_stages} stages of equal length, into which max_epochs={epochs} "
+                f"does not divide: set max_epochs to a multiple of {self.n_stages}."
+            )
+        return min(epoch // (epochs // self.n_stages), self.n_stages - 1)
+
+    def on_stage_start(self) -> None:
+        """React to the beginning of a stage; `self.stage` is the new one."""
+
+    def set_members(self, members: Any) -> None:
+        """Keep the members one after another: a stack would train all of them."""
+        super().set_members(members)
+        self.estimators_ = as_sequential(self.estimators_)
+        register_count(self, "stage_number", "stage")
+
+    def trained_members(self) -> SequentialMembers:
+        """Return the member of the current stage."""
+        return self._members([self.stage])
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return the outputs of the members up to the current stage, (stage + 1, B, ...)."""
+        return self._members(range(self.stage + 1)).forward_shared(*x)
+
+    @property
+    def n_members(self) -> int:
+        """The number of members that predict."""
+        return self.stage + 1
+
+    @torch.no_grad()
+    def earlier_outputs(self, *x: Tensor) -> Tensor | None:
+        """Return the outputs of the members of earlier stages, without gradients; None in the first stage."""
+        return self._members(range(self.stage)).forward_shared(*x) if self.stage else None
+
+    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Make the schedule of one stage: a length that is not given is that of the stage."""
+        choice = self.lr_scheduler
+        if isinstance(choice, ScheduleSpec) and choice.needs_total and choice.total is None:
+            whole = self.trainer.max_epochs if choice.interval == "epoch" else total_steps(self.trainer)
+            choice = replace(choice, total=max(1, int(whole or 0) // self.n_stages))
+        if choice is None or self.uses_member_optimizers:
+            return None
+        return optimizers.make_schedule(optimizer, choice, self.trainer, bool(self.trainer.enable_validation))
+
+    def train(self, mode: bool = True) -> StagedEnsemble:
+        """Set the mode; the members that the current stage does not train stay in evaluation mode."""
+        super().train(mode)
+        if mode:
+            trained = list(self.trained_members().children())
+            for member in self.estimators_.children():
+                if not any(member is one for one in trained):
+                    member.eval()
+        return self
+
+    def setup(self, stage: str) -> None:
+        """Begin with the first stage; a checkpoint to resume from is loaded after this."""
+        if stage == "fit":
+            self._set_stage(0)
+        super().setup(stage)
+
+    def on_train_start(self) -> None:
+        """Begin the first stage."""
+        self.train()
+        if self.trainer.global_step == 0:
+            self.on_stage_start()
+
+    def on_train_epoch_start(self) -> None:
+        """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""
+        stage = self.stage_at(self.current_epoch)
+        if stage != self.stage:
+            self._set_stage(stage)
+            self.train()
+            self.trainer.strategy.setup_optimizers(self.trainer)
+            self.on_stage_start()
+
+    def _set_stage(self, stage: int) -> None:
+        set_count(self, "stage_number", "stage", stage)
+
+    def _members(self, indices: Any) -> SequentialMembers:
+        members: Any = self.estimators_
+        chosen: SequentialMembers = members.only(indices)
+        return chosen

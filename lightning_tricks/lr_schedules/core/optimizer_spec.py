@@ -1,0 +1,108 @@
+"""The description of an optimizer, for code and for YAML, which is checked when it is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_tricks._shared.checks import (
+    check_choice,
+    check_not_negative,
+    check_number,
+    did_you_mean,
+    suggests_argument_names,
+)
+from lightning_tricks._shared.patterns import Pattern
+
+NO_DECAY_WORDS = ("bias", "norm")
+_OWN_FIELDS = ("params", "lr", "weight_decay", "fused")
+
+
+@suggests_argument_names(" The optimizer's own arguments go into kwargs={...}.")
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer of `torch.optim` and what its parameter groups get.
+
+    Args:
+        name: The class: "AdamW", "SGD", ...
+        lr: Base learning rate, > 0.
+        weight_decay: >= 0; must be 0 for an optimizer that has none.
+        no_decay: What gets no weight decay: "bias" (parameters called so), "norm" (those of normalisation layers) and
+            patterns over qualified names.
+        layer_decay: Factor of the learning rate from each layer to the one below it, in (0, 1]; None for one rate. The
+            layers are those of `layer_of_parameters`.
+        groups: Pattern over qualified names -> options of the optimizer, such as `{"backbone.*": {"lr": 1e-4}}`. The
+            first that matches counts; what `no_decay` exempts stays exempt.
+        fused: Whether to use the fused implementation; "auto" does on CUDA, unless the Trainer's `gradient_clip_val` is
+            set, which AMP refuses beside it.
+        kwargs: Further arguments of the optimizer, such as `{"momentum": 0.9}`.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a name is unknown or a value out of range.
+
+    Example:
+        >>> OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, kwargs={"momentum": 0.9}).name
+        'SGD'
+    """
+
+    name: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    no_decay: Sequence[str] = ("bias", "norm")
+    layer_decay: float | None = None
+    groups: dict[str, dict[str, Any]] | None = None
+    fused: bool | Literal["auto"] = "auto"
+    kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        known = list(inspect.signature(self.optimizer()).parameters)
+        check_number("lr", self.lr, above=0, at_most=1e9)
+        if check_not_negative("weight_decay", self.weight_decay) and "weight_decay" not in known:
+            raise ValueError(f"{self.name} has no weight decay: set weight_decay=0, got {self.weight_decay!r}.")
+        if self.layer_decay is not None:
+            check_number("layer_decay", self.layer_decay, above=0, at_most=1)
+        if self.fused not in (True, False, "auto"):
+            raise ValueError(f'fused must be True, False or "auto", got {self.fused!r}.')
+        if self.fused is True and "fused" not in known:
+            raise ValueError(f'{self.name} has no fused implementation: set fused="auto" or False, got True.')
+        if isinstance(self.no_decay, str):
+            raise TypeError(f"no_decay must be a list of words and patterns, got the string {self.no_decay!r}.")
+        for pattern in (*self.no_decay, *(self.groups or ())):
+            Pattern(pattern)
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))
+        self._check_options("kwargs", self.kwargs or {}, [name for name in known if name not in _OWN_FIELDS])
+        for pattern, options in (self.groups or {}).items():
+            name = f"groups[{pattern!r}]"
+            self._check_options(name, options, [option for option in known if option not in ("params", "fused")])
+            if "lr" in options:
+                check_number(f"{name}['lr']", options["lr"], above=0, at_most=1e9)
+            check_not_negative(f"{name}['weight_decay']", options.get("weight_decay", 0))
+        if self.name == "LBFGS" and (self.groups or self.layer_decay is not None):
+            given = f"groups={self.groups!r}" if self.groups else f"layer_decay={self.layer_decay!r}"
+            raise ValueError(f"LBFGS takes one group of parameters, got {given}: leave it out.")
+
+    def optimizer(self) -> Any:
+        """Return the class.
+
+        Raises:
+            ValueError: If torch has no such optimizer.
+        """
+        from torch import optim
+
+        classes = {n: c for n, c in vars(optim).items() if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
+        known = sorted(classes.keys() - {"Optimizer"})
+        return classes[check_choice("OptimizerSpec.name", self.name, known)]
+
+    def _check_options(self, where: str, options: object, known: list[str]) -> None:
+        if not isinstance(options, dict):
+            raise TypeError(f"{where} must be a dict of options such as {{'{known[0]}': ...}}, got {options!r}.")
+        for option in options:
+            if option in _OWN_FIELDS and option not in known:
+                raise ValueError(f"{where} must not hold {option!r}: it is a field of OptimizerSpec.")
+            if option not in known:
+                raise ValueError(
+                    f"{where}: {self.name} has no {option!r}, it takes {', '.join(known)}.{did_you_mean(option, known)}"
+                )
