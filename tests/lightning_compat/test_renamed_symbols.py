@@ -29,7 +29,7 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from tests.contract.lab import QUIET, EvaluatedNet, loader
+from tests.contract.lab import QUIET, Net, loader
 
 MATCH = f"^(AutoResume|AutoResume or CheckpointRemapping) does not work with lightning {lightning.__version__}.*install"
 
@@ -46,7 +46,7 @@ class _InEpoch(Callback):
 
 
 def _run(call):
-    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[_InEpoch(call)], **QUIET).fit(EvaluatedNet(), loader())
+    Trainer(max_epochs=1, limit_train_batches=3, callbacks=[_InEpoch(call)], **QUIET).fit(Net(), loader())
 
 
 def _parts(trainer):
@@ -73,7 +73,6 @@ def _state(trainer):
     return results.capture_loop_state(trainer)
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize(
     ("part", "name", "call"),
     [
@@ -113,7 +112,6 @@ def test_a_renamed_attribute_of_the_loops(part, name, call):
     assert asked == [name]
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -143,7 +141,7 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
     with fit.override_resume_checkpoint(trainer, lambda path: ("memory", fit.dump_checkpoint(trainer))):
         _rename(connector, name)
         with pytest.raises(RuntimeError, match=MATCH):
-            trainer.fit(EvaluatedNet(), loader())
+            trainer.fit(Net(), loader())
     assert name not in vars(connector)
     assert "resume_start" not in vars(connector)
 
