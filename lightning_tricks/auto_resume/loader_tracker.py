@@ -1,4 +1,4 @@
-"""The loaders of a fit: followed while it trains, and taken to their places when it goes on."""
+"""The loaders of a fit: tracked while it trains, and moved to their positions when it resumes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lightning_tricks.auto_resume.core.signals import StopRequest
 
 
 class LoaderTracker:
-    """Knows where the training loaders stand, and what the workers of validation loaders remember.
+    """Tracks the positions of the training loaders, and the state that workers of validation loaders keep.
 
-    DataLoaders are followed. Loaders with a `state_dict` are the Trainer's to restore. Others are read anew from the
-    streams that their epoch began with, up to where they were.
+    DataLoaders are tracked. The Trainer restores loaders with a `state_dict`. Other loaders are replayed: they are read
+    again with the random state that their epoch started with, up to their position.
 
     Args:
-        stop_request: Whose signals the workers pass over.
+        stop_request: The signals that workers ignore.
 
     Attributes:
-        differences: Sentences on what is not as it was in the stopped run, as far as the loaders are taken up.
+        differences: Sentences on what is not as it was in the stopped run, for the loaders that are resumed.
     """
 
     def __init__(self, stop_request: StopRequest) -> None:
@@ -47,10 +47,10 @@ class LoaderTracker:
         self._train: list[TrackedDataLoader] = []
         self._validation: list[TrackedDataLoader] = []
         self._replays = False
-        # when loaders that are read anew were asked for an iterator, and for their first batch
+        # The random states before replayed loaders created their iterators and fetched their first batch
         self._rng_states: dict[str, torch.Tensor] = {}
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
-        self._iterators_pending = False  # with the iterators, until the hooks of the epoch's start were called again
+        self._iterators_pending = False  # until the hooks of the epoch's start were called again
 
     def close(self) -> None:
         """Leave the loaders as they were."""
@@ -58,10 +58,10 @@ class LoaderTracker:
             loader.close()
 
     def track_train(self, loaders: Sequence[Any], all_sized: bool, saved: Mapping[str, Any] | None) -> None:
-        """Follow the training loaders, whose iterators are made next; with `saved`, at the places that it holds.
+        """Track the training loaders, whose iterators are created next; with `saved`, from the positions that it holds.
 
         Raises:
-            MisconfigurationException: If nobody can take a loader to its place.
+            MisconfigurationException: If a loader can be neither tracked, restored nor replayed.
         """
         for loader in self._train:
             loader.close()
@@ -74,7 +74,9 @@ class LoaderTracker:
             return
         self._saved_validation = saved["validation"]
         if len(saved["train"]) != len(self._train) or saved["replays"] != self._replays:
-            rank_zero_warn("AutoResume: the training loaders are others than before; the epoch's order is lost.")
+            rank_zero_warn(
+                "AutoResume: the training loaders differ from those of the stopped run; the epoch's order is lost."
+            )
             return
         if self._replays:
             self._rng_states = dict(saved["streams"])
@@ -85,7 +87,7 @@ class LoaderTracker:
         self._iterators_pending = True
 
     def track_validation(self, loaders: Sequence[Any]) -> None:
-        """Follow the validation loaders: the streams of workers that live on are part of where the run is."""
+        """Track the validation loaders: the random state of persistent workers is part of the run's state."""
         for loader in self._validation:
             loader.close()
         in_training = {id(loader.loader) for loader in self._train}
@@ -102,12 +104,12 @@ class LoaderTracker:
         self._saved_validation = ()
 
     def record_rng_state(self, moment: str) -> None:
-        """Note the streams from which loaders of an unknown kind make their order: "iterator" or "batch" comes next."""
+        """Note the random state from which replayed loaders draw their order, before an "iterator" or "batch"."""
         if self._replays:
             self._rng_states[moment] = pack_rng_state()
 
     def create_iterators(self, trainer: Trainer, saved: Mapping[str, Any]) -> bool:
-        """Make the iterators of followed loaders at their places; return whether that was still to be done."""
+        """Create the iterators of tracked loaders at their positions; return whether that was still to be done."""
         pending, self._iterators_pending = self._iterators_pending, False
         if pending and self._train:
             for loader, state in zip(self._train, saved["train"], strict=True):
@@ -119,7 +121,7 @@ class LoaderTracker:
         return pending
 
     def restore_positions(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
-        """Take the training loaders to where they were when the run was stopped."""
+        """Move the training loaders to their positions in the stopped run."""
         pending = self.create_iterators(trainer, saved)
         if not self._train:
             load_loader_states(trainer)
@@ -132,7 +134,7 @@ class LoaderTracker:
             mark_restarted_loaders(trainer, saved["begun_again"])
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
-        """Return the places of all loaders, as tensors and plain values; `at_end` says that the epoch is over."""
+        """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
         validation = [_loader_state(one, vars(one.loader).get("_iterator")) for one in self._validation]
         train = self._train_positions(trainer, at_end)
         for loader in (*self._train, *self._validation):
@@ -151,7 +153,7 @@ class LoaderTracker:
             return []
         iterators, num_prefetched = train_iterators(trainer)
         tracked = [iterator for iterator in iterators if position_of(iterator) is not None]
-        if len(tracked) != len(self._train):  # spared: the epoch was over when the run was taken up
+        if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
             return [_loader_state(loader, None) for loader in self._train]
         pairs = zip(self._train, tracked, strict=True)
         return [_loader_state(loader, iterator, num_prefetched, at_end) for loader, iterator in pairs]
@@ -159,19 +161,19 @@ class LoaderTracker:
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
         for path, kind in loader.objects.new_unsaved().items():
             rank_zero_warn(
-                f"AutoResume: {path} of {loader.name} changed and is not saved ({kind}): a resumed run begins with a "
-                "fresh one. Keep plain values, tensors or random generators there, where the data depend on it."
+                f"AutoResume: {path} of {loader.name} changed and is not saved ({kind}): a resumed run starts with "
+                "its initial value. If the data depend on it, keep plain values, tensors or random generators there."
             )
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:
-        """Say where the data are others than those of the stopped run."""
+        """Report where the data differ from those of the stopped run."""
         before, now = state.get("fingerprint", {}), loader.objects.fingerprint
         others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
         if before and others:
             more = f" and {len(others) - 1} more attributes differ" if others[1:] else " differs"
             loader.report_difference(
-                f"has other data than in the stopped run: {others[0]}{more}. Make them as before: split them with a "
-                "generator=torch.Generator().manual_seed(...), and call seed_everything before they are made"
+                f"has other data than in the stopped run: {others[0]}{more}. Create them as before: split them with a "
+                "generator=torch.Generator().manual_seed(...), and call seed_everything before they are created"
             )
 
     def _track(self, loaders: Sequence[Any], name: str, prefetches: bool = False) -> list[TrackedDataLoader]:
@@ -191,24 +193,24 @@ class LoaderTracker:
 
 
 def _loaders_to_replay(loaders: Sequence[Any]) -> list[Any]:
-    """Return the loaders that neither we nor the Trainer take to their places."""
+    """Return the loaders that are neither tracked nor restored by the Trainer."""
     for loader in loaders:
         if type(loader).__module__.partition(".")[0] == "torchdata":
             raise MisconfigurationException(
-                f"AutoResume: a torchdata {type(loader).__name__} restores its own place, and loses an epoch when it "
-                "is saved at the epoch's end. Use torch.utils.data.DataLoader: AutoResume takes it to its place."
+                f"AutoResume: a torchdata {type(loader).__name__} restores its own position, and loses an epoch if "
+                "it is saved at the epoch's end. Use torch.utils.data.DataLoader: AutoResume restores its position."
             )
     others = [loader for loader in loaders if why_not_trackable(loader)]
     to_replay = [loader for loader in others if not _has_state_dict(loader)]
     if to_replay and len(to_replay) < len(others):
         raise MisconfigurationException(
-            "AutoResume: of several training loaders that are no DataLoaders either all or none can have a state_dict "
-            "of their own."
+            "AutoResume: of several training loaders that are no DataLoaders, either all or none must have a "
+            "state_dict."
         )
     for loader in to_replay:
         if getattr(loader, "in_order", True) is False:
             rank_zero_warn(
-                "AutoResume: DataLoader(in_order=False) lets the workers' speed decide about the order of the batches, "
+                "AutoResume: DataLoader(in_order=False) lets the order of the batches depend on the workers' speed, "
                 "so that no two runs are the same. Leave it out for an exact resume."
             )
     return to_replay
@@ -218,7 +220,7 @@ def _compare_num_workers(loader: TrackedDataLoader, before: int) -> None:
     if before != loader.loader.num_workers:
         rank_zero_warn(
             f"AutoResume: the training loader had num_workers={before} and has {loader.loader.num_workers}. The order "
-            "of the samples is the same; random numbers drawn in workers are others than they would have been."
+            "of the samples is the same; random numbers that workers draw differ from those of the stopped run."
         )
 
 
