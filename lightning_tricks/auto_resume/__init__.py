@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume as AutoResume
-    from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder as CheckpointFolder
-    from lightning_tricks.auto_resume.core.checkpoint_files import save_durably as save_durably
-    from lightning_tricks.auto_resume.core.checkpoint_files import write_durably as write_durably
+    from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder as CheckpointFolder
+    from lightning_tricks.auto_resume.core.durable_writing import save_durably as save_durably
+    from lightning_tricks.auto_resume.core.durable_writing import write_durably as write_durably
     from lightning_tricks.auto_resume.durable_checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
 
     __all__ = ["AutoResume", "CheckpointFolder", "DurableCheckpointIO", "save_durably", "write_durably"]
@@ -32,6 +32,7 @@ else:  # a type checker would otherwise accept any name
         {
             "callback": ("AutoResume",),
             "durable_checkpoint_io": ("DurableCheckpointIO",),
-            "core.checkpoint_files": ("CheckpointFolder", "save_durably", "write_durably"),
+            "core.checkpoint_folder": ("CheckpointFolder",),
+            "core.durable_writing": ("save_durably", "write_durably"),
         },
     )

@@ -20,7 +20,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
-from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
 from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit

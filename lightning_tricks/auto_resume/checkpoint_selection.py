@@ -12,12 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_tricks.auto_resume.core.checkpoint_files import (
-    CheckpointFolder,
-    Manifest,
-    NewerFormatError,
-    differences,
-)
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
+from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError, differences
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
 from lightning_tricks.auto_resume.unsafe_objects import describe_object

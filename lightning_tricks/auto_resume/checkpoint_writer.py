@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, Manifest
+from lightning_tricks.auto_resume.core.manifests import FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, SavePoint
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX

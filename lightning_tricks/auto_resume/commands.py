@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+    from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 
 
 def add_to(commands: Any) -> None:
@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
-    from lightning_tricks.auto_resume.core.checkpoint_files import fit_folders
+    from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
 
     folders = [folder for folder in fit_folders(arguments.dirpath) if folder.manifests() or folder.read_status()]
     if not folders:

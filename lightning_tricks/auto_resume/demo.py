@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks.auto_resume.callback import AutoResume
-from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted, checkpoint_ios
-from lightning_tricks.auto_resume.core.checkpoint_files import save_durably
+from lightning_tricks.auto_resume.core.durable_writing import save_durably
 
 
 class DurableCheckpointIO(TorchCheckpointIO):

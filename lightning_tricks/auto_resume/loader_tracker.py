@@ -97,7 +97,7 @@ class LoaderTracker:
             if state["place"] is not None and has_persistent_workers(loader.loader):
                 with isolated_rng():
                     loader.resume_from(state["place"])
-                    loader.loader._iterator = loader.loader._get_iterator()
+                    loader.create_persistent_iterator()
             self._compare_fingerprints(loader, state)
             loader.restore_generator_states(state["generators"])
             loader.objects.restore_changes(state["objects"])

@@ -35,8 +35,8 @@ from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
-from lightning_tricks.auto_resume.core.checkpoint_files import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest, redirect_output
 from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start

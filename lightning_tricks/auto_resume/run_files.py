@@ -20,10 +20,11 @@ from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_fi
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder, Manifest
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
+from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.logger_state import LoggerState
 from lightning_tricks.auto_resume.run_identity import run_identity
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from lightning.pytorch import Trainer
 
-from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 
 _SECONDS_BETWEEN_WRITES = 10.0
 

@@ -1,4 +1,4 @@
-"""Attributes that no state dict holds go on in another process, or are said to be lost."""
+"""Attributes that no state dict holds are restored in another process, or reported as unsaved."""
 
 import ast
 import collections
@@ -41,8 +41,11 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_tricks.auto_resume.core.attributes.plain_values import EncodeBudget, decode, encode
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, fingerprints, restore_changes
+from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
+from lightning_tricks.auto_resume.core.attributes.decoding import decode
+from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 
 Point = namedtuple("Point", "x y")
@@ -61,14 +64,14 @@ class Words(list):
 
 
 class Ends:
-    """Acts when it ends, so that none is made from a file."""
+    """Has a finalizer, so that no object is created from a file."""
 
     def __del__(self):
         pass
 
 
 class Meter:
-    """Of which a defaultdict makes as many as it is asked for."""
+    """The factory of a defaultdict."""
 
     names: ClassVar[list[str]] = []
     made: ClassVar[int] = 0
@@ -95,7 +98,7 @@ def through_a_file(changes, path):
 
 
 def resumed(make, act, path):
-    """Return the object that was acted on, a fresh one that was given its attributes, and what did not go."""
+    """Return the object that was changed, a fresh one with its attributes restored, and what could not be restored."""
     old, fresh = make(), make()
     attributes = AttributeTracker({"it": old})
     act(old)
@@ -105,7 +108,7 @@ def resumed(make, act, path):
 
 
 def alike(one, other):
-    """Whether two values are the same to the bit, types included."""
+    """Whether two values and their types are equal, bit by bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -163,7 +166,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("value", KINDS, ids=lambda value: f"{type(value).__name__}")
-def test_each_kind_comes_back_as_it_was(value, tmp_path):
+def test_each_type_is_restored(value, tmp_path):
     assert alike(there_and_back(value, tmp_path / "value.ckpt"), value)
 
 
@@ -191,14 +194,14 @@ _VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(value=_VALUES)
-def test_nested_values_come_back_as_they_were(value, tmp_path_factory):
+def test_nested_values_are_restored(value, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "value.ckpt"
     assert alike(there_and_back(value, path), value)
 
 
 @settings(max_examples=100, deadline=None)
 @given(before=_VALUES, after=_VALUES)
-def test_a_fresh_object_gets_any_value(before, after, tmp_path_factory):
+def test_any_value_is_restored_in_a_fresh_object(before, after, tmp_path_factory):
     old, fresh = Holder(it=before), Holder(it=before)
     attributes = AttributeTracker({"old": old})
     old.it = after
@@ -225,7 +228,7 @@ class Model(nn.Module):
         self.loss = nn.functional.mse_loss
 
 
-def test_a_module_goes_on(tmp_path):
+def test_attributes_of_a_module_are_restored(tmp_path):
     def act(model):
         model.kl_weight += 0.25
         model.net[1].p = 0.5
@@ -253,7 +256,7 @@ def test_a_module_goes_on(tmp_path):
     assert not fresh.net[0].weight.eq(3).any()
 
 
-def test_what_did_not_change_is_not_kept():
+def test_unchanged_values_are_not_saved():
     model = Model()
     attributes = AttributeTracker({"model": model})
     model.net(torch.randn(4, 2)).sum().backward()
@@ -287,7 +290,7 @@ def test_in_place_changes_stay_in_place(tmp_path):
     assert (fresh.table, fresh.seen, fresh.array.tolist()) == ({"k": 2}, {3}, [4, 0])
 
 
-def test_what_was_set_anew_is_set_anew_and_stays_shared(tmp_path):
+def test_a_new_value_is_set_and_stays_shared(tmp_path):
     def act(holder):
         holder.a = holder.b = [1]
         holder.tensor = torch.ones(2)
@@ -312,7 +315,7 @@ def test_what_was_set_anew_is_set_anew_and_stays_shared(tmp_path):
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_generators_go_on(make, draw, late, tmp_path):
+def test_generators_are_restored(make, draw, late, tmp_path):
     def act(holder):
         if late:
             holder.rng = make()
@@ -323,7 +326,7 @@ def test_generators_go_on(make, draw, late, tmp_path):
     assert [draw(fresh.rng) for _ in range(3)] == [draw(old.rng) for _ in range(3)]
 
 
-def test_a_factory_is_taken_from_the_object_that_is_there(tmp_path):
+def test_a_factory_is_taken_from_the_present_object(tmp_path):
     def act(holder):
         holder.known["a"].append(1)
         holder.own["b"] += 1
@@ -347,7 +350,7 @@ class Slotted:
 
 
 class Guarded(nn.Module):
-    """Refuses what is set, as a property does."""
+    """Refuses that attributes are set, as a property does."""
 
     def __init__(self):
         super().__init__()
@@ -364,7 +367,7 @@ class Guarded(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Frozen, lambda: Slotted(0), Guarded, lambda: types.SimpleNamespace(count=0)])
-def test_attributes_are_set_past_what_a_class_does(make, tmp_path):
+def test_attributes_are_set_without_calling_the_class(make, tmp_path):
     def act(thing):
         if isinstance(thing, nn.Module):
             vars(thing)["count"] = 3
@@ -391,7 +394,7 @@ class Says:
         self._at()[0] = state["position"]
 
 
-def test_what_an_object_says_of_itself_goes_on(tmp_path):
+def test_the_state_of_an_object_is_restored(tmp_path):
     def act(holder):
         holder.sampler.take()
         holder.sampler.take()
@@ -401,7 +404,7 @@ def test_what_an_object_says_of_itself_goes_on(tmp_path):
     assert fresh.sampler.state_dict() == {"position": 2}
 
 
-def test_a_clock_of_another_process_is_left_alone(tmp_path):
+def test_clock_readings_of_another_process_are_ignored(tmp_path):
     def act(holder):
         time.sleep(0.01)
         holder.wall, holder.started, holder.late_time = time.time(), time.perf_counter(), time.monotonic()
@@ -419,7 +422,7 @@ def test_a_clock_of_another_process_is_left_alone(tmp_path):
 
 
 class Strange:
-    """Raises whatever is asked of it."""
+    """Raises at any access."""
 
     def __getattr__(self, name):
         raise RuntimeError(name)
@@ -431,7 +434,7 @@ class Strange:
 
 
 class Pretends:
-    """Says that it is something else."""
+    """Claims to be of another class."""
 
     @property
     def __class__(self):
@@ -471,7 +474,7 @@ def test_strange_objects_do_no_harm(tmp_path):
     assert lost["it.count_from"] == "itertools.count"
 
 
-def test_what_is_no_data_is_said_with_its_place():
+def test_values_that_are_no_data_are_reported_with_their_paths():
     holder = Holder(history=[1], table={})
     attributes = AttributeTracker({"it": holder})
     holder.history.append(lambda: 3)
@@ -487,7 +490,7 @@ def test_what_is_no_data_is_said_with_its_place():
     }
 
 
-def test_functions_in_a_container_stay_and_the_rest_of_it_goes_on(tmp_path):
+def test_functions_in_a_container_stay_and_the_rest_is_restored(tmp_path):
     def act(holder):
         holder.settings["seen"] += 1
 
@@ -496,7 +499,7 @@ def test_functions_in_a_container_stay_and_the_rest_of_it_goes_on(tmp_path):
     assert fresh.settings == {"act": torch.relu, "seen": 1}
 
 
-def test_too_much_is_said_largest_first():
+def test_the_largest_changes_beyond_the_limit_are_reported():
     holder = Holder()
     attributes = AttributeTracker({"it": holder})
     holder.small, holder.large, holder.huge = torch.zeros(2), torch.zeros(10 * 2**20), torch.zeros(17 * 2**20)
@@ -507,7 +510,7 @@ def test_too_much_is_said_largest_first():
     assert changes["lost"]["it.large"].startswith("40 MiB")
 
 
-def test_a_view_does_not_take_its_storage_along():
+def test_a_view_is_saved_without_its_storage():
     holder = Holder()
     attributes = AttributeTracker({"it": holder})
     holder.view = torch.zeros(2**20)[:3]
@@ -526,12 +529,12 @@ def test_large_values_are_compared_by_a_sample():
     assert set(attributes.changes()["values"]) == {"it.tensor", "it.ring", "it.numbers"}
 
 
-def test_what_is_no_longer_there_is_reported():
+def test_a_missing_object_is_reported():
     old = Holder(inner=Holder(x=1), other=Holder(y=1), z=1)
     attributes = AttributeTracker({"it": old, "gone": Holder()})
     old.inner.x = old.other.y = old.z = 2
     fresh = Holder(inner=None, other=Holder(y=1), z=1)
-    assert restore_changes({"it": fresh}, attributes.changes()) == {"it.inner": "it is not there"}
+    assert restore_changes({"it": fresh}, attributes.changes()) == {"it.inner": "it does not exist here"}
     assert (fresh.other.y, fresh.z) == (2, 2)
 
 
@@ -546,7 +549,7 @@ def test_names_can_be_left_out():
     assert list(changes["values"]) == ["it.shown"]
 
 
-def test_the_baseline_keeps_nothing_alive():
+def test_the_tracker_keeps_nothing_alive():
     import weakref
 
     holder = Holder(tensor=torch.zeros(3), array=np.zeros(3), inner=Holder(), kept={"a": torch.zeros(3)})
@@ -598,7 +601,7 @@ def _feed(metric, name, batch):
 @pytest.mark.parametrize("batches", [1, 3, 4])
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_metrics_go_on(name, batches, tmp_path):
+def test_metrics_are_restored(name, batches, tmp_path):
     def act(holder):
         for batch in range(batches):
             _feed(holder.metric, name, batch)
@@ -625,7 +628,7 @@ class Transition:
     reward: float = 0.0
 
 
-def test_objects_that_were_made_in_the_fit_are_made_again_without_running_their_code(tmp_path, monkeypatch):
+def test_objects_created_in_the_fit_are_created_again_without_running_code(tmp_path, monkeypatch):
     def act(holder):
         holder.meters["loss"].seen.append(0.5)
         holder.meters["loss"].parts["inner"] = Transition(torch.ones(2))
@@ -644,7 +647,7 @@ def test_objects_that_were_made_in_the_fit_are_made_again_without_running_their_
     assert fresh.best is fresh.meters["loss"]
 
 
-def test_a_file_names_no_class_that_its_owner_does_not_know():
+def test_a_checkpoint_creates_no_class_unknown_to_the_owner():
     holder = Holder(x=1)
     attributes = AttributeTracker({"it": holder})
     holder.x = 2
@@ -655,7 +658,7 @@ def test_a_file_names_no_class_that_its_owner_does_not_know():
         assert holder.x == 2
 
 
-def test_what_a_class_shares_goes_on(monkeypatch):
+def test_class_attributes_are_restored(monkeypatch):
     old = Meter()
     attributes = AttributeTracker({"it": old})
     old.names.append("loss")
@@ -673,7 +676,7 @@ _DIGESTS = """
 import sys
 import numpy as np, torch
 from torch.utils.data import TensorDataset, random_split
-from lightning_tricks.auto_resume.core.attributes.tracking import fingerprints
+from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
 class Words:
     def __init__(self, first):
         self.words = {first, "b", "c"}
@@ -695,7 +698,7 @@ def test_fingerprints_are_the_same_in_every_process():
     assert "train.dataset.tensors" in first
 
 
-def test_loaders_are_not_entered_and_data_sets_are():
+def test_loaders_are_not_walked_and_datasets_are():
     data = Subset(TensorDataset(torch.arange(10)), [1, 2, 3])
     loader = DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator()))
     attributes = AttributeTracker({"loader": loader, "train": data, "sampler": loader.sampler})
@@ -704,7 +707,7 @@ def test_loaders_are_not_entered_and_data_sets_are():
     assert set(attributes.changes()["values"]) == {"train.indices", "sampler.generator"}
 
 
-def test_a_list_of_modules_that_grew_is_said():
+def test_added_modules_with_weights_are_reported():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
     model.head = nn.Linear(2, 2)
@@ -717,7 +720,7 @@ def test_a_list_of_modules_that_grew_is_said():
     }
 
 
-def test_a_counter_that_workers_share_is_said():
+def test_a_counter_shared_by_workers_is_reported():
     holder = Holder(epoch=multiprocessing.get_context("spawn").Value("i", 0))
     attributes = AttributeTracker({"it": holder})
     assert not attributes.changes()["lost"]
@@ -725,7 +728,7 @@ def test_a_counter_that_workers_share_is_said():
     assert attributes.changes()["lost"] == {"it.epoch": "multiprocessing.sharedctypes.Synchronized"}
 
 
-def test_what_is_registered_here_is_not_hidden():
+def test_registered_names_are_not_shadowed():
     old, fresh = nn.Module(), nn.Module()
     old.queue = torch.zeros(2)
     fresh.register_buffer("queue", torch.zeros(2))
@@ -738,7 +741,7 @@ def test_what_is_registered_here_is_not_hidden():
 
 
 @pytest.mark.parametrize("name", ["__class__", "forward", "twice", "made", "size"])
-def test_what_a_class_does_is_never_set(name):
+def test_methods_are_never_set(name):
     class Does(nn.Module):
         def forward(self, x):
             return x

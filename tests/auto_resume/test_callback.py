@@ -34,7 +34,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO
 from lightning_tricks.auto_resume.core import signals
-from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT
+from lightning_tricks.auto_resume.core.manifests import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.auto_resume.training import Digits
 from tests.contract.checks import Interrupts
@@ -90,7 +90,7 @@ def test_default_signals_that_the_system_lacks_are_left_out(monkeypatch):
     of_windows = ("SIGTERM", "SIGINT", "SIGABRT", "SIGBREAK")
     monkeypatch.setattr(signals.signal, "Signals", enum.IntEnum("Signals", of_windows))
     assert runpy.run_path(signals.__file__)["DEFAULT_SIGNALS"] == ("SIGTERM", "SIGINT")
-    with pytest.raises(ValueError, match=r"names of signals of this system .*, got 'SIGHUP', which it lacks"):
+    with pytest.raises(ValueError, match=r"names of signals of this system .*, got 'SIGHUP', which is not one"):
         AutoResume("runs", signals=("SIGTERM", "SIGHUP"))
 
 
@@ -174,7 +174,9 @@ def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(tmp_path):
     with (tmp_path / newest.file).open("r+b") as file:
         file.seek(newest.bytes // 2)
         file.write(b"broken")
-    with pytest.warns(UserWarning, match=r"SHA-256 differs\): set aside as \*.corrupt; the one before it is used"):
+    with pytest.warns(
+        UserWarning, match=r"SHA-256 differs\): it was renamed to \*.corrupt; the checkpoint before it is used"
+    ):
         resumed = fit(AutoResume(tmp_path))
     assert same(weights(resumed), weights(whole))
     assert len(list(tmp_path.glob("*.corrupt"))) == 2

@@ -1,4 +1,4 @@
-"""Checkpoints are whole at any moment: real files, real kills, real limits of the file system."""
+"""Checkpoints are intact at any moment: with real files, real kills and real limits of the file system."""
 
 import hashlib
 import json
@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
-from lightning_tricks.auto_resume.core.checkpoint_files import FORMAT, NewerFormatError, differences, fit_folders
+from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
+from lightning_tricks.auto_resume.core.manifests import FORMAT, NewerFormatError, differences
 from tests.auto_resume.killing import die_after
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
@@ -26,7 +27,7 @@ def checkpoint(seed=0, size=1000):
 
 @given(st.binary(max_size=5000), st.binary(max_size=5000))
 @settings(max_examples=25, deadline=None)
-def test_the_path_holds_the_old_bytes_or_the_new(tmp_path_factory, old, new):
+def test_a_write_is_atomic(tmp_path_factory, old, new):
     path = tmp_path_factory.mktemp("folder") / "file"
     write_durably(path, lambda stream: stream.write(old))
 
@@ -50,7 +51,7 @@ def test_save_durably_is_torch_save(tmp_path):
     assert digest == hashlib.sha256((tmp_path / "a.ckpt").read_bytes()).hexdigest()
 
 
-def test_a_new_file_has_the_rights_of_the_process(tmp_path):
+def test_a_new_file_has_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         write_durably(tmp_path / "file", lambda stream: stream.write(b""))
@@ -60,8 +61,8 @@ def test_a_new_file_has_the_rights_of_the_process(tmp_path):
 
 
 @pytest.mark.trap("resume: 4 of 12 kills left an unreadable file with TMPDIR on another filesystem")
-def test_a_hundred_kills_leave_nothing_unreadable(tmp_path, monkeypatch):
-    """A process writes one checkpoint after the other and is killed, TMPDIR being on another file system."""
+def test_a_hundred_kills_leave_only_intact_checkpoints(tmp_path, monkeypatch):
+    """A process writes one checkpoint after the other and is killed, with TMPDIR on another file system."""
     if Path("/dev/shm").is_dir():
         monkeypatch.setenv("TMPDIR", "/dev/shm")
     folder, chance, seen = CheckpointFolder(tmp_path / "run"), random.Random(0), 0
@@ -94,7 +95,7 @@ def test_a_hundred_kills_leave_nothing_unreadable(tmp_path, monkeypatch):
     assert not list(folder.private.glob("*.partial"))
 
 
-def test_the_newest_whole_one_is_found_and_broken_ones_are_set_aside(tmp_path):
+def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_quarantined(tmp_path):
     folder, said = CheckpointFolder(tmp_path), []
     for seed in range(4):
         folder.save(checkpoint(seed), **KNOWN)
@@ -109,12 +110,12 @@ def test_the_newest_whole_one_is_found_and_broken_ones_are_set_aside(tmp_path):
     assert len(said) == 2
     assert "100 bytes instead of" in said[0]
     assert "SHA-256 differs" in said[1]
-    assert all("set aside" in sentence for sentence in said)
+    assert all("it was renamed to *.corrupt" in sentence for sentence in said)
     assert len(list(tmp_path.glob("*.corrupt"))) == 4
     assert folder.newest(pytest.fail) == found
 
 
-def test_a_missing_file_is_set_aside_too(tmp_path):
+def test_the_manifest_of_a_missing_file_is_quarantined(tmp_path):
     folder, said = CheckpointFolder(tmp_path), []
     manifest = folder.save(checkpoint(), **KNOWN)
     (tmp_path / manifest.file).unlink()
@@ -133,14 +134,14 @@ def test_a_later_release_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"file": "x"}', '{"file": 7}'])
-def test_a_broken_record_counts_for_nothing(tmp_path, text):
+def test_a_damaged_manifest_is_ignored(tmp_path, text):
     folder = CheckpointFolder(tmp_path)
     kept = folder.save(checkpoint(), **KNOWN)
     (tmp_path / "000009-x.ckpt.json").write_text(text)
     assert folder.manifests() == [kept]
 
 
-def test_numbers_go_on(tmp_path):
+def test_numbers_increase(tmp_path):
     folder = CheckpointFolder(tmp_path)
     for _ in range(3):
         folder.save(checkpoint(), **KNOWN)
@@ -150,7 +151,7 @@ def test_numbers_go_on(tmp_path):
     assert [manifest.number for manifest in folder.manifests()] == [4]
 
 
-def test_a_full_disk_leaves_what_there_was(tmp_path):
+def test_a_full_disk_keeps_earlier_checkpoints(tmp_path):
     """The size of a file is limited for real, as a quota does."""
     folder = CheckpointFolder(tmp_path)
     kept = folder.save(checkpoint(), **KNOWN)
@@ -165,7 +166,7 @@ def test_a_full_disk_leaves_what_there_was(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_differences_name_what_differs():
+def test_differences():
     saved = {"module": "Net", "arguments": {"lr": 0.1, "depth": 3}, "seed": "1"}
     present = {"module": "Net", "arguments": {"lr": 0.2, "depth": 3, "width": 8}, "seed": None}
     assert differences(saved, present) == [

@@ -1,4 +1,4 @@
-"""What differs after a resume is named by its place, and what is equal is not."""
+"""Values that differ after a resume are named by their paths, and equal ones are not."""
 
 import time
 
@@ -45,22 +45,22 @@ def _copy(value):
         ({"a": [1, torch.ones(2)], "b": {"c": float("nan")}}, ["b.c"]),
     ],
 )
-def test_places_are_named(restored, places):
+def test_paths_are_named(restored, places):
     assert list(differing_paths({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, restored)) == places
 
 
-def test_bits_decide():
+def test_tensors_are_compared_bit_by_bit():
     nan = torch.tensor([float("nan")])
     assert list(differing_paths({"x": nan}, {"x": nan.clone()})) == []
     half = torch.tensor([0.1], dtype=torch.bfloat16)
     assert list(differing_paths({"x": half}, {"x": half.float()})) == [], "loaded in more precision, and the same"
 
 
-def test_clocks_go_on():
+def test_clock_readings_are_equal():
     now = time.time()
     assert list(differing_paths({"t": now - 60}, {"t": now})) == []
     assert list(differing_paths({"t": 0.25}, {"t": now})) == ["t"]
 
 
-def test_objects_whose_comparison_is_no_answer_are_passed_over():
+def test_objects_without_equality_are_ignored():
     assert list(differing_paths({"x": np.zeros(2)}, {"x": np.zeros(2)})) == []

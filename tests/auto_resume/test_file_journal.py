@@ -1,4 +1,4 @@
-"""Files that others write are kept until the next save, and put back: the journal, rows and lock without a fit."""
+"""The journal of files that other callbacks write, the copies of logged rows, and the lock, without a fit."""
 
 import errno
 import hashlib
@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_tricks.auto_resume.core import directory_lock as lock
-from lightning_tricks.auto_resume.core.checkpoint_files import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.file_journal import FileJournal
 from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, newest_event_second
 
@@ -39,7 +39,7 @@ def contents(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_files_are_put_back(tmp_path, folder):
+def test_files_are_restored(tmp_path, folder):
     for name in ("replaced", "removed", "spared"):
         (folder / name).write_text("old")
     journal = journal_of(tmp_path, folder)
@@ -53,12 +53,12 @@ def test_files_are_put_back(tmp_path, folder):
     assert contents(folder) == {"replaced": "old", "removed": "old", "spared": "old"}
 
 
-def test_what_nobody_noted_is_left_alone_and_said(tmp_path, folder):
+def test_unrecorded_files_are_kept_and_reported(tmp_path, folder):
     journal = journal_of(tmp_path, folder)
     journal.before_change("mine", folder / "made")
     (folder / "made").write_text("by somebody")
     (said,) = FileJournal(journal.path).restore_files({"mine": folder})
-    assert "made is not what was written there, and is left alone" in said
+    assert "made has other bytes than the run wrote, and is kept" in said
     assert contents(folder) == {"made": "by somebody"}
 
 
@@ -80,7 +80,7 @@ def test_files_of_other_folders_are_not_touched(tmp_path, folder, where):
     assert sorted(path.name for path in other.iterdir()) == ["file"]
 
 
-def test_a_save_drops_what_was_kept(tmp_path, folder):
+def test_a_save_removes_backups(tmp_path, folder):
     (folder / "file").write_text("old")
     journal = journal_of(tmp_path, folder)
     write(journal, folder / "file", "new")
@@ -92,7 +92,7 @@ def test_a_save_drops_what_was_kept(tmp_path, folder):
     assert contents(folder) == {"file": "new"}
 
 
-def test_rows_of_another_file_are_copied_anew(tmp_path):
+def test_rows_of_another_file_are_copied_again(tmp_path):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("step,loss\n0,1.0\n1,0.5\n")
     second.write_text("step,loss\n7,0.25\n")
@@ -106,7 +106,7 @@ def test_rows_of_another_file_are_copied_anew(tmp_path):
     assert second.read_text().splitlines() == ["step,loss,more", "7,0.25,1"]
 
 
-def test_the_first_copy_of_an_instance_is_whole(tmp_path):
+def test_the_first_copy_of_an_instance_is_complete(tmp_path):
     source = tmp_path / "metrics.csv"
     source.write_text("step\n0\n1\n2\n")
     (tmp_path / "copy.csv").write_text("step\n9\n")
@@ -117,7 +117,7 @@ def test_the_first_copy_of_an_instance_is_whole(tmp_path):
     assert (tmp_path / "copy.csv").read_text() == source.read_text()
 
 
-def test_the_newest_event_file_of_none(tmp_path):
+def test_the_newest_second_without_event_files(tmp_path):
     assert newest_event_second(tmp_path) == 0
     (tmp_path / "events.out.tfevents.1700000000.host.1.0").touch()
     assert newest_event_second(tmp_path) == 1_700_000_000
@@ -127,7 +127,7 @@ def test_the_newest_event_file_of_none(tmp_path):
     "damage",
     [{"sha256": "0" * 63}, {"sha256": "x" * 64}, {"file": "000009-epoch=0-step=1.ckpt"}, {"step": -1}, {"epoch": True}],
 )
-def test_a_manifest_that_nobody_wrote_is_no_checkpoint(tmp_path, damage):
+def test_a_forged_manifest_is_no_checkpoint(tmp_path, damage):
     folder = CheckpointFolder(tmp_path)
     folder.prepare()
     manifest = folder.save({"weights": 1}, epoch=0, step=1, batches=1, finished=False, loggers=[], run={})
@@ -137,7 +137,7 @@ def test_a_manifest_that_nobody_wrote_is_no_checkpoint(tmp_path, damage):
     assert folder.manifests() == []
 
 
-def test_a_private_folder_that_is_gone_is_made_again(tmp_path):
+def test_a_missing_private_folder_is_created_again(tmp_path):
     folder = CheckpointFolder(tmp_path / "runs")
     folder.prepare()
     folder.private.rmdir()
@@ -145,8 +145,8 @@ def test_a_private_folder_that_is_gone_is_made_again(tmp_path):
     assert folder.read_status()["state"] == "running"
 
 
-def test_a_file_system_without_locks_asks_who_held_it_last(tmp_path):
-    """A process that is there holds it; one that is gone, or whom nobody can ask for, does not."""
+def test_without_file_locks_the_last_holder_decides(tmp_path):
+    """A running process holds the lock; one that exited, or of which nothing is known, does not."""
     refuses = OSError(errno.ENOTSUP, "no locks here")
     living = {"pid": os.getppid(), "host": os.uname().nodename}
     gone = {"pid": 2**22 + 1, "host": os.uname().nodename}

@@ -1,4 +1,4 @@
-"""A loader goes on at its place: compared with an iteration that was never interrupted, in any loop."""
+"""A loader resumes at its position: compared with an uninterrupted iteration, in any training loop."""
 
 import gc
 import random
@@ -29,7 +29,7 @@ from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_s
 
 
 class Noisy(Dataset):
-    """Numbers with noise from each stream; knows what was read in this process."""
+    """Numbers with noise from each global generator; counts the samples that were read in this process."""
 
     read = 0  # in all
     offset = 0
@@ -48,7 +48,7 @@ class Noisy(Dataset):
 
 
 class Buffered(IterableDataset):
-    """Numbers through a shuffle buffer, drawn from each stream while it is read."""
+    """Numbers through a shuffle buffer, which draws from each global generator while it is read."""
 
     offset = 0
 
@@ -107,7 +107,7 @@ class OwnStream(IterableDataset):
 
 
 class OwnSampler(Sampler):
-    """Has a generator nobody else knows, an epoch of its own, and a state that says how far it is."""
+    """Has a generator of its own, counts its epochs, and has a state with its position."""
 
     def __init__(self, size):
         self.size, self.numpy, self.epoch, self.given, self.begin = size, np.random.default_rng(6), 0, 0, 0
@@ -182,8 +182,8 @@ def step():
     return torch.rand(1), random.random(), np.random.normal()
 
 
-def draws(data, epochs=2, prefetches=False, **options):
-    """Follow a loader over epochs, and note the streams and the place after each batch."""
+def record(data, epochs=2, prefetches=False, **options):
+    """Track a loader over epochs; return the batches, and position and random state after each of them."""
     loader = DataLoader(data, **options)
     tracked, batches, positions = TrackedDataLoader(loader, prefetches=prefetches), [], []
     for _ in range(epochs):
@@ -197,7 +197,7 @@ def draws(data, epochs=2, prefetches=False, **options):
 
 
 def epoch_of(loader, prefetches):
-    """Yield each batch with its iterator, and how many were fetched in advance."""
+    """Yield each batch with its iterator and the number of prefetched batches."""
     torch.rand(3)
     iterator = iter(loader)
     torch.rand(2)
@@ -213,7 +213,7 @@ def epoch_of(loader, prefetches):
 
 
 def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
-    """Take a loader of a fresh process to a place; return the next batches, and how many samples that alone read."""
+    """Resume a fresh loader at a position; return the next batches, and the number of samples that resuming read."""
     position, generators, streams = state
     loader = DataLoader(data, **options)
     tracked = TrackedDataLoader(loader, prefetches=prefetches)
@@ -248,7 +248,7 @@ def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
-def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_last, kind, chance):
+def test_resumes_anywhere_without_reading_earlier_samples(size, batch_size, drop_last, kind, chance):
     def options():
         if kind == "weights":
             return {"sampler": WeightedRandomSampler([1.0 + i for i in range(size)], size), "batch_size": batch_size}
@@ -264,7 +264,7 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
         return {"batch_size": batch_size, "shuffle": kind != "order", "drop_last": drop_last, **own}
 
     with isolated_rng(seed=chance.randrange(100)):
-        batches, positions = draws(Noisy(size), **options())
+        batches, positions = record(Noisy(size), **options())
         if not batches:
             return
         per_epoch = len(batches) // 2
@@ -278,10 +278,10 @@ def test_goes_on_anywhere_without_reading_what_was_seen(size, batch_size, drop_l
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 4, 9])
-def test_workers_go_on_with_their_streams(persistent, at):
+def test_workers_continue_with_their_random_states(persistent, at):
     options = {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
     with isolated_rng(seed=3):
-        batches, positions = draws(Noisy(21), **options)
+        batches, positions = record(Noisy(21), **options)
         rest = 7 * (1 + at // 7) - at - 1
         again, _ = resume_epoch(Noisy(21), positions[at], rest, **options)
     assert len(batches) == 14
@@ -291,10 +291,10 @@ def test_workers_go_on_with_their_streams(persistent, at):
 @pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("at", [0, 3, 6, 9, 13])
-def test_a_stream_that_draws_while_it_is_read(prefetches, eager, at):
-    """The training step draws from the same streams in between."""
+def test_an_iterable_that_draws_while_it_is_read(prefetches, eager, at):
+    """The training step draws from the same generators in between."""
     with isolated_rng(seed=3):
-        batches, positions = draws(Buffered(21, eager), prefetches=prefetches, batch_size=3)
+        batches, positions = record(Buffered(21, eager), prefetches=prefetches, batch_size=3)
         rest = 7 * (1 + at // 7) - at - 1
         again, _ = resume_epoch(Buffered(21, eager), positions[at], rest, prefetches, batch_size=3)
     assert len(batches) == 14
@@ -305,7 +305,7 @@ def test_a_stream_that_draws_while_it_is_read(prefetches, eager, at):
 def test_a_sampler_that_draws_while_workers_are_ahead(at):
     options = {"batch_size": 3, "num_workers": 2, "persistent_workers": True}
     with isolated_rng(seed=3):
-        batches, positions = draws(Noisy(21), sampler=Drawing(21), **options)
+        batches, positions = record(Noisy(21), sampler=Drawing(21), **options)
         rest = 7 * (1 + at // 7) - at - 1
         again, _ = resume_epoch(Noisy(21), positions[at], rest, sampler=Drawing(21), **options)
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
@@ -326,7 +326,7 @@ def test_objects_that_keep_generators_and_counters(kind, at):
         return {"data": Own(21), "batch_size": 3, **({"sampler": OwnSampler(21)} if kind == "sampler" else {})}
 
     with isolated_rng(seed=3):
-        batches, positions = draws(epochs=3, **made())
+        batches, positions = record(epochs=3, **made())
         rest = 7 * (1 + at // 7) - at - 1
         again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // 7, **made())
     assert len(batches) == 21
@@ -346,7 +346,7 @@ def test_copies_of_the_data_in_workers(kind, at, persistent):
         return {"data": Own(21), "shuffle": True, **workers}
 
     with isolated_rng(seed=3):
-        batches, positions = draws(epochs=3, **made())
+        batches, positions = record(epochs=3, **made())
         per_epoch = len(batches) // 3
         at = min(at, 2 * per_epoch - 1)
         rest = per_epoch * (1 + at // per_epoch) - at - 1
@@ -363,14 +363,14 @@ def test_samplers_that_are_ahead_of_workers(persistent, at):
         return {**data, "num_workers": 2, "persistent_workers": persistent}
 
     with isolated_rng(seed=3):
-        batches, positions = draws(epochs=3, **made())
+        batches, positions = record(epochs=3, **made())
         rest = 7 * (1 + at // 7) - at - 1
         again, _ = resume_epoch(state=positions[at], count=rest, epochs=2 - at // 7, **made())
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 :], strict=True))
 
 
-def test_only_what_the_data_needs_is_kept():
-    """Nothing of data that draws nothing, or that nobody disturbs; most often a position else."""
+def test_only_states_that_the_data_needs_are_recorded():
+    """No state if the data draws nothing, or nobody else draws; otherwise most often a position in a buffer alone."""
 
     def kept(data, disturbed):
         loader = DataLoader(data, batch_size=1)
@@ -393,7 +393,7 @@ def test_only_what_the_data_needs_is_kept():
 
 @given(st.lists(st.sampled_from(["normal", "uniform", "nothing", "gauss", "set"]), max_size=30))
 @settings(max_examples=50, deadline=None)
-def test_numpys_stream_is_read_as_it_is(operations):
+def test_numpys_random_state_is_read_exactly(operations):
     with isolated_rng(seed=1):
         other = np.random.RandomState(7)
         other.normal()
@@ -408,21 +408,21 @@ def test_numpys_stream_is_read_as_it_is(operations):
             assert read[2:] == wanted[2:]
 
 
-def test_more_draws_than_are_kept_are_said(monkeypatch):
+def test_more_draws_than_the_limit_are_reported(monkeypatch):
     monkeypatch.setattr("lightning_tricks.auto_resume.core.data.random_draws.MAX_BYTES", 6_000)
-    with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the process' random streams"):
-        _, positions = draws(Buffered(21), epochs=1, batch_size=3)
-    with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be kept"):
+    with isolated_rng(seed=3), pytest.warns(UserWarning, match="draws from the global random state"):
+        _, positions = record(Buffered(21), epochs=1, batch_size=3)
+    with isolated_rng(seed=3), pytest.raises(AssertionError, match="more often than could be saved"):
         resume_epoch(Buffered(21), positions[5], 1, batch_size=3)
 
 
-def test_another_order_is_said():
+def test_another_order_is_reported():
     def loader(seed):
         sampler = RandomSampler(range(21), generator=torch.Generator().manual_seed(seed))
         return {"sampler": sampler, "batch_size": 3, "num_workers": 2}
 
     with isolated_rng(seed=3):
-        _, positions = draws(Noisy(21), epochs=1, **loader(1))
+        _, positions = record(Noisy(21), epochs=1, **loader(1))
         positions[3][0]["created"]["generators"] = []  # as of a sampler whose generator nobody finds
         with pytest.raises(AssertionError, match="the loader gives the samples in another order than before"):
             resume_epoch(Noisy(21), positions[3], 1, **loader(2))
@@ -430,10 +430,10 @@ def test_another_order_is_said():
 
 @pytest.mark.parametrize("kind", [Noisy, Buffered, Plain])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_other_data_is_said(kind, workers):
+def test_another_first_batch_is_reported(kind, workers):
     options = {"batch_size": 3, "num_workers": workers}
     with isolated_rng(seed=3):
-        _, positions = draws(kind(21), epochs=1, **options)
+        _, positions = record(kind(21), epochs=1, **options)
         other = kind(21)
         other.offset = 1
         if kind is Noisy and workers:
@@ -442,7 +442,7 @@ def test_other_data_is_said(kind, workers):
             resume_epoch(other, positions[3], 1, **options)
 
 
-def test_other_data_are_named():
+def test_attributes_of_other_data_are_named():
     def tracked(seed):
         data = torch.utils.data.random_split(Own(21), [15, 6], generator=torch.Generator().manual_seed(seed))[0]
         loader = DataLoader(data, batch_size=3)
@@ -475,7 +475,7 @@ class Caching(Noisy):
         return super().__getitem__(index)
 
 
-def test_what_does_not_fit_in_a_note_of_a_worker_is_told():
+def test_an_attribute_too_large_for_a_worker_note_is_reported():
     loader = DataLoader(Caching(21), batch_size=3, num_workers=1)
     tracked = TrackedDataLoader(loader)
     iterator = iter(loader)
@@ -487,7 +487,7 @@ def test_what_does_not_fit_in_a_note_of_a_worker_is_told():
     tracked.close()
 
 
-def test_what_an_iterable_makes_anew_is_not_told():
+def test_what_an_iterable_creates_again_is_not_reported():
     class Holding(Plain):
         def __iter__(self):
             self.iterator = iter(range(self.size))
@@ -503,7 +503,7 @@ def test_what_an_iterable_makes_anew_is_not_told():
     assert tracked.objects.new_unsaved() == {"dataset.iterator": "range_iterator"}
 
 
-def test_what_is_not_kept_is_told_once():
+def test_unsaved_changes_are_reported_once():
     data = Own(21)
     tracked = TrackedDataLoader(loader := DataLoader(data))
     data.opened = (number for number in range(3))
@@ -512,22 +512,22 @@ def test_what_is_not_kept_is_told_once():
     del loader
 
 
-def test_workers_that_are_others_keep_the_order():
+def test_another_number_of_workers_keeps_the_order():
     with isolated_rng(seed=3):
-        batches, positions = draws(Noisy(21), batch_size=3, shuffle=True)
+        batches, positions = record(Noisy(21), batch_size=3, shuffle=True)
         again, _ = resume_epoch(Noisy(21), positions[2], 4, batch_size=3, shuffle=True, num_workers=2)
     assert [batch[:, 0].tolist() for batch in again] == [batch[:, 0].tolist() for batch in batches[3:7]]
 
 
 def test_a_shorter_loader_is_named():
     with isolated_rng(seed=3):
-        _, positions = draws(Noisy(21), batch_size=3)
+        _, positions = record(Noisy(21), batch_size=3)
         with pytest.raises(RuntimeError, match="stopped after 5 batches of an epoch, and its loader now has 2"):
             resume_epoch(Noisy(6), positions[4], 1, batch_size=3)
 
 
-def test_a_followed_loader_gives_what_it_gave():
-    """Following changes neither batches nor streams, and leaves nothing behind."""
+def test_a_tracked_loader_gives_the_same_batches():
+    """Tracking changes neither batches nor random state, and leaves no attribute behind."""
     for options in ({"shuffle": True}, {"shuffle": True, "num_workers": 2}):
         loader, found = DataLoader(Noisy(20), batch_size=3, **options), []
         own = set(vars(loader))
@@ -542,7 +542,7 @@ def test_a_followed_loader_gives_what_it_gave():
 
 
 def test_workers_end_with_the_last_reference():
-    """No circle keeps an iterator for the garbage collector, which might run in another loader's worker."""
+    """No reference cycle leaves an iterator to the garbage collector, which might run in another loader's worker."""
     for persistent in (False, True):
         loader = DataLoader(Noisy(12), batch_size=3, num_workers=2, persistent_workers=persistent)
         tracked, workers = TrackedDataLoader(loader), []
@@ -560,14 +560,14 @@ def test_workers_end_with_the_last_reference():
             tracked.generator_states()
 
 
-def test_objections():
+def test_why_not_trackable():
     class Own(DataLoader):
         def __iter__(self):
             return super().__iter__()
 
     assert why_not_trackable(DataLoader(range(3))) == ""
     assert "is no torch.utils.data.DataLoader" in why_not_trackable([1, 2])
-    assert "iterates in a way of its own" in why_not_trackable(Own(range(3)))
+    assert "overrides DataLoader.__iter__" in why_not_trackable(Own(range(3)))
     if hasattr(DataLoader(range(3)), "in_order"):
         unordered = DataLoader(range(3), num_workers=2, in_order=False)
         assert "in_order=False" in why_not_trackable(unordered)
@@ -575,7 +575,7 @@ def test_objections():
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700))
 @settings(max_examples=20, deadline=None)
-def test_packed_streams_go_on_as_the_streams_do(seed, drawn):
+def test_a_packed_random_state_is_restored(seed, drawn):
     with isolated_rng(seed=seed):
         for _ in range(drawn % 5):
             random.gauss(0, 1), np.random.randn()
@@ -593,7 +593,7 @@ def test_packed_streams_go_on_as_the_streams_do(seed, drawn):
         )
 
 
-def test_a_ring_holds_the_last_states():
+def test_a_ring_buffer_holds_the_last_states():
     with isolated_rng(seed=0):
         streams, states = WorkerRngStates(2, prefetch=2), {}
         for count in range(1, 12):

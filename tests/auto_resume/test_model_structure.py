@@ -1,4 +1,4 @@
-"""What hooks change of a model's structure is put back in a fresh model: what takes gradients, modes, groups, masks."""
+"""The structure that hooks changed is restored in a fresh model: frozen parameters, modes, groups, masks."""
 
 import copy
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def trained():
-    """A model whose structure changed, and what was noted of that."""
+    """A model whose structure changed, and the changes that were recorded."""
     torch.manual_seed(3)
     model = Model()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
@@ -58,7 +58,7 @@ def resumed(changes, model, optimizer):
     return fresh, twin
 
 
-def test_a_fresh_model_trains_on_as_the_one_that_was_changed():
+def test_a_fresh_model_trains_like_the_changed_one():
     model, optimizer, changes = trained()
     fresh, twin = resumed(copy.deepcopy(changes), model, optimizer)
     assert [one.training for one in fresh.modules()] == [one.training for one in model.modules()]
@@ -74,7 +74,7 @@ def test_a_fresh_model_trains_on_as_the_one_that_was_changed():
     assert float(fresh.head.weight.eq(0).sum()) == 2
 
 
-def test_what_did_not_change_is_not_kept():
+def test_unchanged_values_are_not_saved():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     structure = ModelStructure({"": model})
@@ -89,7 +89,7 @@ def test_what_did_not_change_is_not_kept():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_masks_that_the_state_dict_holds_and_masks_that_it_does_not(strict):
-    """ModelPruning saves masked weights as plain ones, unless it is told not to."""
+    """ModelPruning saves masked weights as plain ones, unless make_pruning_permanent=False."""
     model, _, changes = trained()
     weights = model.state_dict()
     if not strict:
@@ -104,7 +104,7 @@ def test_masks_that_the_state_dict_holds_and_masks_that_it_does_not(strict):
     assert torch.equal(fresh.head.weight, model.head.weight_orig * model.head.weight_mask)
 
 
-def test_buffers_that_grew_came_or_were_none_are_loaded():
+def test_buffers_that_grew_or_were_added_or_none_are_loaded():
     model = Model()
     model.queue = torch.randn(7, 3)
     model.seen = torch.tensor(5)
@@ -121,7 +121,7 @@ def test_buffers_that_grew_came_or_were_none_are_loaded():
     assert torch.equal(shared.new, torch.ones(2))
 
 
-def test_parameters_that_came_are_named():
+def test_added_parameters_are_named():
     model = Model()
     structure = ModelStructure({"": model})
     prune.random_unstructured(model.head, "weight", amount=1)
@@ -130,7 +130,7 @@ def test_parameters_that_came_are_named():
     assert structure.new_parameters(model) == ["extra.weight", "extra.bias"]
 
 
-def test_groups_with_parameters_of_somebody_else_are_left_alone():
+def test_groups_with_foreign_parameters_are_unchanged():
     model = Model()
     other = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([*model.head.parameters(), other], lr=0.1)
@@ -139,7 +139,7 @@ def test_groups_with_parameters_of_somebody_else_are_left_alone():
     assert all(one is another for one, another in zip(optimizer.param_groups[0]["params"], before, strict=True))
 
 
-def test_gradients_go_on():
+def test_gradients_are_restored():
     model, fresh = Model(), Model()
     model(torch.randn(5, 4)).sum().backward()
     restore_gradients(fresh, capture_gradients(model))

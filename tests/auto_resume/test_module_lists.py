@@ -1,4 +1,4 @@
-"""Lists of modules that grew are given their lengths again."""
+"""Lists of modules that grew are restored to their lengths."""
 
 import pytest
 from torch import nn
@@ -33,8 +33,8 @@ def test_another_list_grows_by_copies_of_its_own_parts():
 
 
 @pytest.mark.parametrize("part", [nn.Linear(1, 1), SumMetric()])
-def test_what_cannot_be_copied_is_named(part):
-    """Parameters would be in no optimizer, and an unknown type can be copied from nothing."""
+def test_lists_that_stay_incomplete_are_named(part):
+    """Parameters would be in no optimizer, and a new type has no module to copy."""
     fresh = {"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))}
     saved = module_list_types({"": nn.Sequential(nn.ModuleList([nn.Linear(1, 1), part]))})
     assert restore_module_lists(fresh, saved) == [":0"]

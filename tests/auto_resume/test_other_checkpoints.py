@@ -79,7 +79,7 @@ def test_a_file_that_somebody_changed_meanwhile_stays(tmp_path):
     writer.write("a.ckpt")
     (writer.folder / "a.ckpt").write_bytes(b"mine")
     said = FileJournal(writer.journal.path).restore_files(writer.places)
-    assert said == [f"{writer.folder / 'a.ckpt'} is not what was written there, and is left alone."]
+    assert said == [f"{writer.folder / 'a.ckpt'} has other bytes than the run wrote, and is kept."]
     assert (writer.folder / "a.ckpt").read_bytes() == b"mine"
 
 
@@ -135,7 +135,7 @@ def test_rows_that_are_lost_are_said(tmp_path):
     record = mirror.update(path)
     path.unlink()
     (tmp_path / "copy").unlink()
-    assert mirror.restore(path, record) == f"{path} has 0 of the 2 rows that were logged before."
+    assert mirror.restore(path, record) == f"{path} has 0 of the 2 rows that were logged before the save."
     assert CsvRowsCopy(tmp_path / "none").update(path) == {"rows": 0, "header": None}
 
 
@@ -164,5 +164,5 @@ def test_event_files_of_others_are_left_alone(tmp_path):
     os.truncate(tmp_path / names[0], 2)
     assert (
         truncate_event_files(tmp_path, sizes, lambda path: True)
-        == f"{tmp_path} lacks what was logged before to {names[0]}."
+        == f"{tmp_path} lacks what was logged before the save to {names[0]}."
     )

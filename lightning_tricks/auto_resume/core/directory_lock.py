@@ -1,4 +1,4 @@
-"""One process at a time in a directory: a lock that ends with the process which holds it."""
+"""A lock that allows one process at a time in a directory, and ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 _LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
-# Of this process, as (device, inode) -> its id. POSIX gives a lock to a process, not to an object: the second one in it
-# would get it as well, and closing any descriptor of the file would give both back.
+# The locks of this process: (device, inode) -> process id. POSIX gives a lock to a process, not to an object: a second
+# object in the process would acquire it as well, and closing any descriptor of the file would release both.
 _HELD_KEYS: dict[tuple[int, int], int] = {}
 
 
 class DirectoryLock:
-    """A lock on a file that no child process inherits: forked DataLoader workers outlive a killed run without it.
+    """A lock on a file, which child processes do not inherit: forked DataLoader workers may outlive a killed run.
 
-    Where the file system knows no locks, the record of who was there last decides: on the same host, the process that
-    it names has to have ended.
+    On a file system without locks, the record of the last holder decides: if it names a process on this host, that
+    process must have exited.
 
     Args:
-        path: Of the file; it is made, and stays.
+        path: Path of the file, which is created and stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,19 +32,19 @@ class DirectoryLock:
         self._inode_key = (-1, -1)
 
     def acquire(self, last_holder: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Take the lock.
+        """Acquire the lock without waiting.
 
         Args:
-            last_holder: Who held it last: "pid" and "host".
+            last_holder: The process that held it last: "pid" and "host", see `this_process`.
 
         Returns:
-            Whether it is ours, and whether the file system guarantees that.
+            Whether the lock was acquired, and whether the file system guarantees that.
 
         Raises:
-            OSError: If the file cannot be made.
+            OSError: If the file cannot be created.
         """
         if self.path.exists() and _HELD_KEYS.get(_inode_key(self.path.stat())) == os.getpid():
-            return False, True  # opening the file and closing it would give the lock back
+            return False, True  # closing another descriptor of the file would release the lock
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         acquired, is_certain = _lock(descriptor)
         if acquired and not is_certain:
@@ -57,7 +57,7 @@ class DirectoryLock:
         return True, is_certain
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._descriptor < 0:
             return
         if _HELD_KEYS.get(self._inode_key) == os.getpid():
@@ -67,16 +67,16 @@ class DirectoryLock:
 
 
 def this_process() -> dict[str, Any]:
-    """Return the record of this process for `acquire` and `has_exited`."""
+    """Return a record of this process for `acquire` and `has_exited`."""
     return {"pid": os.getpid(), "host": platform.node()}
 
 
 def has_exited(process: Mapping[str, Any]) -> bool | None:
-    """Whether the process that a record names has ended; None where that cannot be known, as of another host's."""
+    """Whether the process of a record has exited; None where that is unknown, as for another host."""
     pid = process.get("pid")
     if process.get("host") != platform.node() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return None
-    if os.name != "posix":  # where signal 0 is no question
+    if os.name != "posix":  # where signal 0 does not test for a process
         return None
     try:
         os.kill(pid, 0)
@@ -92,7 +92,7 @@ def _inode_key(state: os.stat_result) -> tuple[int, int]:
 
 
 def _lock(descriptor: int) -> tuple[bool, bool]:
-    """Lock without waiting; return whether that went, and whether it means anything here."""
+    """Lock a file without waiting; return whether it is locked, and whether the file system supports locks."""
     try:
         import fcntl
     except ImportError:

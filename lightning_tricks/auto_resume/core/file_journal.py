@@ -1,4 +1,4 @@
-"""Files that others write while a run trains, put back to what they were at its last save."""
+"""Restores files that other callbacks write in a run, as they were at its last save."""
 
 from __future__ import annotations
 
@@ -12,37 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.files import PARTIAL_SUFFIX
-from lightning_tricks.auto_resume.core.checkpoint_files import file_digest, write_durably
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_durably
 
-_BACKUP_SUFFIX = ".before"  # ends the names of files that were replaced or removed since the last save
-_MAX_JOURNAL_BYTES = 1 << 24  # bytes of a journal
+_BACKUP_SUFFIX = ".before"  # the suffix of files that were replaced or removed since the last save
+_MAX_JOURNAL_BYTES = 1 << 24  # bytes
 
 
 class FileJournal:
-    """Notes which files are written and removed after a save, and keeps what they were, until the next save.
+    """Records which files are written and removed after a save, and keeps backups of them until the next save.
 
-    A killed run repeats what it did since its last save. It finds the same files there when `restore_files` has been
-    called: new ones are removed, others as they were. Removed is only what has the digest that was noted when it was
-    written.
-    A file that came after the save is not kept: a run needs the room of the files of one save at most.
+    A resumed run repeats what it did since its last save. After `restore_files` it finds the files of then: new ones
+    are removed, and others are as they were. A file is removed only if it has the digest that was recorded when it was
+    written. Files that were created after the save get no backup: the backups take the space of one save at most.
 
     Args:
-        path: Of the journal.
+        path: Path of the journal.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._backups: dict[
-            tuple[str, str], str
-        ] = {}  # the place and name of each touched file -> the name that keeps it
+        self._backups: dict[tuple[str, str], str] = {}  # (key of the folder, name) -> name of the backup
         self._folders: Mapping[str, Path] = {}
 
     def start(self, base: str, folders: Mapping[str, Path]) -> None:
-        """Start anew after a save, or before the first.
+        """Start a new journal after a save, or before the first one, and remove the backups.
 
         Args:
-            base: Name of the checkpoint, or nothing.
-            folders: Whose files are written: a name of the place -> the folder.
+            base: Name of the checkpoint that was saved; empty before the first one.
+            folders: Folders whose files are recorded, by their keys in the journal.
         """
         self._folders = folders
         entries = self._entries()
@@ -53,12 +50,12 @@ class FileJournal:
 
     @property
     def base(self) -> str | None:
-        """The checkpoint that the journal follows, nothing for a start; None where there is no journal."""
+        """The checkpoint after which the journal starts, empty before the first one; None if there is no journal."""
         base = next((entry["base"] for entry in self._entries() if "base" in entry), None)
         return base if isinstance(base, str) else None
 
     def before_change(self, folder_key: str, path: Path) -> None:
-        """Note that a file is about to be written or removed, and keep it, if it was there at the save."""
+        """Record that a file is about to be written or removed, and back it up if it existed at the save."""
         folder = self._folders.get(folder_key)
         if folder is None or path.parent != folder or (folder_key, path.name) in self._backups:
             return
@@ -70,17 +67,24 @@ class FileJournal:
         if backup:
             try:
                 os.link(path, path.with_name(backup), follow_symlinks=False)
-            except (NotImplementedError, OSError):  # of a file system without links
+            except (NotImplementedError, OSError):  # a file system without hard links
                 path.replace(path.with_name(backup))
 
     def record_digest(self, path: Path, digest: str) -> None:
-        """Note the digest of the bytes that a file is about to have."""
+        """Record the digest of the bytes that a file is about to have."""
         for folder_key, folder in self._folders.items():
             if path.parent == folder and (folder_key, path.name) in self._backups:
                 self._add({"place": folder_key, "name": path.name, "sha256": digest})
 
     def restore_files(self, folders: Mapping[str, Path]) -> list[str]:
-        """Put all files back; return a sentence for each that is left alone, since nobody knows whose it is."""
+        """Restore the files as they were at the save.
+
+        Args:
+            folders: The folders that `start` was given.
+
+        Returns:
+            A sentence for each file that is kept since it has other bytes than were recorded.
+        """
         problems, entries = [], self._entries()
         for folder, name, backup in reversed(list(_backups_in(entries, folders, all_names=True))):
             path = folder / name
@@ -91,7 +95,7 @@ class FileJournal:
             if os.path.lexists(path) and not (backup and _is_same(path, folder / backup)):
                 digests = {entry.get("sha256") for entry in entries if entry.get("name") == name}
                 if _digest_of_path(path) not in digests:
-                    problems.append(f"{path} is not what was written there, and is left alone.")
+                    problems.append(f"{path} has other bytes than the run wrote, and is kept.")
                     continue
             path.unlink(missing_ok=True)
             if backup:
@@ -106,7 +110,7 @@ class FileJournal:
 
     def _entries(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        with suppress(OSError, ValueError, RecursionError):  # the last line may be cut short
+        with suppress(OSError, ValueError, RecursionError):  # the last line may be truncated
             if self.path.is_file() and self.path.stat().st_size <= _MAX_JOURNAL_BYTES:
                 for line in self.path.read_text(encoding="utf-8").splitlines():
                     entry = json.loads(line)
@@ -116,14 +120,14 @@ class FileJournal:
 
 
 def link_digest(target: str) -> str:
-    """Return what stands for the digest of a symbolic link."""
+    """Return what the journal records as the digest of a symbolic link."""
     return f"link to {target}"
 
 
 def _backups_in(
     entries: list[dict[str, Any]], folders: Mapping[str, Path], all_names: bool = False
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield folder, name and the name that keeps it for each touched file, where these are plain names."""
+    """Yield folder, name and name of the backup for each file; entries with paths as names are ignored."""
     for entry in entries:
         folder_key, name, backup = (entry.get(key) for key in ("place", "name", "kept"))
         if not (

@@ -1,4 +1,4 @@
-"""Rows that a run logged to files: where they stood at a save, and back there."""
+"""Rows that loggers wrote to files: their state at a save, and how it is restored."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks.auto_resume.core.checkpoint_files import write_durably
+from lightning_tricks.auto_resume.core.durable_writing import write_durably
 
 
 class CsvRowsCopy:
-    """A CSV file whose rows go to a copy at each save.
+    """A copy of a CSV file's rows, which is updated at each save.
 
-    Lightning deletes the file where a version is named, and empties it while it writes it anew with another header: a
-    kill then leaves nothing. What the copy gets is what is new, so that a save costs no more in a long run.
+    Lightning deletes the file when a version is given, and truncates it to write it again with another header: a kill
+    then leaves no rows. Only new rows are copied, so that a save takes no longer in a long run.
 
     Args:
-        copy: Path of the copy, which nobody else writes.
+        copy: Path of the copy, which no other program writes.
     """
 
     def __init__(self, copy: Path) -> None:
         self.copy = copy
-        self._source: Path | None = None  # of which the copy is one
+        self._source: Path | None = None  # the file that was copied
         self._header = b""
         self._bytes = self._rows = 0
 
     def update(self, source: Path) -> dict[str, Any]:
-        """Copy what is new; return what `restore` needs: the number of rows and the header, None without a file."""
+        """Copy new rows; return the record for `restore`: number of rows and header, which is None without a file."""
         try:
             with source.open("rb") as file:
                 header = file.readline()
@@ -41,7 +41,7 @@ class CsvRowsCopy:
         except FileNotFoundError:
             return {"rows": 0, "header": None}
         if not is_continuation:
-            self._bytes, self._rows = 0, -1  # the header is none
+            self._bytes, self._rows = 0, -1  # the header is not a row
             write_durably(self.copy, lambda stream: stream.write(new))
         elif new:
             with self.copy.open("r+b") as file:
@@ -56,7 +56,7 @@ class CsvRowsCopy:
         return {"rows": self._rows, "header": next(csv.reader([header.decode()]), [])}
 
     def restore(self, target: Path, record: Mapping[str, Any]) -> str:
-        """Write the rows of a record to a file, or remove it where there was none; return what is wrong, or nothing."""
+        """Write the rows of a record to a file, or remove it if there was none; return a problem, empty if none."""
         header, count = record.get("header"), int(record.get("rows", 0))
         self._source = None
         if header is None:
@@ -67,7 +67,7 @@ class CsvRowsCopy:
             if len(rows) >= count:
                 break
         else:
-            return f"{target} has {len(rows)} of the {count} rows that were logged before."
+            return f"{target} has {len(rows)} of the {count} rows that were logged before the save."
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, fieldnames=header, extrasaction="ignore")
         writer.writeheader()
@@ -77,7 +77,7 @@ class CsvRowsCopy:
         return ""
 
     def matches(self, target: Path, record: Mapping[str, Any]) -> bool:
-        """Whether a file holds these rows, or no others: it may have been emptied, and not those of another run."""
+        """Whether the rows of a file are those of the record: it may hold fewer, but none of another run."""
         own_rows, present = _rows_in(self.copy)[: record.get("rows")], _rows_in(target)
         shared = set(record.get("header") or ())
         return all(
@@ -93,28 +93,28 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_header(path: Path) -> list[str]:
-    """Return the names of the columns of a CSV file; none where there is no file."""
+    """Return the names of the columns of a CSV file; empty if there is no file."""
     with suppress(OSError, UnicodeDecodeError), path.open(newline="") as file:
         return next(csv.reader(file), [])
     return []
 
 
 def event_files(folder: Path) -> Iterator[Path]:
-    """Yield the event files of TensorBoard in a folder and in those of `add_scalars` in it."""
+    """Yield TensorBoard's event files in a folder and its subfolders, which `add_scalars` creates."""
     for pattern in ("*tfevents*", "*/*tfevents*"):
         yield from (path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
 
 
 def event_file_sizes(folder: Path, is_own: Callable[[Path], bool]) -> dict[str, int | None]:
-    """Return the sizes of a run's event files, and None for others': relative path -> bytes. They must be flushed."""
+    """Return the sizes of a run's event files, which must be flushed: relative path -> bytes; None for other files."""
     files = event_files(folder)
     return {path.relative_to(folder).as_posix(): path.stat().st_size if is_own(path) else None for path in files}
 
 
 def truncate_event_files(folder: Path, sizes: Mapping[str, int | None], is_own: Callable[[Path], bool]) -> str:
-    """Withdraw what was logged after a record of `event_file_sizes`; return what is wrong, or nothing.
+    """Remove what was logged after a record of `event_file_sizes`; return a problem, or an empty string.
 
-    Records in these files are only ever appended: cut at a record's end, a file is what it was then.
+    Records are only appended to these files: truncated to the size of then, a file is what it was.
     """
     present = {path.relative_to(folder).as_posix(): path for path in event_files(folder)}
     for name, path in present.items():
@@ -128,7 +128,7 @@ def truncate_event_files(folder: Path, sizes: Mapping[str, int | None], is_own: 
         for name, size in sizes.items()
         if size is not None and (name not in present or present[name].stat().st_size < size)
     ]
-    return f"{folder} lacks what was logged before to {', '.join(sorted(lost))}." if lost else ""
+    return f"{folder} lacks what was logged before the save to {', '.join(sorted(lost))}." if lost else ""
 
 
 def newest_event_second(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on while they train: whether to stop, and whether it is time to save."""
+"""Agreement of a run's ranks while they train: whether to stop, and whether it is time to save."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-_SECONDS_BETWEEN_EXCHANGES = 0.1  # between two questions, about
+_SECONDS_BETWEEN_EXCHANGES = 0.1  # approximately
 
 
 class RankAgreement:
-    """Asks all ranks the same questions, seldom enough to cost nothing beside the steps.
+    """Combines the answers of all ranks, rarely enough to cost no time beside the training steps.
 
-    A rank alone answers at once. Of several each calls `any_rank` at the same steps: how many steps lie between two
-    exchanges follows from the slowest rank's pace, which is exchanged with them. They go over the CPU, so that no GPU
-    is waited for.
+    A single rank answers at once. Of several ranks each calls `any_rank` at the same steps; the number of steps between
+    two exchanges follows from the pace of the slowest rank, which is exchanged as well. The exchange uses the CPU, so
+    that it does not wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class RankAgreement:
         self._last_exchange = time.monotonic()
 
     def any_rank(self, *questions: bool) -> list[bool]:
-        """Return for each question whether any rank says yes; no, where it is not time to exchange."""
+        """Return for each question whether any rank answers True; False for all between two exchanges."""
         if not self._is_distributed:
             return list(questions)
         self._steps_left -= 1

@@ -1,4 +1,4 @@
-"""Checkpoints read as data, and what of them that leaves out."""
+"""Reads checkpoints as data, without running code of them, and finds the objects that this leaves out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 
-# What a resume does not restore; any object may stand there
+# A resume does not restore these: they may hold any object
 _ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 
 
@@ -21,14 +21,14 @@ def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint without running code of it.
 
     Args:
-        path: Of the file.
-        mmap: Whether tensors are mapped from the file, if it is a zip archive.
+        path: Path of the file.
+        mmap: Whether tensors are mapped from the file, where it is a zip archive.
 
     Returns:
-        Its values; in place of an object that is neither plain nor a tensor a `Placeholder`.
+        The values of the checkpoint; a `Placeholder` for each object that is neither plain data nor a tensor.
 
     Raises:
-        CheckpointError: If it is none, or asks for a call that no checkpoint needs.
+        CheckpointError: If it is not a checkpoint, or holds a call that no checkpoint needs.
     """
     mmap = mmap and zipfile.is_zipfile(path)
     try:
@@ -39,7 +39,7 @@ def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def find_objects(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """Return what was not restored and a resume needs: place in the checkpoint -> qualified name of its class."""
+    """Return the objects that a resume needs and `load_plain_data` left out: keys -> qualified name of the class."""
     return {
         key_path: kind
         for key, value in checkpoint.items()

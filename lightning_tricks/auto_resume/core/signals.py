@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the terminal that may go away."""
+"""Signals that ask a run to stop, and the output of a run whose terminal is closed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 Detach = Callable[[], None]
 
-# What DataLoader workers are told of their training process
+# States of the training process that its DataLoader workers read
 RUNNING, STOPPING, LEAVING = range(3)
 
 
 def available_signals(*names: str) -> tuple[str, ...]:
-    """Return those of some names of signals that this system has; Windows has no SIGHUP and no SIGUSR1."""
+    """Return the names of signals that this system has; Windows lacks SIGHUP and SIGUSR1, for example."""
     return tuple(name for name in names if hasattr(signal.Signals, name))
 
 
@@ -29,11 +29,11 @@ DEFAULT_SIGNALS = available_signals("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
 def check_signals(names: object) -> tuple[str, ...]:
-    """Return the names of signals, or say what is wrong with them.
+    """Return the names of signals as a tuple, after checking them.
 
     Raises:
-        TypeError: If `names` is no sequence of strings.
-        ValueError: If one is not known here, or cannot be handled.
+        TypeError: If `names` is not a sequence.
+        ValueError: If a name is unknown on this system, or its signal cannot be handled.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"signals must be a sequence of names such as ('SIGTERM', 'SIGINT'), got {names!r}.")
@@ -41,19 +41,19 @@ def check_signals(names: object) -> tuple[str, ...]:
     for name in found:
         if not isinstance(name, str) or not name.startswith("SIG") or not hasattr(signal.Signals, name):
             raise ValueError(
-                f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which it lacks."
+                f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which is not one."
             )
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{name} cannot be handled by any process: the run resumes after it from its last save.")
+            raise ValueError(f"{name} cannot be handled by any process: after it, the run resumes from its last save.")
     return found
 
 
 class StopRequest:
-    """Remembers that a signal asked for a stop; nothing else happens in the handler.
+    """Records that a signal asked for a stop; the handler does nothing else.
 
     Args:
-        names: Of the signals to heed.
-        detach: What SIGHUP does instead of asking for a stop; None makes it ask.
+        names: Names of the signals to handle.
+        detach: Called at SIGHUP instead of a stop; None lets SIGHUP ask for a stop as well.
     """
 
     def __init__(self, names: Sequence[str], detach: Detach | None = None) -> None:
@@ -64,21 +64,21 @@ class StopRequest:
 
     @property
     def signal_numbers(self) -> list[int]:
-        """Of the signals."""
+        """Numbers of the signals."""
         return [int(getattr(signal.Signals, name)) for name in self.names]
 
     def install_handlers(self) -> bool:
-        """Take the signals over; return whether that is possible, which it is in the main thread alone."""
+        """Install the handlers; return whether that is possible, as it is only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         for number in self.signal_numbers:
             signal.signal(number, self._handle)
-        # first of all that multiprocessing does at exit, of which the last is a SIGTERM for the workers
+        # a high priority: runs before multiprocessing sends the workers a SIGTERM at exit
         self._exit_finalizer = Finalize(None, setattr, (self.stopping, "value", LEAVING), exitpriority=1000)
         return True
 
     def close(self) -> None:
-        """Forget what was to be done at exit; the handlers are the Trainer's to restore."""
+        """Cancel what was to be done at exit; the Trainer restores the handlers."""
         if self._exit_finalizer is not None:
             self._exit_finalizer.cancel()
 
@@ -88,20 +88,20 @@ class StopRequest:
             self.detach()
             return
         if name == "SIGINT" and self.received == "SIGINT":
-            raise KeyboardInterrupt  # whoever asks twice does not want to wait
+            raise KeyboardInterrupt  # a second Ctrl-C stops at once
         self.received = name
         self.stopping.value = STOPPING
 
 
 def redirect_output(log_path: Callable[[], Path]) -> None:
-    """Let standard output and error go to the end of a file, in child processes too, and input come from nowhere.
+    """Append standard output and error to a file, also for child processes, and let standard input be empty.
 
-    Where they go to a file already, they stay: a terminal, or a pipe to what ends with it, is what goes away.
+    A stream that is a file already stays as it is: only a terminal, or a pipe to a program in it, is closed.
     """
     try:
         log = os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
-        log = os.open(os.devnull, os.O_WRONLY)  # a terminal that is gone must not end the run
+        log = os.open(os.devnull, os.O_WRONLY)  # a closed terminal must not end the run
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, log), (2, log)):
         if not _is_file(target):
@@ -111,7 +111,7 @@ def redirect_output(log_path: Callable[[], Path]) -> None:
     for stream in (sys.stdout, sys.stderr):
         reopen = getattr(stream, "reconfigure", None)
         if reopen is not None:
-            reopen(line_buffering=True)  # so that the file can be followed
+            reopen(line_buffering=True)  # so that `tail -f` shows each line
 
 
 def _is_file(descriptor: int) -> bool:

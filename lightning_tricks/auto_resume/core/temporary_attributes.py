@@ -1,4 +1,4 @@
-"""Attributes of an object that are other ones for a while."""
+"""Attributes of an object that are replaced for the length of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: Any, replaced: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of one object for a block, past its `__setattr__`."""
+    """Replace attributes of an object for the length of a block, without calling its `__setattr__`."""
     own = vars(owner)
     before = {name: own[name] for name in replaced if name in own}
     own.update(replaced)

@@ -1,4 +1,4 @@
-"""Which of the values that were saved are other ones after they were put back."""
+"""Compares saved values with those that were restored from them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 _A_DAY = 86400.0
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # objects may not know when they are equal
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # other objects may not define equality
 
 
 def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:
-    """Yield the places, such as `state_dict.net.weight`, at which nested plain values and tensors differ.
+    """Yield the paths, such as `state_dict.net.weight`, at which nested plain values and tensors differ.
 
-    Bits are compared: NaN equals itself. What only `restored` has is passed over, and so are readings of a clock.
+    Tensors are compared bit by bit: NaN equals itself. What only `restored` has is ignored, and so are clock readings.
     """
     if isinstance(saved, Tensor):
         if not (isinstance(restored, Tensor) and _same_tensor(saved, restored)):
             yield path
     elif isinstance(saved, Mapping):
         for key, value in saved.items():
-            there = restored.get(key, _MISSING) if isinstance(restored, Mapping) else _MISSING
-            yield from differing_paths(value, there, f"{path}.{key}" if path else str(key))
+            counterpart = restored.get(key, _MISSING) if isinstance(restored, Mapping) else _MISSING
+            yield from differing_paths(value, counterpart, f"{path}.{key}" if path else str(key))
     elif isinstance(saved, list | tuple):
         if not isinstance(restored, list | tuple) or len(restored) != len(saved):
             yield path
@@ -37,22 +37,22 @@ def differing_paths(saved: Any, restored: Any, path: str = "") -> Iterator[str]:
 
 
 class _Missing:
-    """Equal to nothing."""
+    """The type of a placeholder that equals no value."""
 
 
 _MISSING = _Missing()
 
 
 def _same_tensor(saved: Tensor, restored: Tensor) -> bool:
-    here = restored.detach().to("cpu")
-    if saved.shape != here.shape or saved.layout != here.layout:
+    restored = restored.detach().to("cpu")
+    if saved.shape != restored.shape or saved.layout != restored.layout:
         return False
     if saved.layout != torch.strided or saved.is_quantized:
-        return True  # which have no plain bits
-    if saved.dtype != here.dtype:
-        here = here.to(saved.dtype)
-    there = saved.detach().to("cpu")
-    return torch.equal(there, here) or torch.equal(_bits(there), _bits(here))
+        return True  # these have no plain bits to compare
+    if saved.dtype != restored.dtype:
+        restored = restored.to(saved.dtype)
+    saved = saved.detach().to("cpu")
+    return torch.equal(saved, restored) or torch.equal(_bits(saved), _bits(restored))
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Digests of values at a bounded cost: to see what changed, and to compare two processes."""
+"""Digests of values at a bounded cost, which tell whether a value changed, or differs between two processes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_tricks.auto_resume.core.attributes.plain_values import (
-    MAX_DEPTH,
+from lightning_tricks._torch_compat import loader_iterator_type, num_yielded, tensor_version
+from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.generators import generator_state
+from lightning_tricks.auto_resume.core.attributes.value_types import (
     SCALARS,
-    EncodeBudget,
     container_base,
     container_items,
-    encode,
-    generator_state,
     is_subclass,
     key_label,
     type_name,
 )
 
-MAX_ENTRIES = 10_000  # of a container; of a larger one, some are looked at
+MAX_ENTRIES = 10_000  # of a container; a larger one is sampled
 _SAMPLED_ENTRIES = 1_000
-_MAX_PARTS = 200_000  # of a value, with all that lies in it
+_MAX_PARTS = 200_000  # of a value, with all that it holds
 _SAMPLED_BYTES = 2**18
 _WHOLE_TENSOR, _WHOLE_ARRAY, _WHOLE_ANYWHERE = 2**18, 2**24, 2**20
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-# which the fresh process has anyway, or that say nothing about a run
+# a fresh process has these anyway, or they say nothing about a run
 IGNORED_TYPES = (types.ModuleType, weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()))
 
 
 class ValueDigest:
-    """Digests one value with all that lies in it.
+    """Digests one value with all that it holds.
 
     Args:
-        registered: Ids of parameters and buffers, which count by their type.
-        same_process: Whether the digest is compared in this process alone: then identities of what is opaque or
-            too large to be read, and states of generators, count too.
-        is_walkable: Tells objects whose attributes are looked at on their own; they count by their type.
+        registered: Ids of parameters and buffers; only their types count.
+        same_process: Whether the digest is compared in this process alone: then the identities of opaque and of sampled
+            values, and the states of generators, count as well.
+        is_walkable: Whether a value is an object that is walked; only its type counts.
 
     Attributes:
-        is_complete: Whether everything was read.
-        opaque_values: Place of each value that is no data, with the name of its type.
+        is_complete: Whether the digest covers everything, not a sample.
+        opaque_values: Location of each value that is no data, with the name of its type.
     """
 
     def __init__(self, registered: Any = (), same_process: bool = True, is_walkable: Any = lambda value: False) -> None:
@@ -64,7 +62,7 @@ class ValueDigest:
         return int.from_bytes(self._hash.digest(), "big")
 
     def feed(self, value: Any, location: tuple[str, ...] = ()) -> None:
-        """Take a value in."""
+        """Add a value to the digest."""
         kind = type(value)
         self._parts += 1
         if kind in SCALARS:
@@ -78,7 +76,7 @@ class ValueDigest:
             return
         try:
             known = id(value) not in self._registered and self._feed_leaf(value, kind, bool(location))
-        except Exception:  # whatever a strange object raises
+        except Exception:  # the value may be of any class, and raise anything
             known = False
         if not known:
             self._feed_opaque(value, kind, location)
@@ -120,7 +118,9 @@ class ValueDigest:
 
     def _feed_set(self, value: Any, base: type, step: int, location: tuple[str, ...]) -> None:
         numbers = []
-        chosen = container_items(value, base) if step == 1 else ()  # which entries come first differs between processes
+        chosen = (
+            container_items(value, base) if step == 1 else ()
+        )  # not sampled: the order of a set differs between processes
         for _, part in chosen:
             digest = ValueDigest(self._registered, self._same_process, self._is_walkable)
             digest.feed(part, (*location, key_label(part)))
@@ -149,9 +149,9 @@ class ValueDigest:
             if self._same_process:
                 self.feed(state)
             return True
-        room = EncodeBudget(bytes_left=4096)
-        encoded = encode(value, room)
-        if room.opaque_values:
+        budget = EncodeBudget(bytes_left=4096)
+        encoded = encode(value, budget)
+        if budget.opaque_values:
             return False
         self._update(f"{kind.__name__} {encoded!r}")
         return True
@@ -163,14 +163,14 @@ class ValueDigest:
         size = value.numel() * value.element_size()
         self._update(f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}")
         if self._same_process and value.device.type != "cpu" and not (is_entry or value.is_inference()):
-            self._mark_sampled(value, size)  # without waiting for the device
-            self._update(f"{value._version}")
+            self._mark_sampled(value, size)  # reading it would wait for the device
+            self._update(str(tensor_version(value)))
             return True
         data = value.detach().resolve_conj().resolve_neg()
         if size > (_WHOLE_TENSOR if self._same_process else _WHOLE_ANYWHERE):
             self._mark_sampled(value, size)
             if self._same_process and not value.is_inference():
-                self._update(f"{value._version}")
+                self._update(str(tensor_version(value)))
             data = _sample(data, value.numel() * value.element_size() // _SAMPLED_BYTES)
         self._hash.update(data.contiguous().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
         return True
@@ -203,7 +203,7 @@ class ValueDigest:
 
 
 def _sample(data: Tensor, step: int) -> Tensor:
-    """Return entries that lie over a whole tensor."""
+    """Return entries that are spread over a whole tensor."""
     if data.is_contiguous():
         return data.reshape(-1)[:: max(1, step)]
     while data.dim() and data.numel() > _SAMPLED_BYTES:
@@ -214,9 +214,9 @@ def _sample(data: Tensor, step: int) -> Tensor:
 
 
 def _position(value: Any, kind: type) -> str:
-    """Return how far an iterator is, as far as it tells."""
-    if is_subclass(kind, _BaseDataLoaderIter):
-        return str(value._num_yielded)
+    """Return the position of an iterator, if its type tells it; empty if not."""
+    if is_subclass(kind, loader_iterator_type()):
+        return str(num_yielded(value))
     if kind.__module__ == "multiprocessing.sharedctypes":
         return repr(value.get_obj().value)
     if is_subclass(kind, itertools.count):

@@ -1,6 +1,6 @@
-"""What hooks change of a model's structure while it trains: what is frozen, in which mode, in which group, or masked.
+"""What hooks change in a model's structure while it trains: frozen parameters, modes, parameter groups, pruning masks.
 
-No state dict holds these. `ModelStructure` notes them when a fit begins, and returns what is other than then.
+No state dict holds these. `ModelStructure` records them when a fit starts, and returns what changed since.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_tricks._torch_compat import own_buffers, own_parameters, pruned_parameters
+
 
 class ModelStructure:
-    """What of modules and optimizers is other than at the moment when this was made.
+    """Finds what changed in the structure of modules and optimizers since its creation.
 
     Args:
-        modules: By the names under which they are found again.
+        modules: The modules by the names under which they are found again; the model itself under "".
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -27,11 +29,11 @@ class ModelStructure:
         self._groups: list[list[list[str]]] = []
 
     def record_groups(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Note which parameters the groups of the optimizers have, when these exist."""
+        """Record which parameters the groups of the optimizers have, as soon as there are optimizers."""
         self._groups = param_group_names(module, optimizers)
 
     def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-        """Return what is other than before, as tensors and plain values."""
+        """Return what changed, as tensors and plain values."""
         groups, masks = param_group_names(module, optimizers), pruning_masks(module)
         # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
         has_other_groups = groups != self._groups or bool(masks)
@@ -50,13 +52,13 @@ class ModelStructure:
         }
 
     def new_parameters(self, module: nn.Module) -> list[str]:
-        """Return the parameters that came since, which a resumed run's module lacks when weights are loaded."""
+        """Return the names of added parameters, which a resumed run's module lacks when weights are loaded."""
         masked = {f"{name}_orig" for name in pruning_masks(module)}
         return [name for name, _ in module.named_parameters() if name not in self._parameters[""] | masked]
 
 
 def restore_flags(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> None:
-    """Put back what takes gradients and what is in training mode."""
+    """Restore which parameters require gradients and which modules are in training mode."""
     for name, module in modules.items():
         flags = changes["flags"].get(name, {})
         for parameter_name, parameter in module.named_parameters():
@@ -68,7 +70,7 @@ def restore_flags(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) 
 
 
 def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list[list[str]]]:
-    """Return the names of the parameters in each group of each optimizer; a parameter of somebody else is ""."""
+    """Return the names of the parameters in each group of each optimizer; "" for one that is not the module's."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         [[names.get(id(one), "").removesuffix("_orig") for one in group["params"]] for group in optimizer.param_groups]
@@ -79,11 +81,11 @@ def param_group_names(module: nn.Module, optimizers: Sequence[Any]) -> list[list
 def restore_param_groups(
     module: nn.Module, optimizers: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Give the groups of optimizers the parameters that they had; their values come with the optimizers' states."""
+    """Restore the parameters of the groups of optimizers; the options of groups are restored with optimizer states."""
     parameters = {name.removesuffix("_orig"): one for name, one in module.named_parameters()}
     for optimizer, wanted in zip(optimizers, groups, strict=False):
         if any(name not in parameters for names in wanted for name in names):
-            continue  # parameters of somebody else: the optimizer's own state says whether the groups agree
+            continue  # parameters that are not the module's: loading the optimizer's state checks its groups
         for number, names in enumerate(wanted):
             if number < len(optimizer.param_groups):
                 optimizer.param_groups[number]["params"] = [parameters[name] for name in names]
@@ -94,7 +96,7 @@ def restore_param_groups(
 
 
 def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the masks of `torch.nn.utils.prune` and the values that they mask: parameter -> "mask", "original"."""
+    """Return the masks of `torch.nn.utils.prune` and what they mask: parameter -> {"mask": ..., "original": ...}."""
     return {
         f"{prefix}{name}": {"mask": getattr(part, f"{name}_mask"), "original": getattr(part, f"{name}_orig").detach()}
         for prefix, part, name in _masked_parameters(module)
@@ -102,7 +104,7 @@ def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Mask parameters as they were, those that are masked already included."""
+    """Restore the masks of parameters, also of those that are masked already."""
     present = {f"{prefix}{name}" for prefix, _, name in _masked_parameters(module)}
     for path, saved in masks.items():
         prefix, _, name = path.rpartition(".")
@@ -118,12 +120,12 @@ def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Te
 
 
 def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_buffers: Sequence[str]) -> None:
-    """Let a state dict be loaded whose buffers grew, came or were masks: give the module such buffers.
+    """Give a module buffers like those of a state dict, in which buffers grew, were added or are masks.
 
     Args:
-        module: That is about to load it.
-        state_dict: With the shapes that are wanted.
-        new_buffers: That came while it trained.
+        module: The module that is about to load the state dict.
+        state_dict: The state dict with the shapes of the buffers.
+        new_buffers: Names of the buffers that were added while the model trained.
     """
     masked = [name.removesuffix("_mask") for name in state_dict if name.endswith("_mask")]
     present = dict(module.named_parameters(remove_duplicate=False))
@@ -134,38 +136,40 @@ def resize_to_state_dict(module: nn.Module, state_dict: Mapping[str, Any], new_b
     for path, value in state_dict.items():
         prefix, _, name = path.rpartition(".")
         owner: Any = _submodule(module, prefix)
-        if owner is None or not isinstance(value, Tensor) or name in owner._parameters:
+        if owner is None or not isinstance(value, Tensor) or name in own_parameters(owner):
             continue
-        if name in owner._buffers and _shape(owner._buffers[name]) != value.shape:
+        buffers = own_buffers(owner)
+        if name in buffers and _shape(buffers[name]) != value.shape:
             resize_buffer(module, owner, name, value)
-        elif path in new_buffers and name not in owner._buffers:
+        elif path in new_buffers and name not in buffers:
             owner.register_buffer(name, torch.empty_like(value, device=module_device(owner)))
 
 
 def resize_buffer(module: nn.Module, owner: Any, name: str, value: Tensor) -> None:
-    """Bind a buffer to a new tensor like `value`, wherever the module has the same one."""
-    old = owner._buffers[name]
+    """Replace a buffer by a new tensor like `value`, wherever modules share it."""
+    old = own_buffers(owner)[name]
     new = torch.empty_like(value, device=module_device(owner) if old is None else old.device)
     for part in module.modules():
-        for key, buffer in part._buffers.items():
+        buffers = own_buffers(part)
+        for key, buffer in buffers.items():
             if buffer is old and (old is not None or (part is owner and key == name)):
-                part._buffers[key] = new
+                buffers[key] = new
 
 
 def module_device(module: nn.Module) -> torch.device:
-    """Return where a module's first parameter or buffer is."""
+    """Return the device of a module's first parameter or buffer; the CPU without any."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def capture_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that parameters hold."""
+    """Return the gradients that parameters hold: name -> gradient."""
     return {name: one.grad.detach() for name, one in module.named_parameters() if one.grad is not None}
 
 
 def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Give parameters the gradients that they held."""
+    """Restore what `capture_gradients` returned."""
     for name, parameter in module.named_parameters():
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device)
@@ -177,11 +181,10 @@ def _module_flags(module: nn.Module) -> dict[str, bool]:
 
 
 def _masked_parameters(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield the parameters that are masked: prefix of the name, module, name in it."""
+    """Yield the masked parameters: prefix of the name, module, name in the module."""
     for part_name, part in module.named_modules():
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, prune.BasePruningMethod):
-                yield f"{part_name}." if part_name else "", part, str(getattr(hook, "_tensor_name", ""))
+        for name in pruned_parameters(part):
+            yield f"{part_name}." if part_name else "", part, name
 
 
 def _shape(buffer: Tensor | None) -> torch.Size | None:

@@ -7,53 +7,65 @@ from copy import deepcopy
 from typing import Any
 
 from torch import nn
-from torchmetrics import MetricTracker
+
+from lightning_tricks._torch_compat import own_modules
 
 
 def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """Return what the lists inside modules hold: name -> types.
+    """Return the types of what each list inside some modules holds.
 
     Args:
-        modules: By the names under which they are found again.
+        modules: The modules by the names under which they are found again.
+
+    Returns:
+        Name of the module and path of the list in it, joined by a colon -> qualified names of types.
     """
     return {name: [_type_name(part) for part in module_list] for name, module_list in _module_lists(modules)}
 
 
 def restore_module_lists(modules: Mapping[str, nn.Module], saved: Mapping[str, list[str]]) -> list[str]:
-    """Give lists the lengths that they had, with copies of what is there; return the names of those that lack parts.
+    """Restore the lengths of lists, with copies of modules that they hold.
 
-    What the copies remember is restored like everything else. Nothing with parameters is copied, as no optimizer would
-    know of it.
+    The attributes of the copies are restored afterwards, as those of all modules. A module with parameters is not
+    copied, as no optimizer would have the new parameters.
 
     Args:
-        modules: Whose lists were saved, under the same names.
-        saved: Of `module_list_types`.
+        modules: The modules whose lists were saved, under the same names.
+        saved: What `module_list_types` returned.
+
+    Returns:
+        The names of lists that still lack modules, as there was nothing to copy.
     """
     incomplete = []
     for name, module_list in _module_lists(modules):
         saved_types = saved.get(name, [_type_name(part) for part in module_list])
-        # `del module_list[...]` would rename what a MetricTracker keeps beside
-        for key in list(module_list._modules)[len(saved_types) :]:
-            del module_list._modules[key]
+        registered = own_modules(module_list)
+        # `del module_list[...]` would rename the base metric that a MetricTracker registers among its copies
+        for key in list(registered)[len(saved_types) :]:
+            del registered[key]
         for kind in saved_types[len(module_list) :]:
-            template = _template(module_list, kind)
-            if template is None:
+            same_type = {key: part for key, part in registered.items() if part is not None and _type_name(part) == kind}
+            template = find_template(same_type)
+            if not template:
                 incomplete.append(name)
                 break
-            module_list.append(deepcopy(template))
+            module_list.append(deepcopy(registered[template]))
     return incomplete
+
+
+def find_template(same_type: Mapping[str, nn.Module]) -> str:
+    """Return the name of a module whose copy can stand for a new module of its type; empty if there is none.
+
+    Args:
+        same_type: The siblings of the new module, by name, that have its type.
+    """
+    return next((name for name, part in same_type.items() if not any(True for _ in part.parameters())), "")
 
 
 def _module_lists(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     for name, module in modules.items():
         parts = [(part_name, part) for part_name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
         yield from ((f"{name}:{part_name}", part) for part_name, part in parts)
-
-
-def _template(module_list: Any, kind: str) -> nn.Module | None:
-    """Return what a new part of a list is a copy of."""
-    known = [module_list._base_metric] if isinstance(module_list, MetricTracker) else list(module_list)
-    return next((part for part in known if _type_name(part) == kind and not [*part.parameters()]), None)
 
 
 def _type_name(module: nn.Module) -> str:

@@ -1,72 +1,46 @@
-"""The attributes of objects and of what they hold, as far as they are a user's and not machinery."""
+"""A walk over objects and what they hold, which finds their attributes."""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import enum
-import io
-import multiprocessing.process
-import sys
-import threading
-import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
+from lightning_tricks._torch_compat import module_internals
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict, attributes, has_attributes
 from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES
-from lightning_tricks.auto_resume.core.attributes.plain_values import (
-    MISSING,
+from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
+    UnsavedModuleState,
+    as_stateful,
+    has_own_state_dict,
+)
+from lightning_tricks.auto_resume.core.attributes.value_types import (
     SCALARS,
-    CannotRestoreError,
     container_base,
     container_items,
     is_mutable,
     is_subclass,
     key_label,
 )
-from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
-    UnsavedModuleState,
-    as_stateful,
-    has_own_state_dict,
+from lightning_tricks.auto_resume.core.attributes.walkable_types import (
+    is_never_walked,
+    is_stateful,
+    is_user_class,
+    is_walkable,
 )
 
 MAX_OBJECTS = 20_000
-_IS_HEAP_TYPE = 1 << 9  # of a class statement
-_NUMBERS = frozenset({bool, int, float})
 MAX_OBJECT_DEPTH = 40  # attributes of attributes
-MAX_CONTAINER_DEPTH = 4  # containers in containers in which objects are sought
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_NEVER_WALKED = (
-    *(Optimizer, LRScheduler, DataLoader, torch.jit.ScriptModule, threading.Thread, io.IOBase, enum.Enum, type),
-    *(multiprocessing.process.BaseProcess, BaseException, Tensor, np.ndarray, str, bytes, int, float, complex),
-)
-_NAMESPACE_TYPES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
-# whose objects are handles to something else, or have ways of their own to be kept
-_FOREIGN_NAMES = (
-    "torch numpy lightning pytorch_lightning lightning_fabric lightning_utilities matplotlib PIL "
-    "plotly wandb "
-    "tensorboard tensorboardX mlflow comet_ml neptune aim clearml pandas pyarrow polars h5py lmdb zarr ray jax "
-    "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
-)
-_FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split())
-_walkable_types: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-_slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
+_NUMBERS = frozenset({bool, int, float})
 
 SkippedNames = Callable[[Any], Collection[str]]
 
 
 def nothing_skipped(_: Any) -> Collection[str]:
-    """Leave no attribute out."""
+    """Skip no attribute."""
     return ()
 
 
@@ -75,11 +49,11 @@ class AttributeSlot:
     """One attribute.
 
     Attributes:
-        owner: Whose it is; None for a root that is a container.
-        owner_path: Of the owner.
-        name: Of the attribute.
-        value: That it has.
-        target: Path of the object that it holds, where its attributes are looked at on their own.
+        owner: The object that has it; None for a root that is a container.
+        owner_path: Path of the owner.
+        name: Name of the attribute.
+        value: Its value.
+        target: Path of the object that it holds, if that is walked; empty if not.
     """
 
     owner: Any
@@ -91,19 +65,19 @@ class AttributeSlot:
 
 @dataclass
 class ObjectWalk:
-    """What a walk over objects found, each object once, under the first path that leads to it.
+    """What a walk over objects found: each object once, under the first path that leads to it.
 
     Attributes:
-        skipped: Gives the names that are left out of an object.
+        skipped: Returns the names of attributes to leave out of an object.
         slots: Path -> attribute.
         owners: Path -> object.
-        modules: Path of each module that another registers -> path of that, and its name there.
-        stateful: Path -> what has a `state_dict` and a `load_state_dict`: an object that is no module, or the tensors
-            of a module that is no part of another one and no root.
+        modules: Path of each module that another one registers -> path of that one, and the name in it.
+        stateful: Path -> object with a `state_dict` and a `load_state_dict`: one that is no module, or the tensors of
+            a module that is neither registered by another one nor a root.
         registered: Ids of parameters and buffers.
         paths: Id of each object -> its path.
-        truncated: Paths of objects that were left out because of the bounds.
-        num_built: Number of objects that were made since.
+        truncated: Paths of objects beyond the bounds on their number and depth.
+        num_built: Number of objects that were created while attributes were restored.
     """
 
     skipped: SkippedNames
@@ -118,12 +92,12 @@ class ObjectWalk:
 
     @classmethod
     def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames) -> ObjectWalk:
-        """Walk over objects by name."""
+        """Walk over objects, given by name."""
         walk = cls(skipped)
         for name, root in roots.items():
-            if is_subclass(type(root), *_NEVER_WALKED) or type(root) in SCALARS:
+            if is_never_walked(type(root)) or type(root) in SCALARS:
                 continue
-            if _has_attributes(type(root)) and container_base(type(root)) is None:
+            if has_attributes(type(root)) and container_base(type(root)) is None:
                 walk._visit(root, name, 0)
             else:
                 walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
@@ -131,7 +105,7 @@ class ObjectWalk:
         return walk
 
     def _visit(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
-        """Walk over an object that was not seen yet; return where it is, or nothing where it is too much."""
+        """Walk over an object unless it was seen before; return its path, empty if it is beyond the bounds."""
         if id(value) in self.paths:
             return self.paths[id(value)]
         if depth > MAX_OBJECT_DEPTH or len(self.owners) >= MAX_OBJECTS:
@@ -144,7 +118,7 @@ class ObjectWalk:
             if depth and not is_part and "state_dict" not in skipped:
                 self.stateful[path] = UnsavedModuleState(value, self.registered)
             self._visit_module(value, path, depth, skipped)
-            skipped = _MODULE_INTERNALS.union(skipped)
+            skipped = module_internals().union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
             self.stateful[path] = value
         for name, part in attributes(value):
@@ -156,7 +130,7 @@ class ObjectWalk:
         return path
 
     def _visit_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
-        """Take what all objects of a class share and change: its numbers and containers."""
+        """Add what all objects of a class share and may change: its numbers and mutable values."""
         self.paths[id(kind)] = path
         self.owners[path] = kind
         for name, part in tuple(vars(kind).items()):
@@ -174,7 +148,7 @@ class ObjectWalk:
                     self.modules[inner] = path, name
 
     def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
-        """Take an attribute, and walk over what it holds."""
+        """Add an attribute, and walk over what it holds."""
         value, kind = slot.value, type(slot.value)
         self.slots[path] = slot
         if kind in SCALARS:
@@ -187,7 +161,7 @@ class ObjectWalk:
             self._add_stateful(value, path)
 
     def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
-        """Walk over the objects in a container."""
+        """Walk over the objects in a container and in containers in it."""
         base = container_base(type(value))
         if base is None or nested > MAX_CONTAINER_DEPTH or is_subclass(base, set, frozenset):
             return
@@ -205,149 +179,12 @@ class ObjectWalk:
                 self._visit_container(part, f"{path}.{key_label(key)}", depth, nested + 1)
 
     def _add_stateful(self, value: Any, path: str) -> None:
-        """Take an object whose attributes are not looked at, by its state."""
+        """Add an object that is not walked, by its state."""
         if "state_dict" not in self.skipped(value) and id(value) not in self.paths:
             self.paths[id(value)] = path
             self.stateful[path] = as_stateful(value)
 
 
 def is_skipped(owner: Any, name: str, skipped: SkippedNames) -> bool:
-    """Whether a name of an object is never looked at."""
-    return name in skipped(owner) or (is_subclass(type(owner), nn.Module) and name in _MODULE_INTERNALS)
-
-
-def is_walkable(kind: type) -> bool:
-    """Whether the attributes of a type's objects are looked at: it is a module or of somebody's own Python code."""
-    found = _walkable_types.get(kind)
-    if found is None:
-        found = _walkable_types[kind] = _is_walkable(kind)
-    return found
-
-
-def _is_walkable(kind: type) -> bool:
-    if is_subclass(kind, *_NEVER_WALKED) or container_base(kind) is not None:
-        return False
-    if is_subclass(kind, nn.Module) or is_subclass(kind, *_NAMESPACE_TYPES):
-        return True
-    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"
-    top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in _FOREIGN_PACKAGES
-    return (not known or module.startswith(_WALKED_TORCH_MODULES)) and _has_attributes(kind)
-
-
-def is_user_class(kind: type) -> bool:
-    """Whether a class is the user's own and not of something that was installed."""
-    if not (is_walkable(kind) or is_subclass(kind, nn.Module)) or not isinstance(kind.__module__, str):
-        return False
-    if kind.__module__.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}:
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return "site-packages" not in file and "dist-packages" not in file
-
-
-def can_be_rebuilt(kind: type, owner: Any) -> bool:
-    """Whether an object of a class can be made for an owner without running anything, as its attributes are all it is.
-
-    The class has to be one that the modules in which the owner's classes are defined define, or know, by itself or by
-    its module: a file cannot name any other.
-    """
-    if not is_walkable(kind) or is_subclass(kind, nn.Module) or hasattr(kind, "__del__"):
-        return False
-    if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
-        return False  # made in C, with more to it than attributes
-    modules = (sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_class(part))
-    names = [named for module in modules if module is not None for named in vars(module).values()]
-    return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
-
-
-def is_stateful(kind: type) -> bool:
-    """Whether a type's objects give and take a state, as samplers of torchdata do."""
-    if is_subclass(kind, nn.Module, *_NEVER_WALKED):
-        return False
-    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _has_attributes(kind: type) -> bool:
-    return bool(kind.__dictoffset__) or bool(_slots(kind))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = _slots_of.get(kind)
-    if found is None:
-        found = _slots_of[kind] = _find_slots(kind)
-    return found
-
-
-def _find_slots(kind: type) -> tuple[str, ...]:
-    names = [name for part in kind.__mro__ for name in _names(vars(part).get("__slots__", ()))]
-    return tuple(
-        dict.fromkeys(name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType))
-    )
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if isinstance(name, str))
-
-
-def attribute_dict(value: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes; no method of its own is called."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except Exception:  # a property of a strange class may raise anything
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that an object itself has, those in `__slots__` as well."""
-    found = [(name, part) for name, part in (attribute_dict(value) or {}).items() if type(name) is str]
-    for name in _slots(type(value)):
-        part = _slot(value, name)
-        if part is not MISSING:
-            found.append((name, part))
-    return found
-
-
-def _slot(value: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return MISSING
-
-
-def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, past what `__setattr__` and properties of the class do.
-
-    Raises:
-        CannotRestoreError: If a module has a parameter, a buffer or a module under that name, or a class a method.
-    """
-    own = attribute_dict(owner)
-    if name.startswith("__") or _is_method(owner, name):
-        raise CannotRestoreError("it is what the class does")
-    if is_subclass(type(owner), nn.Module) and any(
-        name in (own or {}).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
-    ):
-        raise CannotRestoreError("it is registered in the module here")
-    if is_subclass(type(owner), type):
-        type.__setattr__(owner, name, value)
-    elif own is None or name in _slots(type(owner)):
-        object.__setattr__(owner, name, value)
-    else:
-        own[name] = value
-
-
-def _is_method(owner: Any, name: str) -> bool:
-    kind = owner if is_subclass(type(owner), type) else type(owner)
-    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return is_subclass(type(found), types.FunctionType, classmethod, staticmethod, property)
-
-
-def delete_attribute(owner: Any, name: str) -> None:
-    """Delete an attribute, past what `__delattr__` of the class does."""
-    own = attribute_dict(owner)
-    if is_subclass(type(owner), type):
-        type.__delattr__(owner, name)
-    elif own is None or name in _slots(type(owner)):
-        object.__delattr__(owner, name)
-    else:
-        del own[name]
+    """Whether an attribute of an object is left out of a walk."""
+    return name in skipped(owner) or (is_subclass(type(owner), nn.Module) and name in module_internals())

@@ -1,4 +1,4 @@
-"""Attributes that changed in another process are given to fresh objects."""
+"""Restores changed attributes of another process in fresh objects."""
 
 from __future__ import annotations
 
@@ -8,55 +8,54 @@ from typing import Any
 
 from torch import nn
 
+from lightning_tricks._torch_compat import own_modules
+from lightning_tricks.auto_resume.core.attributes.attribute_access import delete_attribute, set_attribute
+from lightning_tricks.auto_resume.core.attributes.decoding import ObjectResolver, decode
+from lightning_tricks.auto_resume.core.attributes.in_place import replace_contents
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,
     ObjectWalk,
     SkippedNames,
-    can_be_rebuilt,
-    delete_attribute,
     is_skipped,
     nothing_skipped,
-    set_attribute,
 )
-from lightning_tricks.auto_resume.core.attributes.plain_values import (
+from lightning_tricks.auto_resume.core.attributes.value_types import (
     MISSING,
     CannotRestoreError,
-    ObjectResolver,
-    decode,
     find_class,
     is_subclass,
-    replace_contents,
     type_name,
 )
+from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
 
-STATE_KEY = "state_dict()"  # what an object says of itself, among its attributes
+STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
 
 
 def restore_changes(
     roots: Mapping[str, Any], changes: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped
 ) -> dict[str, str]:
-    """Give objects the attributes that others had in another process.
+    """Restore in objects the attributes that their equals had in another process.
 
     What changed in place there changes in place here, as far as size and type allow; what was set there is set here,
-    and attributes that shared a value share it again, also with what lies in a container. Two containers that share a
-    part which is no attribute do not. An object that was made in the fit is made again by its attributes alone, if its
-    class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that a list
-    of modules gained comes again as a copy of the one beside it. Nothing else of the user's code is called than
-    `load_state_dict`.
+    and attributes that shared a value share it again, also with an entry of a container. Two containers that share an
+    entry which is no attribute do not. An object that was created in the fit is created again from its attributes, if
+    its class is plain Python, has no `__del__`, and is known in the module of the class that holds it; a metric that a
+    list of modules gained is restored as a copy of its sibling. Of the user's code only `load_state_dict` is called.
 
-    Floats that were readings of a clock since the start are set only where the object has no such attribute, or the
-    dict no such entry: a timer of another process is not this one's. Such are those between then and now of
-    `time.time()`, and those of `time.monotonic()` and `time.perf_counter()` under a name that says so, such as `start`.
+    A float that was the reading of a clock is set only where the object has no such attribute, or the dict no such
+    entry, as a timer of another process is not this one's. Such are readings of `time.time()` since the start of the
+    fit, and those of `time.monotonic()` and `time.perf_counter()` under a name that says so, such as `start`.
 
     Args:
         roots: Fresh objects, by the names that they had.
-        changes: Of `AttributeTracker.changes`, also from a file that `load_plain_data` read.
-        skipped: As `AttributeTracker` had it.
+        changes: What `AttributeTracker.changes` returned, possibly saved and read by `load_plain_data`.
+        skipped: What `AttributeTracker` was given.
 
     Returns:
-        Path -> why it could not be put back.
+        Path -> why the attribute could not be restored.
     """
     values, failed = changes["values"], dict[str, str]()
+    # in this order: modules, as others' attributes lie in them; values; what shares a value; states of whole objects
     walk = ObjectWalk.from_roots(roots, skipped)
     for path, change in values.items():
         if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
@@ -89,26 +88,26 @@ def _try_restore(
         return False
     is_there = owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
     if not is_there and (change["name"] or owner not in walk.slots):
-        failed[owner] = "it is not there"
+        failed[owner] = "it does not exist here"
         return False
     if owner in walk.owners and is_skipped(walk.owners[owner], change["name"], walk.skipped):
-        failed[path] = "it is no attribute of the user's"
+        failed[path] = "it is an internal attribute of its class"
         return False
     try:
         restore(path, change, walk)
-    except Exception as error:  # the changes come from a file, and the objects are the user's
+    except Exception as error:  # the changes come from a file, and the objects run user code
         failed[path] = f"{error}" if isinstance(error, CannotRestoreError) else f"{type(error).__name__}: {error}"
         return False
     return True
 
 
 def _restore_module_copy(path: str, change: Any, walk: ObjectWalk) -> None:
-    modules = vars(walk.owners[change["of"]])["_modules"]
+    modules = own_modules(walk.owners[change["of"]])
     if change["name"] in modules:
         return
     template = modules.get(change["value"]["like"])
     if not is_subclass(type(template), nn.Module) or type_name(type(template)) != change["value"]["type"]:
-        raise CannotRestoreError(f"there is no {change['value']['type']} beside it")
+        raise CannotRestoreError(f"it has no sibling of type {change['value']['type']}")
     modules[change["name"]] = deepcopy(template)
 
 
@@ -123,7 +122,7 @@ def _restore_value(path: str, change: Any, walk: ObjectWalk) -> None:
     if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
         return
     if not name:
-        raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be filled")
+        raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be replaced in place")
     set_attribute(owner, name, value)
     walk.slots[path] = AttributeSlot(owner, change["of"], name, value)
 
@@ -134,7 +133,7 @@ def _restore_shared(path: str, change: Any, walk: ObjectWalk) -> None:
 
 
 class _WalkResolver(ObjectResolver):
-    """What fresh objects have to offer."""
+    """Finds values among those that a walk over fresh objects found."""
 
     def __init__(self, walk: ObjectWalk, owner: Any) -> None:
         self._walk, self._owner = walk, owner

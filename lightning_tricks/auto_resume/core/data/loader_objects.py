@@ -1,4 +1,4 @@
-"""What a DataLoader reads from, its dataset, samplers and collate function, with what they keep for themselves."""
+"""The objects that a DataLoader reads from (dataset, samplers, collate function), and how their attributes change."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from weakref import ref
 
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.attributes.tracking import (
-    AttributeChanges,
-    AttributeTracker,
-    fingerprints,
-    restore_changes,
-)
+from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
+from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 
-# whose objects are handles to data, which a fresh process opens again
+# packages whose objects are handles to data, which a fresh process opens again
 _DATA_HANDLE_PACKAGES = (
     "h5py",
     "lmdb",
@@ -46,27 +44,27 @@ def loader_parts(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class ObjectBaselines:
-    """Knows what objects were when they were first seen, also when another loader reads from them later."""
+    """Remembers the state of objects when they were first seen, also if another loader reads from them later."""
 
     def __init__(self) -> None:
         self._trackers: dict[int, tuple[Any, AttributeTracker]] = {}
         self._fingerprints: dict[int, tuple[Any, dict[str, int]]] = {}
 
     def tracker_of(self, name: str, value: Any, other_parts: Collection[Any]) -> AttributeTracker:
-        """Return what follows an object since it was first seen; `other_parts` are followed by themselves."""
+        """Return the tracker of an object since it was first seen; `other_parts` have trackers of their own."""
         known = self._trackers.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
         try:
             reference: Any = ref(value)
-        except TypeError:  # of a list, for one
+        except TypeError:  # an object such as a list, to which there are no weak references
             return AttributeTracker({name: value}, skipped=_skip_other_parts(other_parts))
         attributes = AttributeTracker(lambda: {name: reference()}, skipped=_skip_other_parts(other_parts))
         self._trackers[id(value)] = reference, attributes
         return attributes
 
     def fingerprint(self, value: Any, other_parts: Collection[Any]) -> dict[str, int]:
-        """Return the digests of an object's attributes as they were when it was first asked for."""
+        """Return the digests of an object's attributes when it was first seen: path -> digest."""
         known = self._fingerprints.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
@@ -79,14 +77,14 @@ class ObjectBaselines:
 
 
 class LoaderObjects:
-    """Follows the attributes of what a loader reads from.
+    """Tracks the attributes of the objects that a loader reads from.
 
     Args:
-        loader: That is followed.
-        baselines: Of the fit.
+        loader: The loader; a weak reference is kept.
+        baselines: Baselines of the objects, shared by the loaders of a fit.
 
     Attributes:
-        fingerprint: Of the data: path -> digest.
+        fingerprint: Digests of the dataset's attributes: path -> digest.
     """
 
     def __init__(self, loader: DataLoader[Any], baselines: ObjectBaselines) -> None:
@@ -99,11 +97,11 @@ class LoaderObjects:
         self._unsaved, self._reported = dict[str, str](), set[str]()
 
     def changes(self, names: Collection[str] = (), report_unsaved: bool = True) -> dict[str, AttributeChanges]:
-        """Return what changed in the fit.
+        """Return what changed in the fit: name of the object -> changes.
 
         Args:
-            names: Of the objects that are meant; empty for all.
-            report_unsaved: Whether what is not kept matters, and `new_unsaved` names it.
+            names: Names of the objects; empty for all of them.
+            report_unsaved: Whether `new_unsaved` reports changes that cannot be saved.
         """
         found = {
             name: attributes.changes() for name, attributes in self._attributes.items() if not names or name in names
@@ -113,7 +111,7 @@ class LoaderObjects:
         return {name: changes for name, changes in found.items() if changes["values"] or changes["lost"]}
 
     def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, str]:
-        """Give the objects what those of the stopped run had; return path -> why one could not be put back."""
+        """Restore what `changes` returned in the stopped run; return path -> why a change could not be restored."""
         loader, failed = self._loader(), dict[str, str]()
         objects = {} if loader is None else loader_parts(loader)
         for name, changes in saved.items():
@@ -123,11 +121,11 @@ class LoaderObjects:
         return failed
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
-        """Note what changed in a worker and is not kept."""
+        """Add changes in a worker that cannot be saved: path -> type or reason."""
         self._unsaved |= {f"{path} in a worker": kind for path, kind in unsaved.items()}
 
     def new_unsaved(self) -> dict[str, str]:
-        """Return path -> type or reason of what changed and is not kept, each once."""
+        """Return changes that cannot be saved and were not returned before: path -> type or reason."""
         new = {
             path: kind
             for path, kind in self._unsaved.items()
@@ -138,7 +136,7 @@ class LoaderObjects:
 
 
 def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
-    """Put digests of parts together, where there are many."""
+    """Merge digests with a common beginning of their paths until there are at most 500."""
     depth = max((path.count(".") for path in digests), default=0)
     while len(digests) > _MAX_PATHS and depth:
         merged: dict[str, list[int]] = {}
@@ -152,7 +150,7 @@ def _merged_digests(digests: dict[str, int]) -> dict[str, int]:
 
 
 def changed_paths(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the paths whose values are not the same in two results of `LoaderObjects.changes`."""
+    """Return the paths whose values differ between two results of `LoaderObjects.changes`."""
     first, second = ({path: value_digest(value) for path, value in _values(changes)} for changes in (one, other))
     return sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
 
@@ -170,8 +168,8 @@ def _other_parts(objects: Mapping[str, Any], value: Any) -> list[Any]:
 
 
 def _skip_other_parts(other_parts: Collection[Any]) -> Any:
-    """Leave out what is followed by itself, and states that say how far an iteration was: that is known exactly."""
-    numbers = {id(other) for other in other_parts}  # which live as long as the loader
+    """Return what skips parts with trackers of their own, and `state_dict`: the position is known without it."""
+    numbers = {id(other) for other in other_parts}  # ids are valid: the parts live as long as the loader
 
     def skipped(owner: Any) -> list[str]:
         try:

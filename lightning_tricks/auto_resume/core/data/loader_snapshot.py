@@ -1,4 +1,4 @@
-"""What an iterator of a DataLoader is made from, at one moment: streams, generators, and the loader's objects."""
+"""The state from which a DataLoader creates an iterator: global random state, generators and the loader's objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unp
 
 
 class LoaderSnapshot:
-    """The process' random streams, a loader's generators and what it reads from; packed when they are asked for.
+    """The global random state of the process, a loader's generators and its objects, at one moment.
 
     Args:
-        loader: Whose generators they are.
-        objects: Of the loader; None leaves them out.
+        loader: The loader whose generators are captured.
+        objects: The objects of the loader; None leaves them out.
         report_unsaved: See `LoaderObjects.changes`.
     """
 
@@ -33,15 +33,15 @@ class LoaderSnapshot:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> LoaderSnapshot:
-        """Return what `as_dict` was made of."""
+        """Return the snapshot that `as_dict` wrote."""
         snapshot = cls.__new__(cls)
         snapshot._packed, snapshot._global_states, snapshot.generators = saved["process"], None, saved["generators"]
         snapshot.objects = saved.get("objects", {})
         return snapshot
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the moment as tensors and plain values."""
-        if self._packed is None:
+        """Return the snapshot as tensors and plain values."""
+        if self._packed is None:  # packed only if the snapshot is saved: few of the snapshots of an epoch are
             now = pack_rng_state()
             _set_global_states(self._global_states)
             self._packed = pack_rng_state()
@@ -49,7 +49,7 @@ class LoaderSnapshot:
         return {"process": self._packed, "generators": self.generators, "objects": self.objects}
 
     def restore(self, loader: DataLoader[Any], objects: LoaderObjects | None = None) -> None:
-        """Put streams, generators and objects back to that moment."""
+        """Restore the global random state, the generators and, if they are given, the objects."""
         if objects is not None:
             objects.restore_changes(self.objects)
         if self._packed is None:
@@ -61,7 +61,7 @@ class LoaderSnapshot:
 
 
 def loader_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, each once."""
+    """Return the generators from which a loader and its samplers draw, each once."""
     batches = loader.batch_sampler
     owners = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]

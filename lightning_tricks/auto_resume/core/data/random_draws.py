@@ -1,4 +1,4 @@
-"""What data or their order are drawn from, call by call."""
+"""Records from which random states a dataset or a sampler draws, call by call, and draws the same again."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_BYTES = 64 * 2**20  # of states that are kept in an epoch
-_SPARSE_FACTOR = 3  # a change is kept byte by byte where less than a third of a state is another
+MAX_BYTES = 64 * 2**20  # of the states that are recorded in an epoch
+_SPARSE_FACTOR = 3  # a state is recorded as its changed bytes where these are less than a third
 
 Result = TypeVar("Result")
 
 
 class RecordedDraws:
-    """Watches calls that may draw from the process' streams, between which others draw from them, too.
+    """Records the global random state before calls that may draw from it, where other code draws in between.
 
-    To make the same calls give the same again, each must find the streams as it found them then. That is kept only for
-    a stream that a call draws from, where it is not what the calls before have left, and as what changed since the
-    state that was kept before: most often a position.
+    For a repeated call to draw the same numbers, it must find the same random state. A generator's state is recorded
+    only if the call draws from it and if it is not the state that the recorded calls left behind; and only the bytes
+    that changed since the record before: most often the position in the generator's buffer.
 
     Args:
-        saved: What `as_dict` returned: the same calls are made again, from there.
+        saved: What `as_dict` returned; the calls are then repeated with the recorded states. None records new calls.
+
+    Attributes:
+        calls: Number of calls so far.
+        is_full: Whether the records exceed their limit: later states are not recorded.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         self.calls = 0
         self.is_full = bool(saved and saved["full"])
-        self._states_after: list[Any] = [None, None, None]  # by the calls so far, had nobody else drawn
+        self._states_after: list[Any] = [None, None, None]  # what the recorded calls left behind, for each generator
         self._records: list[tuple[int, int, np.ndarray[Any, Any] | None, np.ndarray[Any, Any]]] = []
         self._last_states: list[np.ndarray[Any, Any] | None] = [None, None, None]
         self._bytes = 0
@@ -40,12 +44,12 @@ class RecordedDraws:
         self._next_replayed = next(self._replayed, None)
 
     def start(self) -> None:
-        """The first call finds the streams as they are, also when it is made again."""
+        """Start with the present random state, which the caller restores before the calls are repeated."""
         _numpy.invalidate()
         self._states_after = _global_states()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function and watch what it draws from."""
+        """Call a function, from its recorded state if there is one, and record from what it draws."""
         number, self.calls = self.calls, self.calls + 1
         while self._next_replayed is not None and self._next_replayed[0] <= number:
             if self._next_replayed[0] == number:
@@ -56,15 +60,15 @@ class RecordedDraws:
             return function()
         finally:
             after = _global_states()
-            for stream, same in enumerate(_IS_SAME_STATE):
-                if not same(before[stream], after[stream]):
-                    expected = self._states_after[stream]
-                    if expected is None or not same(expected, before[stream]):
-                        self._record(number, stream, before[stream])
-                    self._states_after[stream] = after[stream]
+            for generator, same in enumerate(_IS_SAME_STATE):
+                if not same(before[generator], after[generator]):
+                    expected = self._states_after[generator]
+                    if expected is None or not same(expected, before[generator]):
+                        self._record(number, generator, before[generator])
+                    self._states_after[generator] = after[generator]
 
     def as_dict(self, calls: int | None = None) -> dict[str, Any]:
-        """Return what was kept, of the first `calls` where that is given, as tensors and plain values."""
+        """Return the records as tensors and plain values; those of the first `calls` calls if that is given."""
         records = [one for one in self._records if calls is None or one[0] < calls]
         byte_indices = [where for _, _, where, _ in records if where is not None]
         return {
@@ -76,10 +80,10 @@ class RecordedDraws:
             "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(one[3] for one in records)])),
         }
 
-    def _record(self, number: int, stream: int, state: Any) -> None:
+    def _record(self, number: int, generator: int, state: Any) -> None:
         if self.is_full:
             return
-        row, last = _state_bytes(stream, state), self._last_states[stream]
+        row, last = _state_bytes(generator, state), self._last_states[generator]
         where = None if last is None else np.flatnonzero(row != last).astype(np.int32)
         if where is None or len(where) * _SPARSE_FACTOR >= len(row):
             where, values = None, row
@@ -89,22 +93,22 @@ class RecordedDraws:
         if self._bytes + size > MAX_BYTES:
             self.is_full = True
             warnings.warn(
-                "AutoResume: a training loader draws from the process' random streams in between the training steps, "
-                f"and their states take more than {MAX_BYTES >> 20} MiB in this epoch: a run that is resumed later in "
-                "it reads other data. Let the data draw from a generator of its own, or read it with num_workers=1.",
+                "AutoResume: a training loader draws from the global random state in between the training steps, and "
+                f"the states take more than {MAX_BYTES >> 20} MiB in this epoch: a run that is resumed later in it "
+                "reads other data. Let the data draw from a generator of its own, or read it with num_workers=1.",
                 stacklevel=2,
             )
             return
         self._bytes += size
-        self._last_states[stream] = row
-        self._records.append((number, stream, where, values))
+        self._last_states[generator] = row
+        self._records.append((number, generator, where, values))
 
 
-# -- streams one by one
+# -- the generators, by number: 0 is Python's, 1 numpy's, 2 torch's
 
 
 class _NumpyStateReader:
-    """Reads the state of numpy's stream; in no time where it is what it was."""
+    """Reads the state of numpy's global generator; fast if it did not change, as `np.random.get_state` is slow."""
 
     def __init__(self) -> None:
         self._bits: Any = None
@@ -113,23 +117,23 @@ class _NumpyStateReader:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return what `np.random.get_state` does; the same object where nothing was drawn."""
+        """Return what `np.random.get_state` returns; the same object if nothing was drawn."""
         if self._bits is None or self._bits is not _bit_generator():
             self._map_memory()
         if self._memory is None:
             return np.random.get_state()
         memory_bytes = bytes(self._memory)
-        # a number that is kept for the next call comes and goes without a trace there
+        # a normal deviate that is cached for the next call leaves no trace in this memory
         if memory_bytes != self._last_memory or self._state[3]:
             self._last_memory, self._state = memory_bytes, np.random.get_state()
         return self._state
 
     def invalidate(self) -> None:
-        """Read all of it next time, as after it was set: then a number may be kept that was not there."""
+        """Read the whole state next time: setting it may have added a cached normal deviate."""
         self._bits = None
 
     def _map_memory(self) -> None:
-        """Find the words and the position in memory, as they are laid out in MT19937."""
+        """Find the generator's words and position in memory, if they are laid out as in MT19937."""
         self._bits, self._memory = _bit_generator(), None
         if not isinstance(self._bits, np.random.MT19937):
             return
@@ -153,7 +157,7 @@ def _global_states() -> list[Any]:
 
 
 def _same_python(one: Any, other: Any) -> bool:
-    # the position, what is kept for the next call, and some words: when they are drawn anew, each is another
+    # position, cached deviate and some words are enough: all words change when the buffer is generated again
     return bool(one[1][-1] == other[1][-1] and one[2] == other[2] and one[1][:4] == other[1][:4])
 
 
@@ -168,23 +172,23 @@ def _same_torch(one: Tensor, other: Tensor) -> bool:
 _IS_SAME_STATE: tuple[Callable[[Any, Any], bool], ...] = (_same_python, _same_numpy, _same_torch)
 
 
-def _state_bytes(stream: int, state: Any) -> np.ndarray[Any, Any]:
-    """Return the state of a stream as a row of bytes."""
-    if stream == 2:
+def _state_bytes(generator: int, state: Any) -> np.ndarray[Any, Any]:
+    """Return the state of a generator as a row of bytes."""
+    if generator == 2:
         return np.asarray(state.numpy())
     words, numbers = (
-        (state[1], (state[2] is not None, state[2] or 0.0)) if stream == 0 else (state[1], tuple(state[2:]))
+        (state[1], (state[2] is not None, state[2] or 0.0)) if generator == 0 else (state[1], tuple(state[2:]))
     )
     return np.concatenate([np.asarray(words, np.uint32).view(np.uint8), np.asarray(numbers, np.float64).view(np.uint8)])
 
 
-def _set_state(stream: int, row: np.ndarray[Any, Any]) -> None:
-    if stream == 2:
+def _set_state(generator: int, row: np.ndarray[Any, Any]) -> None:
+    if generator == 2:
         torch.set_rng_state(torch.from_numpy(row.copy()))
         return
-    size = 4 * (625 if stream == 0 else 624)
+    size = 4 * (625 if generator == 0 else 624)
     words, numbers = row[:size].copy().view(np.uint32), row[size:].copy().view(np.float64).tolist()
-    if stream == 0:
+    if generator == 0:
         random.setstate((3, tuple(words.tolist()), numbers[1] if numbers[0] else None))
     else:
         _numpy.invalidate()
@@ -192,20 +196,20 @@ def _set_state(stream: int, row: np.ndarray[Any, Any]) -> None:
 
 
 def _decode_states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-    """Yield what was kept: the number of a call, the stream, and its state."""
+    """Yield the records: number of the call, number of the generator, state as a row of bytes."""
     last: list[Any] = [None, None, None]
     byte_indices, values = saved["places"].numpy(), saved["bytes"].numpy()
-    size_of = [len(_state_bytes(stream, state)) for stream, state in enumerate(_global_states())]
+    size_of = [len(_state_bytes(generator, state)) for generator, state in enumerate(_global_states())]
     index_offset = value_offset = 0
     rows = zip(saved["calls"].tolist(), saved["streams"].tolist(), saved["changed"].tolist(), strict=True)
-    for number, stream, changed in rows:
-        size = size_of[stream] if changed < 0 else changed
+    for number, generator, changed in rows:
+        size = size_of[generator] if changed < 0 else changed
         part = values[value_offset : value_offset + size]
         value_offset += size
         if changed < 0:
-            last[stream] = part.copy()
+            last[generator] = part.copy()
         else:
-            last[stream] = last[stream].copy()
-            last[stream][byte_indices[index_offset : index_offset + changed]] = part
+            last[generator] = last[generator].copy()
+            last[generator][byte_indices[index_offset : index_offset + changed]] = part
             index_offset += changed
-        yield number, stream, last[stream]
+        yield number, generator, last[generator]

@@ -1,4 +1,4 @@
-"""The random streams of a process as one row of bytes, and what DataLoader workers write down of theirs."""
+"""The global random state of a process as one row of bytes, and how DataLoader workers record theirs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData, call_on_iteration_start
+from lightning_tricks._torch_compat import call_on_iteration_start
+from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
-_SECONDS_TO_WAIT = 0.5  # whether a SIGTERM reached the training process, too
+_SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 
 
 def pack_rng_state() -> Tensor:
-    """Return the state of `random`, `numpy.random` and torch's CPU stream, a uint8 tensor (about 10,000,)."""
+    """Return the state of `random`, `numpy.random` and torch on the CPU: a uint8 tensor of about 10,000 bytes."""
     record = np.zeros(1, _record_dtype())
     _write_rng_state(record[0])
     return torch.from_numpy(record.view(np.uint8))
 
 
 def unpack_rng_state(packed: Tensor) -> None:
-    """Put the three streams back to where `pack_rng_state` saw them."""
+    """Restore the random state that `pack_rng_state` returned."""
     record = packed.contiguous().numpy().view(_record_dtype())[0]
     words = tuple(record["python"].tolist())
     random.setstate((3, words, float(record["python_gauss"]) if record["python_has_gauss"] else None))
@@ -39,15 +40,15 @@ def unpack_rng_state(packed: Tensor) -> None:
 
 
 class WorkerRngStates:
-    """Shared memory in which each worker of a DataLoader writes its streams down after each batch.
+    """Shared memory in which each worker of a DataLoader records its random state after each batch.
 
-    A worker is ahead of what the training step has seen by at most its prefetched batches; a ring with room for more
-    than those still holds the state that belongs to the last batch seen.
+    A worker is ahead of training by at most its prefetched batches: a ring buffer with more slots than those still
+    holds the state after the last batch that was trained on.
 
     Args:
-        n_workers: Of the loader.
-        prefetch: Batches that a worker is ahead at most (`prefetch_factor`).
-        note_bytes: Bytes for a note beside the streams.
+        n_workers: Number of workers.
+        prefetch: Number of batches that a worker prefetches (`prefetch_factor`).
+        note_bytes: Size of a note beside the random state.
     """
 
     def __init__(self, n_workers: int, prefetch: int, note_bytes: int = 0) -> None:
@@ -59,29 +60,29 @@ class WorkerRngStates:
             self.notes.share_memory_()
 
     def write(self, worker: int, count: int, note: bytes = b"") -> None:
-        """Write down this process' streams after its `count`-th batch (from 1), and a note where there is room."""
+        """Record the random state of this process after its `count`-th batch (from 1), and a note."""
         record = self._records(worker)[count % self.slots]
         record["count"] = 0
         _write_rng_state(record)
         row = self.notes[worker, count % self.slots].numpy()
         row[:8].view(np.int64)[0] = len(note)
         row[8 : 8 + len(note)] = np.frombuffer(note, np.uint8)
-        record["count"] = count  # last: says that the rest is whole
+        record["count"] = count  # last: marks the record as complete
 
     def read(self, worker: int, count: int) -> Tensor | None:
-        """Return a worker's streams after its `count`-th batch, or None where they were not or are no longer there."""
+        """Return a worker's random state after its `count`-th batch; None if it is not or no longer there."""
         record = self._records(worker)[count % self.slots]
         packed = self.memory[worker, count % self.slots].clone()
         return packed if record["count"] == count else None
 
     def read_note(self, worker: int, count: int) -> bytes:
-        """Return the note that a worker wrote with its streams; nothing where they are not there."""
+        """Return the note of a worker after its `count`-th batch; empty if it is not or no longer there."""
         record, row = self._records(worker)[count % self.slots], self.notes[worker, count % self.slots].numpy().copy()
         note = row[8 : 8 + int(row[:8].view(np.int64)[0])].tobytes()
         return note if record["count"] == count else b""
 
     def last_count(self, worker: int) -> int:
-        """Return how many batches a worker has made."""
+        """Return the number of batches that a worker has made."""
         return int(self._records(worker)["count"].max())
 
     def _records(self, worker: int) -> Any:
@@ -89,9 +90,9 @@ class WorkerRngStates:
 
 
 def _exit_if_parent_died() -> None:
-    """End a worker whose training process was killed while it started: it would wait for batches to make for ever.
+    """Exit a worker whose training process was killed while the worker started: it would wait for work for ever.
 
-    The watchdog of torch's workers takes whoever is their parent when it starts for the training process.
+    The watchdog in torch's workers takes the parent that they have when it starts for the training process.
     """
     parent = parent_process()
     if parent is None or parent.pid == os.getppid():
@@ -103,19 +104,19 @@ def _exit_if_parent_died() -> None:
 
 
 class WorkerInit:
-    """A `worker_init_fn`: the given one first, then the streams that the worker goes on with.
+    """A `worker_init_fn` that calls the given one, and then sets the random state from which the worker continues.
 
-    A signal that reaches the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is for the training
-    process to answer, which still needs its workers to finish the step: they pass it over. A SIGTERM that the training
-    process did not get, or that comes when it leaves, came from there and ends the worker; so does a second one.
+    A signal to the whole process group, such as Ctrl-C or a scheduler's SIGTERM, is handled by the training process,
+    which still needs its workers to finish the step: they ignore it. A SIGTERM that did not reach the training process,
+    or comes while that exits, was sent by it and ends the worker; so does a second one.
 
     Args:
         wrapped: The loader's own function.
-        states: Of `pack_rng_state`, for each worker; None leaves its fresh streams.
-        signals: To pass over.
+        states: What `pack_rng_state` returned, for each worker; None keeps its fresh random state.
+        signals: Numbers of the signals to ignore.
         stopping: A shared byte: one of `signals.RUNNING`, `STOPPING` and `LEAVING`.
-        recording: That writes down what the worker makes.
-        data: What the copies of the data keep, for each worker, see `TrackedWorkerData`; None leaves it as it is.
+        recording: The collate function that records the state of the worker.
+        data: Changes of the workers' copies of the data, see `TrackedWorkerData`; None for none.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class WorkerInit:
         self.recording, self.data = recording, list(data)
 
     def __call__(self, worker: int) -> None:
-        """Start a worker, in its process."""
+        """Initialize a worker, in its process."""
         _exit_if_parent_died()
         if self.wrapped is not None:
             self.wrapped(worker)
@@ -156,12 +157,12 @@ class WorkerInit:
 
 
 class RecordingCollate:
-    """A `collate_fn` that, in a worker, writes down the streams and what the data keep, when a batch is made.
+    """A `collate_fn` that, in a worker, records the random state and the changes of the data after each batch.
 
     Args:
         wrapped: The loader's own function.
-        rng_states: To write to after each batch.
-        iteration_starts: To write to whenever the worker's iterable dataset is asked for an iterator.
+        rng_states: Where to record after each batch.
+        iteration_starts: Where to record whenever the worker asks its iterable dataset for an iterator.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class RecordingCollate:
     ) -> None:
         self.wrapped, self.rng_states, self.iteration_starts = wrapped, rng_states, iteration_starts
         self.count = self.started = 0
-        self.data: TrackedWorkerData | None = None  # in the worker
+        self.data: TrackedWorkerData | None = None  # only in the worker
 
     def start_worker(self, changes: Any) -> None:
-        """Follow the data in the worker, from where another one left them."""
+        """Track the data in the worker, after restoring what those of another worker had changed."""
         self.data = TrackedWorkerData(self.wrapped)
         if changes is not None:
             self.data.restore_changes(changes)
@@ -193,7 +194,7 @@ class RecordingCollate:
         return b"" if self.data is None else self.data.note()
 
     def __call__(self, samples: Any) -> Any:
-        """Make a batch."""
+        """Return a batch."""
         batch = self.wrapped(samples)
         worker = get_worker_info()
         if worker is not None:

@@ -1,4 +1,4 @@
-"""The order in which a sampler gives its indices, watched and digested."""
+"""The order in which a sampler gives its indices, tracked and digested."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_tricks.auto_resume.core.data.random_draws import RecordedDraws
 
 
 class OrderDigest:
-    """A running digest of what a sampler gave: two orders are the same where their digests are.
+    """A running digest of the indices that a sampler gave: equal digests mean equal orders.
 
     Args:
-        max_ahead: How many of the last digests can be asked for.
+        max_ahead: Batches that the sampler may be ahead of training: of so many the digests before are kept.
     """
 
     def __init__(self, max_ahead: int = 0) -> None:
@@ -31,18 +31,18 @@ class OrderDigest:
         self._digests.append(blake2b(self._digests[-1] + _encode_indices(indices), digest_size=8).digest())
 
     def digest(self, count: int) -> str:
-        """Return the digest of the first `count` batches, or nothing where it is no longer there."""
+        """Return the digest of the first `count` batches; empty if it is no longer kept."""
         back = self.count - count
         return self._digests[-1 - back].hex() if 0 <= back < len(self._digests) else ""
 
 
 class TrackedSamplerIterator:
-    """An iterator of a sampler, whose draws and order are watched.
+    """An iterator of a sampler whose draws and order are recorded.
 
     Args:
-        iterator: That gives the indices.
-        draws: None where only the first index is drawn, from where the streams are then.
-        order: Of what is given.
+        iterator: The iterator that gives the indices.
+        draws: Records what each index draws; None if all draws happen at the first index.
+        order: Takes the indices.
 
     Attributes:
         exhausted: Whether it was asked for more than it had.
@@ -66,14 +66,14 @@ class TrackedSamplerIterator:
 
 
 def draws_only_once(sampler: Any) -> bool:
-    """Whether a sampler is one of torch's, which draw from the process' streams for their first index only."""
+    """Whether a sampler is one of torch's, which draw from the global random state at their first index only."""
     inner = getattr(sampler, "sampler", None)
     known = type(sampler).__module__ in ("torch.utils.data.sampler", "torch.utils.data.distributed")
     return known and (inner is None or draws_only_once(inner))
 
 
 def value_digest(batch: Any) -> str:
-    """Return a digest of what a batch, or another value, holds; of a large one, some of it is looked at."""
+    """Return a digest of a batch or another value; of a large one, a sample counts."""
     digest = ValueDigest(same_process=False)
     digest.feed(batch)
     return f"{int(digest):016x}"
@@ -83,7 +83,7 @@ def _encode_indices(indices: Any) -> bytes:
     if isinstance(indices, Tensor):
         indices = indices.tolist()
     try:
-        return marshal.dumps(indices, 2)  # a later version writes down who refers to what
+        return marshal.dumps(indices, 2)  # later versions also encode which objects are identical
     except ValueError:
         return repr([one.tolist() if isinstance(one, Tensor) else type(one) for one in _as_list(indices)]).encode()
 

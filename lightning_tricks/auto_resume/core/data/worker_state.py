@@ -1,31 +1,32 @@
-"""What a DataLoader's worker keeps in its copy of the data: noted after each batch, and taken up by another worker."""
+"""What a DataLoader's worker changes in its copy of the data: recorded after each batch, restored in a new worker."""
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import fetch
 
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, restore_changes
+from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
+from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 
-NOTE_BYTES = 64 * 1024  # bytes of a note
+NOTE_BYTES = 64 * 1024  # the largest size of a note
 _MAX_ENTRIES = 1000
-_MAX_SECONDS_PER_NOTE = 0.02  # that a note takes of the worker's time
+_MAX_SECONDS_PER_NOTE = 0.02  # time that the worker may spend on a note, on average
 _MIN_TIMED_NOTES = 8
 _TOO_LARGE = f"more than {NOTE_BYTES >> 10} KiB"
 
 
 class TrackedWorkerData:
-    """Follows what a worker's copy of the data, and its collate function, keep; made in the worker.
+    """Tracks the changes of a worker's copy of the data and of its collate function; created in the worker.
 
-    What would not fit into a note is left out of it from the start, so that a note is made in some hundred
-    microseconds; where such a part comes into being later, that is said.
+    Attributes that are too large for a note are left out from the start, so that a note takes some hundred
+    microseconds; one that grows too large later is reported as unsaved.
 
     Args:
         collate: The loader's own collate function.
@@ -42,11 +43,11 @@ class TrackedWorkerData:
         self._is_initialized = True
 
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
-        """Take up what another worker kept."""
+        """Restore what the copy of another worker had changed."""
         restore_changes(self._roots, changes, skipped=self._skipped_names)
 
     def note(self) -> bytes:
-        """Return what changed since the start of the worker, for `read_note`; nothing where nothing did."""
+        """Return what changed since the start of the worker, as bytes for `read_note`; empty if nothing changed."""
         if self._attributes is None:
             return _pickle_note({"values": {}, "lost": self._unsaved})
         start = time.thread_time()
@@ -59,11 +60,11 @@ class TrackedWorkerData:
             note = _pickle_note({"values": {}, "lost": {largest: _TOO_LARGE}})
         self._notes, self._seconds = self._notes + 1, self._seconds + time.thread_time() - start
         if self._notes >= _MIN_TIMED_NOTES and self._seconds > _MAX_SECONDS_PER_NOTE * self._notes:
-            self._attributes, self._unsaved = None, {"dataset": "too much to look at after each batch"}
+            self._attributes, self._unsaved = None, {"dataset": "too much to compare after each batch"}
         return note
 
     def _skipped_names(self, owner: Any) -> set[str]:
-        """Return the names of attributes that are too large; once there, they stay left out."""
+        """Return the names of attributes that are, or were once, too large."""
         names = self._large_names.setdefault(id(owner), {"state_dict"})
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if name not in names and _is_large(value):
@@ -74,21 +75,9 @@ class TrackedWorkerData:
 
 
 def read_note(note: bytes) -> AttributeChanges | None:
-    """Return what a worker of this process noted."""
+    """Return the changes that a worker of this process recorded; None for an empty note."""
     found: AttributeChanges | None = pickle.loads(note) if note else None  # noqa: S301  # written by our own worker
     return found
-
-
-def call_on_iteration_start(dataset: Any, call: Callable[[], object]) -> None:
-    """Call something in a worker whenever it is about to ask its iterable dataset for an iterator."""
-
-    class Fetcher(fetch._IterableDatasetFetcher):
-        def __init__(self, which: Any, *args: Any, **kwargs: Any) -> None:
-            if which is dataset:
-                call()
-            super().__init__(which, *args, **kwargs)
-
-    fetch._IterableDatasetFetcher = Fetcher  # type: ignore[misc, assignment]  # in the worker's process alone
 
 
 def _pickle_note(found: Mapping[str, Any]) -> bytes:

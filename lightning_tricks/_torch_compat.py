@@ -1,0 +1,273 @@
+"""Every use of a private torch symbol, guarded: where torch renamed one, an error names the trick and the remedy.
+
+Reads and writes are guarded alike: an attribute that torch renamed is never added as a new one that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks._shared.guards import set_private, translating_missing
+
+_RESUME = "AutoResume"
+
+
+@contextmanager
+def needs_private(trick: str, *also: type[Exception]) -> Iterator[None]:
+    """Turn the error of a missing private symbol into one that names the trick; also usable as a decorator.
+
+    Args:
+        trick: What does not work without the symbol.
+        also: More exception types that a changed torch may cause, beside AttributeError and ImportError.
+
+    Raises:
+        RuntimeError: If the symbol is missing; the message names the trick, the version and the remedy.
+    """
+    with translating_missing(lambda error: unknown_torch(trick, error), *also):
+        yield
+
+
+def unknown_torch(trick: str, error: Exception) -> RuntimeError:
+    """Return an error that names the trick, the version and the remedy."""
+    return RuntimeError(
+        f"{trick} does not work with torch {torch.__version__} ({error}): install a version from 2.6 to 2.15."
+    )
+
+
+# -- a DataLoader
+
+
+def override_iterator_factory(loader: DataLoader[Any], factory: Callable[[], Any]) -> None:
+    """Let a loader make its iterators by a function, until `restore_iterator_factory`."""
+    with needs_private(_RESUME):
+        _ = type(loader)._get_iterator
+    vars(loader)["_get_iterator"] = factory  # past the loader's `__setattr__`, which Lightning replaces
+
+
+def restore_iterator_factory(loader: DataLoader[Any]) -> None:
+    """Let a loader make its iterators by its class again."""
+    vars(loader).pop("_get_iterator", None)
+
+
+def class_iterator(loader: DataLoader[Any]) -> Any:
+    """Return a new iterator, made by the loader's class also where `override_iterator_factory` was called."""
+    with needs_private(_RESUME):
+        factory = type(loader)._get_iterator
+    return factory(loader)
+
+
+def set_persistent_iterator(loader: DataLoader[Any], iterator: Any) -> None:
+    """Set the iterator that a loader with persistent workers uses again; None makes it create one."""
+    with needs_private(_RESUME):
+        set_private(loader, _iterator=iterator)
+
+
+# -- an iterator of a DataLoader
+
+
+@cache
+def loader_iterator_type() -> type:
+    """Return the base class of the iterators of DataLoaders."""
+    with needs_private(_RESUME):
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+    return _BaseDataLoaderIter
+
+
+def num_yielded(iterator: Any) -> int:
+    """Return how many batches an iterator has given."""
+    with needs_private(_RESUME):
+        return int(iterator._num_yielded)
+
+
+def set_num_yielded(iterator: Any, count: int) -> None:
+    """Set how many batches an iterator has given."""
+    with needs_private(_RESUME):
+        set_private(iterator, _num_yielded=count)
+
+
+def index_sampler(iterator: Any) -> Any:
+    """Return the sampler that an iterator asks for its next iteration: of batches, or of samples without batching."""
+    with needs_private(_RESUME):
+        return iterator._index_sampler
+
+
+def set_index_sampler(iterator: Any, sampler: Any) -> None:
+    """Set the sampler that an iterator asks for its next iteration."""
+    with needs_private(_RESUME):
+        set_private(iterator, _index_sampler=sampler)
+
+
+def sampler_iterator(iterator: Any) -> Any:
+    """Return the iterator of the sampler from which an iterator takes its indices."""
+    with needs_private(_RESUME):
+        return iterator._sampler_iter
+
+
+def set_sampler_iterator(iterator: Any, indices: Any) -> None:
+    """Set from what an iterator takes its indices."""
+    with needs_private(_RESUME):
+        set_private(iterator, _sampler_iter=indices)
+
+
+def dataset_fetcher(iterator: Any) -> Any:
+    """Return what makes the batches of an iterator without workers."""
+    with needs_private(_RESUME):
+        return iterator._dataset_fetcher
+
+
+def set_dataset_fetcher(iterator: Any, fetcher: Any) -> None:
+    """Set what makes the batches of an iterator without workers."""
+    with needs_private(_RESUME):
+        set_private(iterator, _dataset_fetcher=fetcher)
+
+
+def override_reset(iterator: Any, reset: Callable[..., object]) -> None:
+    """Let an iterator with persistent workers start its next iteration by a function."""
+    with needs_private(_RESUME):
+        set_private(iterator, _reset=reset)
+
+
+def reset_without_prefetching(iterator: Any, loader: DataLoader[Any]) -> None:
+    """Start the next iteration of an iterator with persistent workers, and give the workers no batches yet."""
+    with needs_private(_RESUME):
+        set_private(iterator, _try_put_index=lambda: None)
+        reset = type(iterator)._reset
+    try:
+        reset(iterator, loader)
+    finally:
+        del vars(iterator)["_try_put_index"]
+
+
+def request_batch(iterator: Any) -> None:
+    """Give the next indices to the worker whose turn it is."""
+    with needs_private(_RESUME):
+        request = iterator._try_put_index
+    request()
+
+
+def skip_worker(iterator: Any) -> None:
+    """Let the next worker be the one whose turn it is."""
+    with needs_private(_RESUME):
+        next(iterator._worker_queue_idx_cycle)
+
+
+def call_before_each_batch(iterator: Any, call: Callable[[], object]) -> None:
+    """Call a function whenever an iterator is about to fetch a batch."""
+    fetch = _fetch_next(iterator)
+
+    def fetch_after_call() -> Any:
+        call()
+        return fetch()
+
+    vars(iterator)["_next_data"] = fetch_after_call
+
+
+def call_before_next_batch(iterator: Any, call: Callable[[], object]) -> None:
+    """Call a function once, before an iterator fetches its next batch."""
+    _fetch_next(iterator)
+    own = vars(iterator)
+    replaced = own.get("_next_data")
+
+    def fetch_after_call() -> Any:
+        call()
+        del own["_next_data"]
+        if replaced is not None:
+            own["_next_data"] = replaced
+        return iterator._next_data()
+
+    own["_next_data"] = fetch_after_call
+
+
+def call_after_next_batch(iterator: Any, call: Callable[[Any], object]) -> None:
+    """Call a function once, with the batch that an iterator fetches next."""
+    _fetch_next(iterator)
+    own = vars(iterator)
+    reference: Any = ref(iterator)  # a cycle of references would keep the workers alive
+
+    def fetch_and_call() -> Any:
+        del own["_next_data"]
+        batch = reference()._next_data()
+        call(batch)
+        return batch
+
+    own["_next_data"] = fetch_and_call
+
+
+def _fetch_next(iterator: Any) -> Callable[[], Any]:
+    with needs_private(_RESUME):
+        fetch: Callable[[], Any] = iterator._next_data
+    return fetch
+
+
+def call_on_iteration_start(dataset: Any, call: Callable[[], object]) -> None:
+    """Call a function in a worker whenever it is about to ask its iterable dataset for an iterator."""
+    with needs_private(_RESUME):
+        from torch.utils.data._utils import fetch
+
+        fetcher: Any = fetch._IterableDatasetFetcher
+
+    class Fetcher(fetcher):  # type: ignore[misc]  # torch's own
+        def __init__(self, which: Any, *args: Any, **kwargs: Any) -> None:
+            if which is dataset:
+                call()
+            super().__init__(which, *args, **kwargs)
+
+    set_private(fetch, _IterableDatasetFetcher=Fetcher)  # in the worker's process alone
+
+
+# -- modules and tensors
+
+
+@cache
+def module_internals() -> frozenset[str]:
+    """Return the attributes in which every module keeps what torch knows of it."""
+    internals = frozenset(vars(nn.Module()))
+    with needs_private(_RESUME):
+        for name in ("_parameters", "_buffers", "_modules"):
+            getattr(nn.Module(), name)
+    return internals
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_RESUME):
+        return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_RESUME):
+        return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_RESUME):
+        return module._modules
+
+
+def pruned_parameters(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
+    from torch.nn.utils.prune import BasePruningMethod
+
+    with needs_private(_RESUME):
+        hooks = list(module._forward_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, BasePruningMethod):
+            with needs_private(_RESUME):
+                name = str(hook._tensor_name)
+            yield name
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    with needs_private(_RESUME):
+        return tensor._version

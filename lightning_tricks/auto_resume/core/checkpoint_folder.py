@@ -1,0 +1,278 @@
+"""A directory of numbered checkpoints, which are verified before they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._shared.files import PARTIAL_SUFFIX
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, save_durably, write_durably
+from lightning_tricks.auto_resume.core.manifests import (
+    CHECKPOINT_NAME,
+    FORMAT,
+    Manifest,
+    NewerFormatError,
+    installed_versions,
+    load_json,
+    load_manifest,
+)
+
+PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints, the folder of AutoResume's own files
+_CORRUPT_SUFFIX = ".corrupt"
+_MANIFEST_SUFFIX = ".json"
+_STAGED_NAME = re.compile(rf"\.{CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
+_LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # the first line of a log
+# In the private folder: the manifest of the checkpoint that is being written, and of the one that is being removed
+_WRITING_RECORD, _REMOVING_RECORD = "writing.json", "removing.json"
+
+
+class CheckpointFolder:
+    """A directory of numbered checkpoints, each with a manifest; other programs may write files there, too.
+
+    A checkpoint is complete once it has a manifest, which is written after it. A file is removed or renamed only if a
+    manifest lists it with the bytes that it has: its name alone does not tell that it was written here.
+
+    Args:
+        path: Path of the directory; `~` is the home directory. `prepare` creates the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises without a home
+        self.private = self.path / PRIVATE_DIR
+
+    def prepare(self) -> None:
+        """Create the directory, and check that it can be written.
+
+        Raises:
+            OSError: If it cannot be created or written.
+        """
+        self.private.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path):
+            pass
+
+    def manifests(self) -> list[Manifest]:
+        """Return the manifests of all checkpoints, newest first; other files are ignored."""
+        found = []
+        for path in self.path.glob(f"*.ckpt{_MANIFEST_SUFFIX}"):
+            try:
+                found.append(load_manifest(path, path.name.removesuffix(_MANIFEST_SUFFIX)))
+            except (OSError, RecursionError, TypeError, ValueError):  # truncated, or written by another program
+                continue
+        return sorted(found, key=lambda manifest: manifest.number, reverse=True)
+
+    def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
+        """Write a checkpoint and then its manifest.
+
+        Args:
+            checkpoint: What `torch.save` writes.
+            **known: The fields of `Manifest` that are not computed from the file.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            OSError: If the disk is full; the checkpoints before are kept.
+        """
+        name = self._next_name(known["epoch"], known["step"])
+        self.private.mkdir(exist_ok=True)
+        made: list[Manifest] = []
+
+        def write_record(staged: Path, digest: str, size: int) -> None:
+            modified = staged.stat().st_mtime_ns
+            made.append(
+                Manifest(
+                    file=name,
+                    sha256=digest,
+                    bytes=size,
+                    modified=modified,
+                    written=time.time(),
+                    versions=installed_versions(),
+                    **known,
+                )
+            )
+            # tells after a kill that the file, which then lacks only its manifest, was written here
+            self.write_private(_WRITING_RECORD, asdict(made[0]))
+
+        save_durably(dict(checkpoint), self.path / name, write_record)
+        self.rewrite_manifest(made[0])
+        return made[0]
+
+    def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
+        """Write a manifest again, with new values in some fields."""
+        manifest = replace(manifest, **known)
+        try:
+            self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", asdict(manifest))
+        except BaseException:
+            if not known:  # a checkpoint without a manifest would never be removed
+                (self.path / manifest.file).unlink(missing_ok=True)
+            raise
+
+    def _next_name(self, epoch: int, step: int) -> str:
+        names = {path.name for path in self.path.iterdir()}
+        matches = [CHECKPOINT_NAME.match(name) for name in names]
+        number = max((int(match[1]) for match in matches if match), default=0)
+        while True:
+            number += 1
+            name = f"{number:06d}-epoch={epoch}-step={step}.ckpt"
+            if not {name, f"{name}{_MANIFEST_SUFFIX}"} & names:
+                return name
+
+    def find_problem(self, manifest: Manifest) -> str:
+        """Return what is wrong with a checkpoint's file; empty if it has the bytes that were written."""
+        path = self.path / manifest.file
+        try:
+            size = path.stat().st_size
+            if size != manifest.bytes:
+                return f"has {size} bytes instead of {manifest.bytes}"
+            with path.open("rb") as file:
+                digest = file_digest(file)
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+        return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
+
+    def newest(self, warn: Callable[[str], object]) -> Manifest | None:
+        """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
+
+        Args:
+            warn: Called with a sentence for each damaged checkpoint.
+
+        Raises:
+            NewerFormatError: If a checkpoint was written by a later release.
+        """
+        for manifest in self.manifests():
+            if manifest.format > FORMAT:
+                raise NewerFormatError(
+                    f"{self.path / manifest.file} has format {manifest.format}, written by lightning_tricks "
+                    f"{manifest.versions.get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
+                    "Install that release, or choose another dirpath to start again."
+                )
+            problem = self.find_problem(manifest)
+            if not problem:
+                return manifest
+            self.quarantine(manifest)
+            name = self.path / manifest.file
+            warn(f"{name} {problem}: it was renamed to *{_CORRUPT_SUFFIX}; the checkpoint before it is used.")
+        return None
+
+    def quarantine(self, manifest: Manifest) -> None:
+        """Rename a manifest, and its checkpoint unless another program replaced it by an intact one."""
+        path = self.path / manifest.file
+        names = [f"{manifest.file}{_MANIFEST_SUFFIX}"]
+        if path.is_file() and (self.is_own(manifest) or not _is_whole_archive(path)):
+            names.append(manifest.file)
+        for name in names:
+            target = self.path / f"{name}{_CORRUPT_SUFFIX}"
+            if os.path.lexists(self.path / name) and not os.path.lexists(target):
+                (self.path / name).replace(target)
+
+    def is_own(self, manifest: Manifest) -> bool:
+        """Whether a manifest's file is the one that was written with it."""
+        try:
+            state = (self.path / manifest.file).stat()
+        except OSError:
+            return False
+        if state.st_size == manifest.bytes and state.st_mtime_ns == manifest.modified:
+            return True
+        return not self.find_problem(manifest)
+
+    def prune(self, keep: int) -> None:
+        """Remove all checkpoints but the newest `keep`."""
+        for manifest in self.manifests()[keep:]:
+            self.private.mkdir(exist_ok=True)
+            (self.path / f"{manifest.file}{_MANIFEST_SUFFIX}").replace(self.private / _REMOVING_RECORD)
+            self._remove_recorded()
+
+    def _remove_recorded(self) -> None:
+        """Remove the checkpoint whose manifest was moved to the private folder, and then the manifest."""
+        record = self.private / _REMOVING_RECORD
+        with suppress(OSError, RecursionError, TypeError, ValueError):
+            manifest = load_manifest(record)
+            if self.is_own(manifest):
+                (self.path / manifest.file).unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
+
+    def clean_up(self) -> None:
+        """Remove temporary files of killed processes, and complete a checkpoint that lacks only its manifest.
+
+        No other process may write checkpoints here meanwhile.
+        """
+        staged = [path for path in self.path.glob(f".*{PARTIAL_SUFFIX}") if _STAGED_NAME.fullmatch(path.name)]
+        for path in (*staged, *self.private.glob(f".*{PARTIAL_SUFFIX}")):
+            path.unlink(missing_ok=True)
+        self._remove_recorded()
+        writing = self.private / _WRITING_RECORD
+        with suppress(OSError, RecursionError, TypeError, ValueError):
+            manifest = load_manifest(writing)
+            if not os.path.lexists(self.path / f"{manifest.file}{_MANIFEST_SUFFIX}") and not self.find_problem(
+                manifest
+            ):
+                self.rewrite_manifest(manifest)
+        writing.unlink(missing_ok=True)
+
+    def log_path(self) -> Path:
+        """Return the path of the log in this directory, which is created unless it exists."""
+        number = 0
+        while True:
+            number += 1
+            path = self.path / f"train{f'-{number}' if number > 1 else ''}.log"
+            try:
+                with path.open("xb") as file:
+                    file.write(_LOG_HEADER)
+            except FileExistsError:
+                with path.open("rb") as file:
+                    if file.read(len(_LOG_HEADER)) != _LOG_HEADER:
+                        continue
+            return path
+
+    def write_status(self, **status: Any) -> None:
+        """Record the progress of a run for `read_status`, with the process and the time."""
+        self.private.mkdir(parents=True, exist_ok=True)
+        self.write_private("status.json", {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status})
+
+    def read_status(self) -> dict[str, Any]:
+        """Return what `write_status` wrote last; empty if nothing was written."""
+        return self.read_private("status.json")
+
+    def read_private(self, name: str) -> dict[str, Any]:
+        """Return what a file of the private folder holds; empty if it cannot be read."""
+        try:
+            return load_json(self.private / name)
+        except (OSError, RecursionError, ValueError):
+            return {}
+
+    def write_private(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file to the private folder, for `read_private`."""
+        self._write_json(f"{PRIVATE_DIR}/{name}", values)
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        text = json.dumps(values, indent=1, default=dict) + "\n"
+        write_durably(self.path / name, lambda stream: stream.write(text.encode()))
+
+
+def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
+    """Yield the folders of all fits that wrote to a directory: the directory itself, `fit2`, `fit3` and so on."""
+    first = CheckpointFolder(path)
+    yield first
+    later = [folder for folder in first.path.glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
+    for folder in sorted(later, key=lambda folder: int(folder.name[3:])):
+        yield CheckpointFolder(folder)
+
+
+def _is_whole_archive(path: Path) -> bool:
+    """Whether a file is an intact archive, as `torch.save` writes it: stored records with valid checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            return not stored or archive.testzip() is None
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError):
+        return False

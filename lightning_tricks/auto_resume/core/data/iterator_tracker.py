@@ -1,0 +1,321 @@
+"""Tracks one iterator of a DataLoader, and creates one that continues at a saved position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks import _torch_compat as private
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.auto_resume.core.data.iterator_parts import DeferredSampler, TrackedFetcher
+from lightning_tricks.auto_resume.core.data.loader_objects import DATA_PARTS, changed_paths
+from lightning_tricks.auto_resume.core.data.loader_position import (
+    POSITION_ATTRIBUTE,
+    LoaderPosition,
+    has_persistent_workers,
+)
+from lightning_tricks.auto_resume.core.data.loader_snapshot import LoaderSnapshot
+from lightning_tricks.auto_resume.core.data.random_draws import RecordedDraws
+from lightning_tricks.auto_resume.core.data.rng_state import RecordingCollate, WorkerInit
+from lightning_tricks.auto_resume.core.data.sampling_order import (
+    OrderDigest,
+    TrackedSamplerIterator,
+    draws_only_once,
+    value_digest,
+)
+from lightning_tricks.auto_resume.core.data.worker_positions import WorkerPositions
+from lightning_tricks.auto_resume.core.temporary_attributes import patched
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader
+
+
+def create_iterator(tracked: TrackedDataLoader) -> Any:
+    """Create a tracked iterator at the start of an epoch."""
+    tracker = IteratorTracker(tracked, LoaderSnapshot(tracked.loader, tracked.objects))
+    iterator, deferred = tracker.create()
+    tracker.track(iterator, None if deferred is None else deferred.iterator)
+    if deferred is not None:
+        tracker.fill_prefetch_queues(iterator)
+    return iterator
+
+
+def resume_iterator(tracked: TrackedDataLoader, saved: LoaderPosition) -> Any:
+    """Create a tracked iterator that continues at a saved position.
+
+    Raises:
+        RuntimeError: If the loader has fewer batches than were read before.
+    """
+    loader, objects = tracked.loader, tracked.objects
+    # from the state of then, torch draws the same seed for the workers, and the sampler the same order
+    at_creation = LoaderSnapshot.from_dict(saved.at_creation)
+    at_creation.restore(loader, objects)
+    tracker = IteratorTracker(tracked, at_creation)
+    tracker.workers.restore(saved)
+    iterator, deferred = tracker.create()
+    if saved.at_start is not None:
+        tracker.at_start = LoaderSnapshot.from_dict(saved.at_start)
+        tracker.at_start.restore(loader, objects)
+        if deferred is not None and loader.num_workers:
+            # persistent workers: the epoch is a later one than the first, and its order is drawn at its start
+            deferred.iterator = iter(deferred.sampler)
+    tracker.track(iterator, None if deferred is None else deferred.iterator, saved.draws)
+    _skip_batches(tracker, iterator, saved)
+    _report_differences(tracker, saved)
+    _restore_objects(tracker, saved)
+    if deferred is not None:
+        tracker.fill_prefetch_queues(iterator)  # only now, as the workers shall read what comes after the position
+    if saved.before_prefetched is not None:
+        before_prefetched = LoaderSnapshot.from_dict(saved.before_prefetched)
+        private.call_before_next_batch(iterator, lambda: before_prefetched.restore(loader, objects))
+    return iterator
+
+
+class IteratorTracker:
+    """Knows what is needed to create an iterator again, at the position that it has.
+
+    Args:
+        tracked: The loader of the iterator.
+        at_creation: The state right before the iterator is created.
+
+    Attributes:
+        at_start: The state right before the sampler is first asked, where that is another moment than the creation.
+        before_prefetched: The state before the batch that was fetched last, where the training loop prefetches.
+        replays_data: Whether a position is reached by reading the data again, as only an iterable dataset knows its
+            order.
+        workers: The positions of the workers.
+        draws: What the sampler, or an iterable dataset in this process, draws; None where nothing has to be recorded.
+        order: Digest of the indices.
+        first_digest: Digest of the first batch; empty before it, and where batches are made by workers from indices.
+    """
+
+    def __init__(self, tracked: TrackedDataLoader, at_creation: LoaderSnapshot) -> None:
+        loader = tracked.loader
+        self.tracked, self.at_creation = tracked, at_creation
+        self.at_start: LoaderSnapshot | None = None
+        self.before_prefetched: LoaderSnapshot | None = None
+        self.replays_data = isinstance(loader.dataset, IterableDataset)
+        self.workers = WorkerPositions(loader, self.replays_data)
+        self.draws: RecordedDraws | None = None
+        self.order = OrderDigest()
+        self.first_digest = ""
+
+    def create(self) -> tuple[Any, DeferredSampler | None]:
+        """Let the loader create an iterator whose workers record their states, and wait for work at a sampler.
+
+        Returns:
+            The iterator and, unless the dataset is iterable, the sampler whose indices it is to be given.
+        """
+        loader = self.tracked.loader
+        replaced: dict[str, Any] = {}
+        deferred = None
+        if self.workers.count:
+            recording = RecordingCollate(loader.collate_fn, self.workers.rng_states, self.workers.iteration_starts)
+            replaced["collate_fn"] = recording
+            replaced["worker_init_fn"] = WorkerInit(
+                loader.worker_init_fn,
+                self.workers.initial_rng_states,
+                self.tracked.signals,
+                self.tracked.stopping,
+                recording,
+                self.workers.initial_data,
+            )
+        if not self.replays_data:
+            has_batches = loader.batch_sampler is not None
+            deferred = DeferredSampler(loader.batch_sampler if has_batches else loader.sampler)
+            replaced["batch_sampler" if has_batches else "sampler"] = deferred
+        with patched(loader, replaced):
+            iterator = private.class_iterator(loader)
+        if deferred is not None:
+            private.set_index_sampler(iterator, deferred.sampler)
+        return iterator, deferred
+
+    def track(self, iterator: Any, indices: Iterator[Any] | None, draws: Mapping[str, Any] | None = None) -> None:
+        """Track an iterator from now on.
+
+        Args:
+            iterator: The iterator that `create` returned.
+            indices: What it takes its indices from; None for an iterable dataset.
+            draws: What was recorded of the draws before, which are to be repeated.
+        """
+        self._record_draws(iterator, indices, draws)
+        setattr(iterator, POSITION_ATTRIBUTE, self)
+        if has_persistent_workers(self.tracked.loader):
+            private.override_reset(iterator, _RestartIteration(self, iterator))
+        if self.workers.count:
+            return
+        if self.tracked.prefetches:
+            private.call_before_each_batch(iterator, self._record_before_prefetched)
+        if self.at_start is None:
+            private.call_before_next_batch(iterator, self._record_start)
+
+    def _record_draws(
+        self, iterator: Any, indices: Iterator[Any] | None, draws: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record what is drawn between other draws from the same random state."""
+        if indices is None:
+            self.draws = None if self.workers.count else RecordedDraws(draws)
+        else:
+            self.draws = None if draws_only_once(private.index_sampler(iterator)) else RecordedDraws(draws)
+            self.order = OrderDigest(max_ahead=self.workers.count * self.workers.prefetch)
+            private.set_sampler_iterator(iterator, TrackedSamplerIterator(indices, self.draws, self.order))
+        if not self.workers.count:
+            draws_of_data = self.draws if self.replays_data else None
+            fetcher = TrackedFetcher(private.dataset_fetcher(iterator), draws_of_data, self.record_first_batch)
+            private.set_dataset_fetcher(iterator, fetcher)
+        elif indices is None:
+            private.call_after_next_batch(iterator, self.record_first_batch)
+        if self.draws is not None:
+            self.draws.start()
+
+    def _record_before_prefetched(self) -> None:
+        objects = None if self.replays_data else self.tracked.objects
+        self.before_prefetched = LoaderSnapshot(self.tracked.loader, objects)
+
+    def _record_start(self) -> None:
+        # what an iterable changes in itself comes again with its data: nothing of that is unsaved
+        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
+        if self.draws is not None:
+            self.draws.start()
+
+    def record_first_batch(self, batch: Any) -> None:
+        """Record the first batch of the iteration."""
+        self.first_digest = value_digest(batch)
+
+    def position(self, iterator: Any, num_prefetched: int, at_end: bool) -> LoaderPosition:
+        """Return the position of the iterator after the batches that were trained on."""
+        batches = private.num_yielded(iterator) - num_prefetched
+        exhausted = not (self.workers.count or num_prefetched) and self.exhaustible(iterator).exhausted
+        draws = None if self.draws is None else self.draws.as_dict(None if self.workers.count else batches + exhausted)
+        worker_states = [self.workers.state(worker, batches) for worker in range(self.workers.count)]
+        for _, data in worker_states:
+            self.tracked.objects.add_unsaved({} if data is None else data["lost"])
+        before_prefetched = self.before_prefetched if num_prefetched else None
+        return LoaderPosition(
+            batches=batches,
+            at_end=at_end,
+            at_creation=self.at_creation.as_dict(),
+            at_start=None if self.at_start is None else self.at_start.as_dict(),
+            before_prefetched=None if before_prefetched is None else before_prefetched.as_dict(),
+            worker_rng_states=[rng_state for rng_state, _ in worker_states],
+            worker_data=[data for _, data in worker_states],
+            draws=draws,
+            order=self.order.digest(batches),
+            first_digest=self.first_digest,
+            exhausted=exhausted,
+            objects=self.tracked.objects.changes(report_unsaved=not self.replays_data),
+        )
+
+    def exhaustible(self, iterator: Any) -> Any:
+        """Return the part of an iterator without workers that knows whether it was asked for more than it has."""
+        return private.dataset_fetcher(iterator) if self.replays_data else private.sampler_iterator(iterator)
+
+    def restart(self, iterator: Any) -> None:
+        """Start the next iteration of a persistent iterator."""
+        self.at_start = LoaderSnapshot(self.tracked.loader, self.tracked.objects, report_unsaved=not self.replays_data)
+        private.reset_without_prefetching(iterator, self.tracked.loader)
+        self.workers.start_iteration()  # while they are idle, as they have no indices yet
+        self._record_draws(iterator, None if self.replays_data else private.sampler_iterator(iterator))
+        self.fill_prefetch_queues(iterator)
+
+    def fill_prefetch_queues(self, iterator: Any) -> None:
+        """Give the workers their first batches; each gets those that an uninterrupted epoch would have given it."""
+        for _ in range(self.workers.offset % max(1, self.workers.count)):
+            private.skip_worker(iterator)
+        for _ in range(self.workers.prefetch * self.workers.count):
+            private.request_batch(iterator)
+
+
+class _RestartIteration:
+    """Starts the next iteration of a persistent iterator, in the place of the iterator's own method."""
+
+    def __init__(self, tracker: IteratorTracker, iterator: Any) -> None:
+        self.tracker, self.iterator = tracker, ref(iterator)  # the workers end with the last reference to it
+
+    def __call__(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        self.tracker.restart(self.iterator())
+
+
+def _skip_batches(tracker: IteratorTracker, iterator: Any, saved: LoaderPosition) -> None:
+    """Skip the batches that were read before: at the sampler or, without one, by reading them again."""
+    indices_or_batches = iterator if tracker.replays_data else private.sampler_iterator(iterator)
+    batches, num_read = int(saved.batches), 0
+    for indices in islice(indices_or_batches, batches):
+        if num_read == 0 and not (tracker.replays_data or tracker.workers.count):
+            _read_first_batch(tracker, private.dataset_fetcher(iterator), indices, saved.first_digest)
+        num_read += 1
+    if not tracker.replays_data:
+        tracker.workers.offset = batches
+        private.set_num_yielded(iterator, batches)
+    if saved.exhausted:
+        next(indices_or_batches, None)  # what runs after the last item, such as draws, belongs to the epoch as well
+    if num_read < batches:
+        raise RuntimeError(
+            f"the run was stopped after {batches} batches of an epoch, and its loader now has {num_read}. Give the "
+            "loader that the run had, or choose another dirpath to start again."
+        )
+
+
+def _read_first_batch(tracker: IteratorTracker, fetcher: TrackedFetcher, indices: Any, expected: str) -> None:
+    """Read the epoch's first batch once more to compare it, and leave no trace of that in any random state.
+
+    What reading it changes in the dataset is restored afterwards, with all that the run had changed there.
+    """
+    loader = tracker.tracked.loader
+    snapshot = LoaderSnapshot(loader)
+    with isolated_rng():
+        before = _cuda_states()
+        try:
+            fetcher.fetch(indices)
+        except Exception:  # an error of the dataset shall come where the batch is needed
+            tracker.first_digest = expected
+        if _cuda_states() != before:
+            tracker.first_digest = expected  # it depends on a CUDA random state, which is not the one of then
+    fetcher.is_first = False
+    snapshot.restore(loader)
+
+
+def _restore_objects(tracker: IteratorTracker, saved: LoaderPosition) -> None:
+    """Restore the data as they were at the save; the samplers got there by themselves, with what they gave ahead."""
+    objects = tracker.tracked.objects
+    if saved.before_prefetched is not None:
+        return  # restored with the batch that is fetched once more
+    if tracker.replays_data and not tracker.workers.count:
+        others = changed_paths(objects.changes(DATA_PARTS, report_unsaved=False), saved.objects)
+        if others:
+            tracker.tracked.report_difference(
+                f"was read again up to its position, and {others[0]} is not what it was, as something changed it "
+                "between the batches. Let nothing but the data change it"
+            )
+    objects.restore_changes(saved.objects, DATA_PARTS)
+
+
+def _report_differences(tracker: IteratorTracker, saved: LoaderPosition) -> None:
+    """Report where the epoch differs from the stopped run's."""
+    report = tracker.tracked.report_difference
+    if saved.draws and saved.draws["full"]:
+        report(
+            "drew from the global random state more often than could be saved, and continues with other data. Let the "
+            "data draw from a generator of its own, or read it with num_workers=1"
+        )
+    if saved.first_digest and tracker.first_digest and tracker.first_digest != saved.first_digest:
+        report(
+            "gives another first batch of the epoch than before. Let its data depend on nothing but its index and the "
+            "random state, and split it with a generator=torch.Generator().manual_seed(...)"
+        )
+    elif saved.order and tracker.order.digest(int(saved.batches)) != saved.order:
+        report(
+            "gives the samples in another order than before. Seed its sampler (generator=), or call seed_everything "
+            "before the data is made"
+        )
+
+
+def _cuda_states() -> list[bytes]:
+    if not torch.cuda.is_initialized():
+        return []
+    return [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
