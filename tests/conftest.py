@@ -53,8 +53,19 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none."""
+def pytest_addoption(parser):
+    """Add what `make test-oldest` gives."""
+    parser.addoption("--oldest", action="store_true", help="of files with tests that are marked `oldest`, run these")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With the oldest versions, leave out what does not meet them; skip what needs a GPU where there is none."""
+    if config.getoption("oldest"):
+        marked = [item for item in items if item.get_closest_marker("oldest")]
+        files = {item.path for item in marked}
+        left_out = [item for item in items if item.path in files and item not in marked]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     for item in items:
