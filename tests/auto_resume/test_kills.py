@@ -59,6 +59,7 @@ def test_stopped_at_each_phase(folders, phase):
     assert assert_as_undisturbed(folders, options, [kill_at(phase, "SIGTERM", options)]) == [STOPPED]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,6 +144,7 @@ def test_more_epochs_go_on_where_the_run_ended(folders):
     assert [line for line in differences(killed, whole) if "logged" not in line] == []
 
 
+@pytest.mark.oldest
 @pytest.mark.trap("resume: SIGTERM saves nothing and exits 0; SIGINT saves nothing; SystemExit is 1 under ddp_fork")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_exit_code_of_a_launcher_that_forks(tmp_path, name):
@@ -150,6 +152,7 @@ def test_exit_code_of_a_launcher_that_forks(tmp_path, name):
     assert run(tmp_path, {**options, "kill": ["on_train_batch_end", 3, name, 1]}) == STOPPED
 
 
+@pytest.mark.oldest
 @pytest.mark.trap("resume: SIGHUP and SIGUSR1 kill")
 def test_a_hangup_detaches(folders):
     """Training goes on; output that goes to a file stays there."""
@@ -186,6 +189,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert run(tmp_path, {}) == 0
 
 
+@pytest.mark.oldest
 def test_signals_to_the_whole_process_group(folders):
     """Ctrl-C, or a scheduler, reaches DataLoader workers as well: the step is finished with them."""
     killed, whole = folders

@@ -27,6 +27,8 @@ from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoa
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
 
+pytestmark = pytest.mark.oldest
+
 
 class Noisy(Dataset):
     """Numbers with noise from each global generator; counts the samples that were read in this process."""

@@ -20,6 +20,8 @@ from tests.auto_resume.killing import run
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import same
 
+pytestmark = pytest.mark.oldest
+
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
 
 

@@ -20,6 +20,8 @@ from tests.auto_resume.test_callback import Hyper, fit, stop, weights
 from tests.contract.checks import Interrupts
 from tests.contract.lab import same
 
+pytestmark = pytest.mark.oldest
+
 MONITOR = "val_loss/dataloader_idx_0"
 BOTH = {"loggers": ["csv", "tensorboard"], "epochs": 2, "samples": 28, "tests": True}
 KILL = "SIGKILL"

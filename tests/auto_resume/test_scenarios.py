@@ -38,6 +38,7 @@ if not SCENARIOS["averaging_by_steps"].is_there:  # with the oldest Lightning a 
     CASES = CASES[::3]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("name", "ranks", "workers"), CASES)
 def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, name, ranks, workers):
     scenario = SCENARIOS[name]
