@@ -21,6 +21,8 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from tests.checkpoint_remapping.models import randomized
 
+pytestmark = pytest.mark.oldest
+
 
 def small():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
