@@ -15,7 +15,10 @@ from lightning_tricks import SnapshotEnsembleClassifier, VotingClassifier, Votin
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
 
 NAMES = [
     f"{family}{kind}"

@@ -40,6 +40,7 @@ from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, diabetes
 
 # not every fit here needs a validation
 pytestmark = [
+    pytest.mark.oldest,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
 ]
