@@ -16,6 +16,8 @@ from lightning_tricks import OptimizerSpec, ScheduleSpec
 from lightning_tricks.lr_schedules import build_optimizer, build_schedule, total_steps
 from tests.contract.lab import QUIET, Net, digits, loader, same
 
+pytestmark = pytest.mark.oldest
+
 _SGD = OptimizerSpec("SGD", lr=0.1)
 
 
