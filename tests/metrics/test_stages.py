@@ -28,6 +28,8 @@ from lightning_tricks import (
 )
 from tests.contract.lab import QUIET
 
+pytestmark = pytest.mark.oldest
+
 ROWS = 24
 GENERATOR = torch.Generator().manual_seed(0)
 QUERY = torch.arange(ROWS) % 5
