@@ -29,6 +29,8 @@ from lightning_tricks import (
 )
 from tests.contract.lab import QUIET, SETTINGS, loader, same
 
+pytestmark = pytest.mark.oldest
+
 _QUIET = {**QUIET, "num_sanity_val_steps": 2}
 _BOTH = {"seeding": 5, "gradient_clipping": 0.5}
 _SGD = {"name": "SGD"}
