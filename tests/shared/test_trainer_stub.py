@@ -15,6 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
 from tests.contract.lab import QUIET, same, traces
 
+pytestmark = pytest.mark.oldest
+
 X, Y = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
 BATCH = [X, Y]
 
