@@ -14,10 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_tricks import _torch_compat as private
-from lightning_tricks.auto_resume.core.data.iterator_tracker import create_iterator, resume_iterator
+from lightning_tricks.auto_resume.core.data.iterator_tracker import create_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects, ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import LoaderPosition, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.loader_snapshot import loader_generators
+from lightning_tricks.auto_resume.core.data.resumed_iterator import resume_iterator
 
 
 def why_not_trackable(loader: Any) -> str:
