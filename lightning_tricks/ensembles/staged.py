@@ -114,10 +114,12 @@ class StagedEnsemble(Ensemble):
         """Begin with the first stage; a checkpoint to resume from is loaded after this."""
         if stage == "fit":
             self._set_stage(0)
+            for member in self.estimators_.children():
+                member.train(self.training)  # Lightning warns of modules in evaluation mode before `on_train_start`
         super().setup(stage)
 
     def on_train_start(self) -> None:
-        """Begin the first stage."""
+        """Set the modes of the members for the stage that is trained, and begin the first stage."""
         self.train()
         if self.trainer.global_step == 0:
             self.on_stage_start()

@@ -128,9 +128,11 @@ def _fields_of_tricks(folder: Path) -> Iterator[str]:
 def _arguments(folder: Path) -> Iterator[str]:
     """What YAML and hyper-parameters name: arguments and, where they are words, their values."""
     ensembles = [name for name in lightning_tricks.__all__ if name.endswith(("Classifier", "Regressor"))]
-    from lightning_tricks.checkpoint_remapping import Rule
+    from lightning_tricks.checkpoint_remapping import RemapRule
 
-    described = {name: getattr(lightning_tricks, name) for name in (*CASES, *_SPECS, *ensembles)} | {"Rule": Rule}
+    described = {name: getattr(lightning_tricks, name) for name in (*CASES, *_SPECS, *ensembles)} | {
+        "RemapRule": RemapRule
+    }
     for name, kind in described.items():
         hints = typing.get_type_hints(kind.__init__)
         for argument in _arguments_of(kind):

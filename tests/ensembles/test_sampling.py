@@ -261,3 +261,20 @@ def test_workers_draw_new_numbers_in_each_batch_epoch_and_rank(workers):
 
 def test_orders_have_a_length():
     assert len(MemberOrders(10, 2, 0, shard=(0, 4))) == 3
+
+
+@pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
+def test_a_state_of_the_start_of_an_epoch_has_no_batches(dataset):
+    loader = _loader(DataLoader(dataset, 4))
+    list(loader)
+    assert loader.state_dict() == {"epoch": 0, "batches": 6}
+    loader.sampler.set_epoch(1)
+    iterator = iter(loader)
+    assert loader.state_dict() == {"epoch": 1, "batches": 0}, "a checkpoint of an epoch's start"
+    next(iterator)
+    resumed = _loader(DataLoader(dataset, 4))
+    resumed.load_state_dict(loader.state_dict())
+    resumed.sampler.set_epoch(1)
+    assert resumed.state_dict() == {"epoch": 1, "batches": 1}, "before the resumed iteration starts"
+    assert [x.tolist() for x, _ in resumed] == [x.tolist() for x, _ in iterator]
+    assert resumed.state_dict() == {"epoch": 1, "batches": 6}

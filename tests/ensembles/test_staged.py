@@ -14,7 +14,10 @@ from lightning_tricks.ensembles.staged import StagedEnsemble
 from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, digits, few, fit, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
+)
 ADAM = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
 
 

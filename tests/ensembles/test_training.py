@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tricks import (
     AGC,
+    AutoResume,
     BaggingClassifier,
     BaggingRegressor,
     FusionClassifier,
@@ -262,6 +263,28 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory
     trainer = Trainer(**QUIET, max_epochs=3, limit_train_batches=limit)
     trainer.fit(second, train, ckpt_path=tmp_path / f"step={step}.ckpt")
     _same(values(first), values(second))
+
+
+class _Stops(Callback):
+    """Raises at the first batch after a number of steps."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def test_a_run_that_was_saved_at_the_start_of_an_epoch_loses_no_epoch(tmp_path):
+    train = _few_digits()  # 4 steps an epoch
+    whole, first, second = (VotingClassifier(MLP, 2, optimizer=ADAM, seed=0) for _ in range(3))
+    fit(whole, train, max_epochs=3)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(first, train, max_epochs=3, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(len(train))])
+    trainer = fit(second, train, max_epochs=3, callbacks=[AutoResume(tmp_path)])
+    assert trainer.global_step == 3 * len(train)
+    _same(values(second), values(whole))
 
 
 def test_a_checkpoint_at_a_cycles_end_has_its_snapshot_after_all(tmp_path):

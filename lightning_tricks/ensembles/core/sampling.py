@@ -119,12 +119,16 @@ class MemberLoader:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
         self._batch_loader: DataLoader[Any] | None = None
-        self.given = 0  # batches of this epoch
+        self.given = 0  # batches of the epoch in which the last iteration started
+        self._epoch = -1  # that epoch
         self._resume_position = {"epoch": -1, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of its batches that were given."""
-        return {"epoch": self.sampler.epoch, "batches": self.given}
+        epoch = self.sampler.epoch  # it is set before the epoch's iteration starts
+        if self._resume_position["epoch"] == epoch:
+            return dict(self._resume_position)
+        return {"epoch": epoch, "batches": self.given if self._epoch == epoch else 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at that batch, if the next epoch is the one of the state."""
@@ -136,7 +140,8 @@ class MemberLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resume_position = self._resume_position, {"epoch": -1, "batches": 0}
-        self.given = resumed["batches"] if resumed["epoch"] == self.sampler.epoch else 0
+        self._epoch = self.sampler.epoch
+        self.given = resumed["batches"] if resumed["epoch"] == self._epoch else 0
         tensors = tensors_in_memory(self.loader)
         for batch in self._load_batches() if tensors is None else self._index_batches(*tensors):
             self.given += 1
