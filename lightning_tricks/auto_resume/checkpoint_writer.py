@@ -103,7 +103,7 @@ class CheckpointWriter:
         if failure and self.settings.on_failed_save == "raise":
             raise OSError(failure)
         if failure:
-            rank_zero_warn(f"{failure} Training goes on.")
+            rank_zero_warn(f"{failure} Training continues.")
         return not failure
 
     def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:

@@ -25,7 +25,7 @@ class BootstrappedMembers(Ensemble):
         if self.hparams.get("shared_order"):
             raise MisconfigurationException(
                 f"{type(self).__name__}(shared_order=True): members that share the batches have no samples of their "
-                "own: leave it out, or take Voting."
+                "own: leave it out, or use Voting instead."
             )
         return True
 

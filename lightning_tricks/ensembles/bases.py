@@ -58,8 +58,8 @@ class ClassifierEnsemble(Ensemble):
         columns = self.as_matrices(outputs).shape[-1]
         if columns < 2:
             raise ValueError(
-                f"members return {columns} output for each sample; a classifier needs one for each class, two of them "
-                "for yes and no."
+                f"members return {columns} output for each sample; a classifier needs one for each class, so two for a "
+                "binary problem."
             )
         if targets.is_floating_point():
             return  # probabilities of the classes
@@ -69,8 +69,8 @@ class ClassifierEnsemble(Ensemble):
         wrong = targets[((targets < 0) | (targets >= columns)) & (targets != (columns if ignored is None else ignored))]
         if len(wrong):
             raise ValueError(
-                f"{stage}: class {int(wrong[0])} is not one of the {columns} classes 0 to {columns - 1} that members "
-                "tell apart (their last layer)."
+                f"{stage}: class {int(wrong[0])} is not one of the {columns} classes 0 to {columns - 1}, the outputs "
+                "of the members."
             )
 
 

@@ -106,7 +106,7 @@ class Ensemble(TorchensembleInterchange, LightningModule):
     ) -> None:
         super().__init__()
         if estimator is None:
-            raise ValueError("estimator must say what the members are: load_from_checkpoint(path, estimator=Net).")
+            raise ValueError("estimator must be given, as it is not saved: load_from_checkpoint(path, estimator=Net).")
         self.n_estimators = check_count("n_estimators", n_estimators)
         self.n_outputs = None if n_outputs is None else check_count("n_outputs", n_outputs)
         if vectorize not in (True, False, "auto"):

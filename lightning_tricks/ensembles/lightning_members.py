@@ -32,7 +32,7 @@ def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
     """
     remedy = next(filter(None, map(other_import_style, map(type, members))), "")
     if remedy:
-        raise TypeError(f"{type(ensemble).__name__} would leave out a member's training_step: {remedy}")
+        raise TypeError(f"{type(ensemble).__name__} would not call the training_step of its members: {remedy}")
 
 
 def attach_members(members: Members, ensemble: LightningModule, stage: str) -> None:
@@ -71,7 +71,7 @@ def run_training_steps(members: Members, batches: Sequence[Any], batch_idx: int)
     rest = {kind: step_arguments(m.training_step, batches[0], batch_idx)[1:] for kind, m in one_of_each.items()}
     results = [module.training_step(batch, *rest[type(module)]) for module, batch in zip(modules, batches, strict=True)]
     if any(result is None for result in results):
-        raise ValueError("training_step of a member returned None: a member cannot leave out a step.")
+        raise ValueError("training_step of a member returned None: a member cannot skip a step.")
     parts: list[Mapping[str, Any]] = [r if isinstance(r, Mapping) else {"loss": r} for r in results]
     loss = mean_with_gradient_of_sum(torch.stack([part["loss"] for part in parts]))
     returned = [name for name in ("preds", "target") if all(isinstance(p.get(name), Tensor) for p in parts)]

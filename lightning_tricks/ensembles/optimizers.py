@@ -53,7 +53,7 @@ def parse_criterion(choice: Any) -> Any:
     """
     if isinstance(choice, str) and ":" in choice:
         raise ValueError(
-            f"criterion={choice!r} is none of torch.nn's, and not saved: give the function itself "
+            f"criterion={choice!r} is not a loss of torch.nn and is not saved: give the function itself "
             "(load_from_checkpoint(path, criterion=...))."
         )
     if named := _parse_name_and_options("criterion", choice, _LOSSES):

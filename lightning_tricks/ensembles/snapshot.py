@@ -127,7 +127,7 @@ class SnapshotMembers(Ensemble):
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
         """Refuse: the cycles are the schedule."""
         raise ValueError(
-            f"{type(self).__name__} sets the learning rate in cycles, and has no use for {scheduler_name}."
+            f"{type(self).__name__} sets the learning rate in cycles, so that {scheduler_name} cannot be set."
         )
 
     @classmethod

@@ -323,7 +323,7 @@ def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):
             with pytest.raises(OSError, match=r"step 10 could not be saved .*File too large.*The checkpoint before"):
                 fit(guard, Fills())
         else:
-            with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*Training goes on"):
+            with pytest.warns(UserWarning, match=r"could not be saved .*File too large.*Training continues"):
                 assert fit(guard, Fills()).global_step == 20
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

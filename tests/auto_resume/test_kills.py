@@ -165,7 +165,7 @@ def test_exit_code_of_a_launcher_that_forks(tmp_path, name):
 @pytest.mark.oldest
 @pytest.mark.trap("resume: SIGHUP and SIGUSR1 kill")
 def test_a_hangup_detaches(folders):
-    """Training goes on; output that goes to a file stays there."""
+    """Training continues; output that goes to a file stays there."""
     killed, whole = folders
     assert run(whole, {"guarded": False}) == 0
     assert run(killed, {"kill": ["on_train_batch_end", 5, "SIGHUP", 0]}) == 0

@@ -127,7 +127,7 @@ def test_a_logger_whose_disk_is_full_ends_no_training(tmp_path):
 
     logger = Full(tmp_path / "logs")
     guard = AutoResume(tmp_path / "runs", every_n_train_steps=6, every_n_epochs=None)
-    with pytest.warns(UserWarning, match=r"step 6 could not be saved .*No space left.*Training goes on"):
+    with pytest.warns(UserWarning, match=r"step 6 could not be saved .*No space left.*Training continues"):
         trainer = fit(guard, Fills(), logger=logger, log_every_n_steps=1)
     assert isinstance(trainer, Trainer)
     assert [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()] == [20, 18]

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
         ),
         ({"criterion": 3}, TypeError, "criterion must be a function of outputs and targets, got 3"),
         ({"criterion": "MSELos"}, ValueError, "criterion must be one of .*, got 'MSELos'. Did you mean 'MSELoss'"),
-        ({"estimator": None}, ValueError, "estimator must say what the members are"),
+        ({"estimator": None}, ValueError, "estimator must be given, as it is not saved"),
         ({"estimator": [MLP(), MLP()], "n_estimators": 3}, ValueError, "n_estimators=3, but estimator holds 2 members"),
     ],
 )
@@ -63,7 +63,7 @@ def test_limits_of_the_learning_rate(limits):
 def test_snapshots_are_of_one_model():
     with pytest.raises(ValueError, match="SnapshotEnsembleClassifier trains one model, got a list of 2"):
         SnapshotEnsembleClassifier([MLP(), MLP()], 2)
-    with pytest.raises(ValueError, match="sets the learning rate in cycles, and has no use for StepLR"):
+    with pytest.raises(ValueError, match="sets the learning rate in cycles, so that StepLR cannot be set"):
         SnapshotEnsembleClassifier(MLP, 2).set_scheduler("StepLR", step_size=1)
 
 
@@ -77,7 +77,9 @@ def _loader(x, y, **arguments):
 def test_classes_that_there_are_not(kind, vectorize, late):
     y = torch.arange(16) % 10
     y[15 if late else 0] = 12
-    with pytest.raises(ValueError, match="train: class 12 is not one of the 10 classes 0 to 9 that members tell apart"):
+    with pytest.raises(
+        ValueError, match="train: class 12 is not one of the 10 classes 0 to 9, the outputs of the members"
+    ):
         fit(kind(MLP, 2, vectorize=vectorize), _loader(torch.rand(16, 64), y))
 
 

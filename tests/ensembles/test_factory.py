@@ -111,12 +111,17 @@ def test_a_class_is_found_by_name_where_it_is_imported_and_nothing_is_imported()
     [
         (3, None, TypeError, "estimator must be a class or factory, a torch.nn.Module, or a list .*, got 3 \\(int\\)"),
         (dict, None, TypeError, "estimator must make a torch.nn.Module, <class 'dict'> made {}"),
-        (MLP(), {"hidden": 3}, ValueError, "estimator_args={'hidden': 3} have no use: estimator is a module already"),
+        (MLP(), {"hidden": 3}, ValueError, "estimator_args={'hidden': 3} are not used: estimator is a module already"),
         ([], None, ValueError, "estimator must not be an empty list"),
         ([MLP(), 3], None, TypeError, r"estimator\[1\] must be a torch.nn.Module or a path, got 3"),
         ([MLP()] * 2, None, ValueError, r"estimator\[1\] is the same module as one before it: give a copy"),
-        ([MLP()], {"hidden": 3}, ValueError, "have no use: estimator is a list of modules"),
-        (["a.ckpt"], None, ValueError, r"paths of weights \('a.ckpt'\): say what they are weights of, estimator_args="),
+        ([MLP()], {"hidden": 3}, ValueError, "are not used: estimator is a list of modules"),
+        (
+            ["a.ckpt"],
+            None,
+            ValueError,
+            r"paths of weights \('a.ckpt'\): give the class that they are weights of, estimator_args=",
+        ),
     ],
 )
 def test_what_makes_no_members(estimator, arguments, error, words):

@@ -117,7 +117,7 @@ def test_what_cannot_be_imported_says_why(tmp_path):
     path = tmp_path / "VotingClassifier_MLP_2_ckpt.pth"
     with pytest.raises(ValueError, match=r"VotingRegressor.from_torchensemble got a VotingClassifier"):
         VotingRegressor.from_torchensemble(theirs)
-    with pytest.raises(ValueError, match=r"holds weights alone: say what the members are, estimator=Net"):
+    with pytest.raises(ValueError, match=r"holds only weights: give the class of the members, estimator=Net"):
         VotingClassifier.from_torchensemble(path)
     with pytest.warns(UserWarning, match="is, by its name, not of a SnapshotEnsembleClassifier"):
         SnapshotEnsembleClassifier.from_torchensemble(path, MLP, {"hidden": 9})
@@ -126,7 +126,7 @@ def test_what_cannot_be_imported_says_why(tmp_path):
     with pytest.raises(ValueError, match="has no members yet: call its fit first"):
         VotingClassifier.from_torchensemble(torchensemble.VotingClassifier(estimator=MLP, n_estimators=2, cuda=False))
     torch.save({"model": MLP().state_dict()}, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"is no file of torchensemble: it has no weights called estimators_.0"):
+    with pytest.raises(ValueError, match=r"is not a file of torchensemble: it has no weights called estimators_.0"):
         VotingClassifier.from_torchensemble(tmp_path / "other.pth", MLP)
 
 

@@ -142,7 +142,7 @@ def test_no_batches_are_no_steps():
 
 
 def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match="warmup='500 steps' longer than the whole: 500 > 30 steps"):
+    with pytest.raises(ValueError, match="warmup='500 steps' are longer than the schedule: 500 > 30 steps"):
         _fit(_Scheduled(ScheduleSpec(warmup="500 steps")))
 
 

@@ -36,7 +36,7 @@ def test_recipe_in_epochs(capsys):
     ("arguments", "words"),
     [
         ("--kind wsdd --total 10", "Did you mean 'wsd'"),
-        ("--total 10 --warmup 20", "longer than the whole: 20 > 10 steps"),
+        ("--total 10 --warmup 20", "are longer than the schedule: 20 > 10 steps"),
         ("--total 0", "total_steps must be a whole number >= 1"),
         ("--kind wsd", "--total"),
         ("--total 10 --interval epoch", "steps_per_epoch"),

@@ -56,7 +56,7 @@ def test_other_models_have_several_layers(name):
 
 
 def test_one_layer_is_refused():
-    with pytest.raises(ValueError, match="Linear has no layers to tell apart"):
+    with pytest.raises(ValueError, match="Linear has only one layer"):
         layer_of_parameters(nn.Linear(2, 2))
 
 

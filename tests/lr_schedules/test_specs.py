@@ -124,8 +124,8 @@ def test_a_kind_refuses_what_it_does_not_take(kind):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"warmup": "500 steps"}, "warmup='500 steps' longer than the whole: 500 > 100 steps"),
-        ({"kind": "wsd", "warmup": 0.9}, "warmup=0.9 and decay=0.2 longer than the whole: 110 > 100 steps"),
+        ({"warmup": "500 steps"}, "warmup='500 steps' are longer than the schedule: 500 > 100 steps"),
+        ({"kind": "wsd", "warmup": 0.9}, "warmup=0.9 and decay=0.2 are longer than the schedule: 110 > 100 steps"),
         ({"kind": "multistep", "milestones": ["50 steps", 0.2]}, "milestones must increase"),
         ({"kind": "step", "step_size": 0.001}, "step_size=0.001 is less than one step of 100"),
         ({"warmup": "2 epochs"}, "needs the steps of an epoch"),

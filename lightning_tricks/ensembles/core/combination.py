@@ -97,8 +97,8 @@ def member_losses(criterion: Criterion, outputs: Tensor, targets: Tensor) -> Ten
 
     Args:
         criterion: Loss of a batch of outputs and targets.
-        outputs: Of shape (n, B, ...).
-        targets: Of shape (n, B, ...).
+        outputs: Outputs of the members, shape (n, B, ...).
+        targets: Targets of the members, shape (n, B, ...).
 
     Returns:
         Losses, (n,), as the criterion gives them for each member alone.
@@ -163,7 +163,7 @@ def regression_uncertainty(
 
     Args:
         means: Predictions, (n, B, C).
-        variances: That the members predict, (n, B, C); None where they predict none.
+        variances: Variances that the members predict, shape (n, B, C); None if they predict none.
         weights: Weights of the members, (n,), with the sum 1; None for equal ones.
 
     Source: Lakshminarayanan et al., arXiv 1612.01474.

@@ -50,7 +50,7 @@ def build_members(
         estimator = imported_class(estimator)
     if isinstance(estimator, nn.Module):
         if arguments:
-            raise ValueError(f"estimator_args={dict(arguments)!r} have no use: estimator is a module already.")
+            raise ValueError(f"estimator_args={dict(arguments)!r} are not used: estimator is a module already.")
         return _copy_members(estimator, n_estimators, seed)
     return [_make_member(estimator, arguments or {}, seed, index) for index in range(n_estimators)], []
 
@@ -172,11 +172,11 @@ def _members_of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int)
     factory = arguments.pop("estimator", None)
     if paths and factory is None:
         raise ValueError(
-            f"estimator holds paths of weights ({os.fspath(paths[0])!r}): say what they are weights of, "
-            "estimator_args={'estimator': Net, ...}."
+            f"estimator holds paths of weights ({os.fspath(paths[0])!r}): give the class that they are "
+            "weights of, estimator_args={'estimator': Net, ...}."
         )
     if arguments and not paths:
-        raise ValueError(f"estimator_args={arguments!r} have no use: estimator is a list of modules.")
+        raise ValueError(f"estimator_args={arguments!r} are not used: estimator is a list of modules.")
     members: list[nn.Module] = []
     messages = []
     for index, value in enumerate(given):

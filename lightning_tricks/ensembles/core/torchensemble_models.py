@@ -115,7 +115,7 @@ def _import_file(
     name: str, path: str | os.PathLike[str], estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
     if estimator is None:
-        raise ValueError(f"{os.fspath(path)!r} holds weights alone: say what the members are, estimator=Net.")
+        raise ValueError(f"{os.fspath(path)!r} holds only weights: give the class of the members, estimator=Net.")
     file = Path(path).name
     if file.endswith("_ckpt.pth") and not file.startswith(f"{name}_"):
         warnings.warn(f"{file!r} is, by its name, not of a {name}.", stacklevel=3)
@@ -123,7 +123,9 @@ def _import_file(
     weights = checkpoint.state_dict
     count = 1 + max((int(key.split(".")[1]) for key in weights if key.startswith(f"{_MEMBER}.")), default=-1)
     if count == 0:
-        raise ValueError(f"{os.fspath(path)!r} is no file of torchensemble: it has no weights called {_MEMBER}.0....")
+        raise ValueError(
+            f"{os.fspath(path)!r} is not a file of torchensemble: it has no weights called {_MEMBER}.0...."
+        )
     members, _ = build_members(estimator, count, arguments, seed=0)
     for index, member in enumerate(members):
         prefix = f"{_MEMBER}.{index}."

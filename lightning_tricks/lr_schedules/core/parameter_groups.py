@@ -53,7 +53,7 @@ def layer_of_parameters(module: nn.Module) -> dict[str, int]:
         layers[name], before = layer, current
     if layer < 1:
         raise ValueError(
-            f"{type(module).__name__} has no layers to tell apart: layer_decay needs several modules with parameters."
+            f"{type(module).__name__} has only one layer: layer_decay needs several modules with parameters."
         )
     return layers
 

@@ -47,24 +47,24 @@ Factor = Callable[[float], float]
 class ScheduleSpec:
     """A learning rate schedule, with durations in steps, epochs or shares of the run.
 
-    A duration is a whole number (of `interval`s), a fraction of the whole below 1, or such as "500 steps", "2 epochs".
-    What a kind has no use for stays None.
+    A duration is a whole number (of `interval`s), a fraction below 1 of the whole run, or a string such as "500 steps"
+    or "2 epochs". An argument that a kind does not use stays None.
 
     Args:
         kind: warmup_cosine, warmup_linear, wsd (warm-up, stable, decay), inverse_sqrt, one_cycle, polynomial,
             multistep, step, exponential or constant.
-        warmup: Duration of the rise, in a straight line and never at 0. None stands for 0.03 of the whole; 0.3 for
-            one_cycle; none for the kinds without a warm-up of their own.
-        total: Length of the whole, in the same units but no fraction; None for that of the run.
-        milestones: Of multistep: durations at which to multiply by `gamma`, increasing.
-        gamma: Of multistep and step (None stands for 0.1) and exponential (must be given).
+        warmup: Duration of the linear warm-up, which starts above 0. None means 0.03 of the run for warmup_cosine,
+            warmup_linear, wsd and inverse_sqrt, 0.3 for one_cycle, and no warm-up for the other kinds.
+        total: Length of the schedule, in the same units but not as a fraction; None means the length of the run.
+        milestones: For multistep: increasing durations at which the rate is multiplied by `gamma`.
+        gamma: For multistep and step (None means 0.1) and for exponential (required).
         interval: When the learning rate changes, and the unit of whole numbers: "step" or "epoch".
-        step_size: Of step: duration between two multiplications by `gamma`.
-        power: Of polynomial, > 0; None stands for 1.
-        decay: Of wsd: duration of the fall at the end; None stands for 0.2.
-        start_factor: Of one_cycle: factor at the first step, in (0, 1]; None stands for 1/25.
-        end_factor: Of the kinds that fall until the end: factor there, in [0, 1]; None stands for 0, and 1/250,000 for
-            one_cycle.
+        step_size: For step: duration between two multiplications by `gamma`.
+        power: For polynomial: the exponent, > 0; None means 1.
+        decay: For wsd: duration of the decay at the end; None means 0.2.
+        start_factor: For one_cycle: factor at the first step, in (0, 1]; None means 1/25.
+        end_factor: For the kinds that decay until the end: the factor there, in [0, 1]; None means 0, and 1/250,000
+            for one_cycle.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -123,7 +123,7 @@ class ScheduleSpec:
             steps_after: Epochs -> optimizer steps made by then; needed where the units are mixed.
 
         Raises:
-            ValueError: If the warm-up (and wsd's decay) is longer than the whole, or a length that is needed unknown.
+            ValueError: If the warm-up (and wsd's decay) is longer than the schedule, or a required length is unknown.
         """
         if self.total is not None:
             total = self._to_intervals("total", self.total, None, steps_after)
@@ -137,8 +137,8 @@ class ScheduleSpec:
         decay = count("decay") if self.kind == "wsd" else 0
         if warmup + decay > until:
             raise ValueError(
-                f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} longer than the whole: "
-                f"{warmup + decay:g} > {until:g} {self.interval}s."
+                f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} "
+                f"are longer than the schedule: {warmup + decay:g} > {until:g} {self.interval}s."
             )
         step_size = count("step_size") if self.step_size else None
         if step_size == 0:
@@ -211,7 +211,7 @@ class ScheduleSpec:
                 return float(duration)
             if total is None:
                 raise ValueError(
-                    f"{name}={duration!r} is a share of a run of unknown length: count it in {self.interval}s."
+                    f"{name}={duration!r} is a fraction of a run whose length is unknown: give it in {self.interval}s."
                 )
             share = duration * total
             return float(share if self.kind == "one_cycle" else round(share))  # torch's own cycle does not round

@@ -14,7 +14,7 @@ class NeighborMatching:
 
     Args:
         sides: The layers of the file and of the model.
-        ordered: Of each, whether its layers come in the order in which the model registers them.
+        ordered: For each of the two, whether its layers come in the order in which the model registers them.
 
     Attributes:
         matched: The layers of the model by those of the file that they were matched with; the caller fills it.
