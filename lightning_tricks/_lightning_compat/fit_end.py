@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
@@ -30,6 +30,23 @@ def call_after_train_end(trainer: Trainer, function: Callable[[], None]) -> Iter
         function()
 
     with overriding(fit, on_run_end=on_run_end_then_call):
+        yield
+
+
+@contextmanager
+def closed_on_exception(trainer: Trainer, stack: ExitStack) -> Iterator[None]:
+    """Close a stack when the Trainer is interrupted, until the context is left.
+
+    For modules: Lightning calls their `teardown` only after a fit that ends.
+    """
+    strategy = trainer.strategy
+    on_exception = strategy.on_exception
+
+    def close_first(exception: BaseException) -> None:
+        stack.close()
+        on_exception(exception)
+
+    with overriding(strategy, on_exception=close_first):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.trainer import datamodule_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
     with needs_private("SeedEverything's record in the loggers"):
-        owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+        owners = [trainer.lightning_module, datamodule_of(trainer)]
         logged = [owner.hparams_initial for owner in owners if owner is not None and owner._log_hyperparams]
     return {name: value for hparams in logged for name, value in hparams.items() if name != "_class_path"}
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of
@@ -60,6 +61,7 @@ class Ensemble(TorchensembleInterchange, LightningModule):
     - `trains_one_model`: whether one model is built, of which the members are copies;
     - `set_members(members)`: where the built models are kept, and what else is registered beside them;
     - `trained_members()`: the members that training steps run and that the optimizer updates;
+    - `fit_members()`: the members that are trained at any time of a fit, if these are more;
     - `predict_members(*x)` and `n_members`: the outputs and the number of the members that predict;
     - `from_members(members)`: an ensemble of trained members.
 
@@ -209,6 +211,10 @@ class Ensemble(TorchensembleInterchange, LightningModule):
     def trained_members(self) -> Members:
         """Return the members that training steps run and that the optimizer updates."""
         return self.estimators_
+
+    def fit_members(self) -> Members:
+        """Return the members that are trained at any time of a fit; LightningModules log through the ensemble."""
+        return self.trained_members()
 
     def predict_members(self, *x: Tensor) -> Tensor:
         """Return what each member that predicts gives for the same rows, (n, B, ...)."""
@@ -411,16 +417,16 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         self._log_info(*self._messages)
         self._log_why_sequential()
         self._messages = []
-        lightning_members.attach_members(self.trained_members(), self, stage)
-        self._installed.close()  # of a fit that an exception ended
+        self._installed.close()
+        self._installed.enter_context(closed_on_exception(self.trainer, self._installed))
         self._installed.enter_context(replaced_train_loaders(self.trainer, self, self.training_loader))
+        self._installed.enter_context(lightning_members.attached_members(self.fit_members(), self, stage))
 
     def teardown(self, stage: str) -> None:
         """Close what `setup` has installed."""
         self._installed.close()
         self._training_data.has_member_rows = False
         self._losses = MeanLoss()
-        lightning_members.detach_members(self.trained_members())
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the trained members, and its schedule."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._shared.step_signatures import step_arguments
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
@@ -35,20 +37,16 @@ def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
         raise TypeError(f"{type(ensemble).__name__} would not call the training_step of its members: {remedy}")
 
 
-def attach_members(members: Members, ensemble: LightningModule, stage: str) -> None:
-    """Give the members the Trainer of the ensemble, and a `log` whose keys begin with `member_<i>/`."""
-    for index, member in enumerate(members.children()):
-        if isinstance(member, LightningModule):
-            member.trainer = ensemble.trainer
-            member.log = partial(_log_of_member, ensemble, index)  # type: ignore[method-assign]
-            member.setup(stage)
-
-
-def detach_members(members: Members) -> None:
-    """Give the members their own `log` back."""
-    for member in members.children():
-        if isinstance(member, LightningModule):
-            vars(member).pop("log", None)
+@contextmanager
+def attached_members(members: Members, ensemble: LightningModule, stage: str) -> Iterator[None]:
+    """Give members the Trainer of the ensemble and, until the context is left, a `log` with keys `member_<i>/...`."""
+    with ExitStack() as stack:
+        for index, member in enumerate(members.children()):
+            if isinstance(member, LightningModule):
+                member.trainer = ensemble.trainer
+                stack.enter_context(overriding(member, log=partial(_log_of_member, ensemble, index)))
+                member.setup(stage)
+        yield
 
 
 def run_training_steps(members: Members, batches: Sequence[Any], batch_idx: int) -> dict[str, Tensor]:

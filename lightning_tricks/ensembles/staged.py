@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.layout import as_sequential
-from lightning_tricks.ensembles.core.members import SequentialMembers
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
@@ -75,6 +75,11 @@ class StagedEnsemble(Ensemble):
     def trained_members(self) -> SequentialMembers:
         """Return the member of the current stage."""
         return self._members([self.stage])
+
+    def fit_members(self) -> Members:
+        """Return the members of all stages."""
+        members: Members = self.estimators_
+        return members
 
     def predict_members(self, *x: Tensor) -> Tensor:
         """Return the outputs of the members up to the current stage, (stage + 1, B, ...)."""

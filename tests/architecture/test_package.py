@@ -66,7 +66,7 @@ def test_the_core_loads_no_lightning(room, loaded_by_cores):
     names, loaded = loaded_by_cores[room]
     assert names
     assert set(names) <= loaded
-    assert not loaded & {"lightning", "pytorch_lightning"}
+    assert not loaded & {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 @pytest.mark.parametrize("name", ["lightning_tricks", *(f"lightning_tricks.{room}" for room in _ROOMS)])
@@ -113,6 +113,12 @@ def test_every_room_has_its_tests(room):
     files = {path.name for path in (Path(__file__).parents[1] / room).iterdir()}
     assert expected <= files
     assert any(name.startswith("test_") for name in files - expected), "the core has tests of its own"
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_the_only_folder_of_a_room_is_its_core(room):
+    folders = {path.name for path in (_PACKAGE / room).iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= {"core"}, "the import rule is about this folder"
 
 
 def _lint_imports(root):

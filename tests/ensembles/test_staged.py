@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -12,7 +12,7 @@ from lightning_tricks import ScheduleSpec
 from lightning_tricks.ensembles.bases import ClassifierEnsemble
 from lightning_tricks.ensembles.staged import StagedEnsemble
 from tests.contract.lab import QUIET
-from tests.ensembles.nets import CNN, MLP, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
@@ -114,3 +114,17 @@ def test_a_state_dict_knows_how_many_members_predict():
 def test_stages_that_do_not_divide_the_run(epochs):
     with pytest.raises(Exception, match=r"Residual has 3 stages of equal length, into which max_epochs=.* not divide"):
         fit(Residual(MLP, 3, seed=0), _train(), max_epochs=epochs, max_steps=4)
+
+
+def test_the_members_of_all_stages_log_through_the_ensemble():
+    logged = set()
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            logged.update(trainer.logged_metrics)
+
+    class OwnSteps(StagedEnsemble, ClassifierEnsemble):
+        pass
+
+    fit(OwnSteps([LitMLP(), LitMLP()], seed=0), _train(), max_epochs=2, callbacks=[Watch()])
+    assert {key.split("/")[0] for key in logged if key.startswith("member")} == {"member_0", "member_1"}

@@ -265,6 +265,17 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(kind, step, limit, in_memory
     _same(values(first), values(second))
 
 
+def test_a_fit_that_raises_leaves_nothing_installed():
+    members = [LitMLP(), LitMLP()]
+    ensemble = VotingClassifier(members, seed=0)
+    trainer = Trainer(**QUIET, max_epochs=2, callbacks=[_Stops(1)])
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.fit(ensemble, _few_digits())
+    assert not any("log" in vars(member) for member in ensemble.estimators_)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    assert "on_exception" not in vars(trainer.strategy)
+
+
 class _Stops(Callback):
     """Raises at the first batch after a number of steps."""
 

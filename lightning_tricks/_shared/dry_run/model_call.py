@@ -35,7 +35,7 @@ class ModelCall:
         return replace(self, args=function(self.args), kwargs=function(dict(self.kwargs)))
 
     def run(self, model: nn.Module) -> Any:
-        """ModelCall the model, or its `training_step`."""
+        """Call the model, or its `training_step`."""
         function = model if self.method == "forward" else model.training_step
         return function(*self.args, **self.kwargs)  # type: ignore[operator]
 
