@@ -1,1 +1,1 @@
-"""What several rooms need: checks of arguments, and patterns over qualified names."""
+"""What several rooms need and what is not a trick: checks, patterns, files, random state, dry runs, text, units."""

@@ -1,4 +1,4 @@
-"""The Lightning shell of the auto_resume room."""
+"""The callback `AutoResume`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class FusionClassifier(FusedMembers, ClassifierEnsemble):
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: None by default.
+        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
         criterion: Loss of the mean and the targets; cross-entropy by default.
         weights: Weights of the members in the mean, >= 0; equal ones by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
@@ -61,7 +61,7 @@ class FusionRegressor(FusedMembers, RegressorEnsemble):
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: None by default.
+        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
         criterion: Loss of the mean and the targets; the mean squared error by default.
         weights: Weights of the members in the mean, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.

@@ -178,7 +178,7 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: Adam with a learning rate of 1e-3 by default.
-        lr_scheduler: None by default.
+        lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
         weights: Weights of the members, >= 0; equal ones by default.
         n_outputs: Number of values that are predicted for each sample.

@@ -56,7 +56,7 @@ class GradientClipping(TrickCallback):
     `grad_norm/0/pre_clip`, `grad_norm/1/pre_clip`, ...
 
     Args:
-        max_norm: The largest norm allowed, > 0. Neutral: `float("inf")` clips nothing and still logs.
+        max_norm: The largest norm allowed, > 0. `float("inf")` logs the norms without clipping.
         norm_type: The p of the p-norm, > 0; `float("inf")` for the maximum norm.
         method: Another way to clip, instead of `max_norm`: `ClipValue`, `AGC`, `PercentileClip` or `ZScoreClip`.
         groups: Pattern over qualified names -> how to clip the parameters that it matches, as a group of their own: a

@@ -1,4 +1,4 @@
-"""The Lightning shell of the images room."""
+"""The callback `ImageLogger`."""
 
 from __future__ import annotations
 

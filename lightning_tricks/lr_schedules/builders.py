@@ -1,4 +1,4 @@
-"""The Lightning shell of the learning rate room: optimizers and schedules for a module and its Trainer."""
+"""Optimizers and schedules for a LightningModule and its Trainer."""
 
 from __future__ import annotations
 

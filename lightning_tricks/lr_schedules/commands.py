@@ -19,16 +19,21 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="base learning rate (%(default)s)")
     duration = "a number, a fraction of the run, or such as '500 steps'"
     parser.add_argument("--warmup", type=_duration, help=duration)
-    parser.add_argument("--milestones", type=_duration, nargs="+", help=f"of multistep: each {duration}")
+    parser.add_argument("--milestones", type=_duration, nargs="+", help=f"milestones of multistep; each is {duration}")
     parser.add_argument("--gamma", type=float, help="factor of multistep, step and exponential")
-    parser.add_argument("--step-size", type=_duration, help=f"of step: {duration}")
-    parser.add_argument("--power", type=float, help="of polynomial (default: 1)")
-    parser.add_argument("--decay", type=_duration, help=f"of wsd: {duration} (default: 0.2)")
-    parser.add_argument("--start-factor", type=float, help="of one_cycle: factor at step 0 (default: 0.04)")
-    parser.add_argument("--end-factor", type=float, help="factor at the end")
+    parser.add_argument("--step-size", type=_duration, help=f"step size of step: {duration}")
+    parser.add_argument("--power", type=float, help="exponent of polynomial (default: 1)")
+    parser.add_argument("--decay", type=_duration, help=f"length of the final decay of wsd: {duration} (default: 0.2)")
+    parser.add_argument("--start-factor", type=float, help="factor of one_cycle at the first step (default: 0.04)")
+    parser.add_argument("--end-factor", type=float, help="factor of the base learning rate at the end")
     parser.add_argument("--interval", default="step", help="step or epoch (%(default)s)")
-    parser.add_argument("--steps-per-epoch", type=int, metavar="N", help="where something is counted in epochs")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, .pdf")
+    parser.add_argument(
+        "--steps-per-epoch",
+        type=int,
+        metavar="N",
+        help="optimizer steps of an epoch; required if a duration is in epochs",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file")
     parser.set_defaults(run=partial(_run, parser))
 
 

@@ -1,4 +1,4 @@
-"""The Lightning shell of the metrics room."""
+"""The callback `MetricsMonitor`."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class MetricsMonitor(StepsCallback):
         stages: Which of "train", "val" and "test" to measure.
         output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
             whose steps return something else.
-        prefix: What stands before the keys, as in "ema/val/acc", so that several monitors keep apart: None for
-            nothing. A checkpoint holds the state of each prefix by itself.
+        prefix: The first part of every logged key, such as "ema" in `ema/val/acc`; several monitors need different
+            ones. None adds nothing. A checkpoint holds the state of each prefix separately.
 
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
 

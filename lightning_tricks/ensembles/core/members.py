@@ -61,7 +61,7 @@ class Members(nn.Module):
         """Run all members on the same rows.
 
         Args:
-            *inputs: Of shape (B, ...).
+            *inputs: The inputs of one batch, each of shape (B, ...).
 
         Returns:
             Outputs of shape (n, B, ...).

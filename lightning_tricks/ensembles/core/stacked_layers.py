@@ -18,10 +18,10 @@ from torch.nn import functional
 
 
 class StackedLayer(nn.Module):
-    """The same layer of n members: parameters and buffers of theirs, each with a first dimension more.
+    """The same layer of n members: their parameters and buffers, stacked along a new first dimension.
 
     Args:
-        layers: One of each member.
+        layers: The layers to stack, one of each member.
     """
 
     layer_types: tuple[type[nn.Module], ...] = ()
@@ -69,7 +69,7 @@ class StackedLayer(nn.Module):
         return by_member.transpose(0, 1).flatten(0, 1)
 
     def extra_repr(self) -> str:
-        """Say what it is."""
+        """Return the number of members and the layer, for `repr`."""
         return f"{self.n_members} x {self.layer[0]}"
 
 

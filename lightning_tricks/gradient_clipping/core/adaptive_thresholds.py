@@ -43,11 +43,11 @@ class PercentileThreshold:
     """The percentile of the last finite norms, including the present one (AutoClip).
 
     Args:
-        percentile: In (0, 100]; 100 never clips.
+        percentile: The percentile of the last norms that is the threshold, in (0, 100]; 100 never clips.
         history: How many norms it keeps, at least 1; each takes 4 bytes.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If one is out of range.
 
     Source: Seetharaman et al., arXiv 2007.14469, whose history is unlimited.
@@ -121,7 +121,7 @@ class ZScoreThreshold:
         warmup_steps: How many norms are used before clipping starts, at least 1.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If one is out of range.
 
     Source: Kumar et al., arXiv 2504.02507.

@@ -156,11 +156,11 @@ class PercentileClip(_ClipToThreshold):
     """Clip the norm of all gradients to a percentile of the last norms: `PercentileThreshold` (AutoClip).
 
     Args:
-        percentile: In (0, 100]; 100 never clips.
+        percentile: The percentile of the last norms that is the threshold, in (0, 100]; 100 never clips.
         history: How many norms it keeps, at least 1.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
 
     Source: Seetharaman et al., arXiv 2007.14469.
@@ -184,7 +184,7 @@ class ZScoreClip(_ClipToThreshold):
         warmup_steps: How many steps are used before clipping starts, at least 1.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
 
     Source: Kumar et al., arXiv 2504.02507.

@@ -91,7 +91,7 @@ def inverse_sqrt(step: float, warmup: float = 0, total: float = math.inf) -> flo
     Args:
         step: Steps made so far, >= 0.
         warmup: Steps below the peak, >= 0.
-        total: Where it stops falling.
+        total: The step from which the factor is constant.
 
     Source: Vaswani et al., arXiv 1706.03762, scaled to a peak of 1.
 
@@ -108,7 +108,7 @@ def multistep(step: float, milestones: Sequence[float], gamma: float = 0.1) -> f
     Args:
         step: Steps made so far, >= 0.
         milestones: Steps at which the factor falls, increasing.
-        gamma: What it is multiplied by.
+        gamma: The factor that is applied at each milestone.
 
     Example:
         >>> [multistep(step, [2, 3], gamma=0.5) for step in range(5)]
