@@ -32,8 +32,7 @@ class BootstrappedMembers(Ensemble):
     def on_shared_batches(self, reason: str) -> None:
         """Refuse to train on shared batches."""
         raise MisconfigurationException(
-            f"{type(self).__name__} draws samples from a DataLoader of a data set with a length, and {reason}: take "
-            "Voting."
+            f"{type(self).__name__} needs a DataLoader whose dataset has a length, and {reason}: use Voting instead."
         )
 
 
