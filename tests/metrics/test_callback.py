@@ -658,9 +658,10 @@ def test_a_loader_without_batches_is_refused():
 
 
 @pytest.mark.trap("metrics: MetricTracker copies the metric each epoch and has an empty state_dict")
+@pytest.mark.filterwarnings("ignore:The default value for `maximize`:FutureWarning")  # torchmetrics before 1.7
 def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
     with pytest.raises(TypeError, match="metrics must be a Metric"):
-        MetricsMonitor(MetricTracker(tm.MulticlassF1Score(4), maximize=True))
+        MetricsMonitor(MetricTracker(tm.MulticlassF1Score(4)))
     loader = loader_of(*table(12)[:2])
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/f1": "max"})
     fitter = trainer(monitor, max_epochs=2)
