@@ -6,40 +6,23 @@ Reads and writes are guarded alike: an attribute that torch renamed is never add
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._shared.guards import set_private, translating_missing
+from lightning_tricks._shared.guards import PrivateSymbolGuard, set_private
 
 _RESUME = "AutoResume"
 
 
-@contextmanager
-def needs_private(trick: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn the error of a missing private symbol into one that names the trick; also usable as a decorator.
+class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
+    """The guard of a private torch symbol."""
 
-    Args:
-        trick: What does not work without the symbol.
-        also: More exception types that a changed torch may cause, beside AttributeError and ImportError.
-
-    Raises:
-        RuntimeError: If the symbol is missing; the message names the trick, the version and the remedy.
-    """
-    with translating_missing(lambda error: unknown_torch(trick, error), *also):
-        yield
-
-
-def unknown_torch(trick: str, error: Exception) -> RuntimeError:
-    """Return an error that names the trick, the version and the remedy."""
-    return RuntimeError(
-        f"{trick} does not work with torch {torch.__version__} ({error}): install a version from 2.6 to 2.15."
-    )
+    library = "torch"
+    supported = "2.6 to 2.15"
 
 
 # -- a DataLoader

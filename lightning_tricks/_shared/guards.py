@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
+from importlib import import_module
 from traceback import walk_tb
 from typing import Any
 
 _TRUSTED_PACKAGES = {"contextlib", "importlib", "lightning", "lightning_tricks", "torch"}
 
 
-@contextmanager
-def translating_missing(translate: Callable[[Exception], Exception], *also: type[Exception]) -> Iterator[None]:
-    """Translate the error of a missing private symbol into one that a user understands.
+class PrivateSymbolGuard(ContextDecorator):
+    """Turn the error of a missing private symbol into one that names the trick; a context manager and a decorator.
 
     Args:
-        translate: Makes the new error from the one that was raised.
+        trick: What does not work without the symbol.
         also: More exception types that a changed library may cause, beside AttributeError and ImportError.
 
     Raises:
-        Exception: What `translate` returned, from the original error.
+        RuntimeError: If the symbol is missing; the message names the trick, the version and the remedy.
+
+    Attributes:
+        library: The name of the library.
+        supported: Its supported versions, as "2.5 to 2.6".
     """
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, (AttributeError, ImportError, *also)) or _passed_through_other_code(error):
-            raise
-        raise translate(error) from error
+
+    library: str
+    supported: str
+
+    def __init__(self, trick: str, *also: type[Exception]) -> None:
+        self._trick = trick
+        self._types: tuple[type[Exception], ...] = (AttributeError, ImportError, *also)
+
+    def __enter__(self) -> None:
+        """Nothing is needed."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, self._types) and not _passed_through_other_code(error):
+            version = import_module(self.library).__version__
+            raise RuntimeError(
+                f"{self._trick} does not work with {self.library} {version} ({error}): install a version from "
+                f"{self.supported}."
+            ) from error
 
 
-def _passed_through_other_code(error: Exception) -> bool:
+def _passed_through_other_code(error: BaseException) -> bool:
     """Whether user code was running (a hook, a dataset), whose errors say nothing about the library."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__", "").partition(".")[0] not in _TRUSTED_PACKAGES for frame in frames)
