@@ -22,9 +22,13 @@ from lightning_tricks._lightning_compat.fit_loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, position_of
-from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
+
+# Keys of a checkpoint; their values are part of its format
+_RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
+_POSITION_KEY = "place"  # the position of a loader
 
 
 class LoaderTracker:
@@ -79,7 +83,7 @@ class LoaderTracker:
             )
             return
         if self._replays:
-            self._rng_states = dict(saved["streams"])
+            self._rng_states = dict(saved[RNG_STATE_KEY])
         for loader, state in zip(self._train, saved["train"], strict=True):
             _compare_num_workers(loader, state["n_workers"])
             self._compare_fingerprints(loader, state)
@@ -94,9 +98,9 @@ class LoaderTracker:
         known = [one for one in loaders if not why_not_trackable(one) and id(one) not in in_training]
         self._validation = self._track(known, "the validation loader")
         for loader, state in zip(self._validation, self._saved_validation, strict=False):
-            if state["place"] is not None and has_persistent_workers(loader.loader):
+            if state[_POSITION_KEY] is not None and has_persistent_workers(loader.loader):
                 with isolated_rng():
-                    loader.resume_from(state["place"])
+                    loader.resume_from(state[_POSITION_KEY])
                     loader.create_persistent_iterator()
             self._compare_fingerprints(loader, state)
             loader.restore_generator_states(state["generators"])
@@ -114,9 +118,9 @@ class LoaderTracker:
         if pending and self._train:
             for loader, state in zip(self._train, saved["train"], strict=True):
                 loader.restore_generator_states(state["generators"])
-                if state["place"] is None:
+                if state[_POSITION_KEY] is None:
                     loader.objects.restore_changes(state["objects"])
-                loader.resume_from(state["place"])
+                loader.resume_from(state[_POSITION_KEY])
             recreate_iterators(trainer)
         return pending
 
@@ -130,8 +134,8 @@ class LoaderTracker:
             recreate_iterators(trainer)
             unpack_rng_state(self._rng_states["batch"])
             skip_train_batches(trainer, num_batches_done(trainer))
-        if len(saved["begun_again"]) == len(restarted_loaders(trainer)):
-            mark_restarted_loaders(trainer, saved["begun_again"])
+        if len(saved[_RESTARTED_KEY]) == len(restarted_loaders(trainer)):
+            mark_restarted_loaders(trainer, saved[_RESTARTED_KEY])
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
@@ -141,11 +145,11 @@ class LoaderTracker:
             self._warn_unsaved(loader)
         return {
             "epoch": trainer.current_epoch,
-            "begun_again": restarted_loaders(trainer),
+            _RESTARTED_KEY: restarted_loaders(trainer),
             "train": train,
             "validation": validation or [dict(state) for state in self._saved_validation],
             "replays": self._replays,
-            "streams": self._rng_states,
+            RNG_STATE_KEY: self._rng_states,
         }
 
     def _train_positions(self, trainer: Trainer, at_end: bool) -> list[dict[str, Any]]:
@@ -234,7 +238,7 @@ def _loader_state(
         "generators": loader.generator_states(),
         "objects": objects,
         "fingerprint": loader.objects.fingerprint,
-        "place": position,
+        _POSITION_KEY: position,
     }
 
 

@@ -35,7 +35,7 @@ from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
-from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest, redirect_output
@@ -151,10 +151,10 @@ class ResumableFit(FitObserver):
     def before_loaders_created(self, kind: str) -> None:
         """Note what loaders are created from, or restore it: random states, and attributes such as a batch size."""
         if self._pending is None:
-            self._loader_origins[kind] = {"streams": pack_rng_state(), "attributes": self.rank.attribute_changes()}
+            self._loader_origins[kind] = {RNG_STATE_KEY: pack_rng_state(), "attributes": self.rank.attribute_changes()}
         elif kind in self._loader_origins:
             self.rank.restore_attributes(self._loader_origins[kind]["attributes"])
-            unpack_rng_state(self._loader_origins[kind]["streams"])
+            unpack_rng_state(self._loader_origins[kind][RNG_STATE_KEY])
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Track the loaders, from the position that is resumed."""
@@ -185,7 +185,7 @@ class ResumableFit(FitObserver):
         """Note the state that the hooks of the epoch's start begin with."""
         if self._pending is None:
             self._epoch_start = {
-                "streams": pack_rng_state(),
+                RNG_STATE_KEY: pack_rng_state(),
                 "groups": param_group_names(self.module, self.trainer.optimizers),
                 "attributes": self.rank.attribute_changes(),
             }
@@ -223,7 +223,7 @@ class ResumableFit(FitObserver):
         self._epoch_start = state["epoch"]
         if self._epoch_start is not None:
             self.rank.restore_attributes(self._epoch_start["attributes"], before_hooks=True)
-            unpack_rng_state(self._epoch_start["streams"])
+            unpack_rng_state(self._epoch_start[RNG_STATE_KEY])
             replay_epoch_start(trainer, self.module, self._epoch_start["groups"], lambda: self._reload_weights(pending))
             for swa in callbacks_of_type(trainer, StochasticWeightAveraging):
                 restore_swa_scheduler(trainer, swa)  # it creates none in the epoch for batch statistics

@@ -21,7 +21,7 @@ from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
 from lightning_tricks.auto_resume.core.manifests import Manifest
@@ -104,7 +104,7 @@ class RunFiles:
             self._initial_rng_state = base64.b64encode(pack_rng_state().numpy().tobytes()).decode()
             return
         with suppress(KeyError, TypeError, ValueError):  # the file is missing, or another version wrote it
-            packed = base64.b64decode(self.folder.read_private(_RNG_STATE_FILE)["streams"])
+            packed = base64.b64decode(self.folder.read_private(_RNG_STATE_FILE)[RNG_STATE_KEY])
             unpack_rng_state(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
     def _lock_directory(self) -> list[Any]:
@@ -139,7 +139,7 @@ class RunFiles:
             rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
         if self._is_first_start:
             self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
-            self.folder.write_private(_RNG_STATE_FILE, {"streams": self._initial_rng_state})
+            self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
 
     def on_fit_start(self, resumed: Manifest | None) -> None:
         """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""

@@ -16,6 +16,7 @@ from lightning_tricks.auto_resume.core.durable_writing import file_digest, write
 
 _BACKUP_SUFFIX = ".before"  # the suffix of files that were replaced or removed since the last save
 _MAX_JOURNAL_BYTES = 1 << 24  # bytes
+_FOLDER_KEY = "place"  # of the folder in an entry; part of the format of journals
 
 
 class FileJournal:
@@ -62,7 +63,7 @@ class FileJournal:
         backup = ""
         if os.path.lexists(path):
             backup = next(name for name in _backup_names(path) if not os.path.lexists(path.with_name(name)))
-        self._add({"place": folder_key, "name": path.name, "kept": backup})
+        self._add({_FOLDER_KEY: folder_key, "name": path.name, "kept": backup})
         self._backups[folder_key, path.name] = backup
         if backup:
             try:
@@ -74,7 +75,7 @@ class FileJournal:
         """Record the digest of the bytes that a file is about to have."""
         for folder_key, folder in self._folders.items():
             if path.parent == folder and (folder_key, path.name) in self._backups:
-                self._add({"place": folder_key, "name": path.name, "sha256": digest})
+                self._add({_FOLDER_KEY: folder_key, "name": path.name, "sha256": digest})
 
     def restore_files(self, folders: Mapping[str, Path]) -> list[str]:
         """Restore the files as they were at the save.
@@ -129,7 +130,7 @@ def _backups_in(
 ) -> Iterator[tuple[Path, str, str]]:
     """Yield folder, name and name of the backup for each file; entries with paths as names are ignored."""
     for entry in entries:
-        folder_key, name, backup = (entry.get(key) for key in ("place", "name", "kept"))
+        folder_key, name, backup = (entry.get(key) for key in (_FOLDER_KEY, "name", "kept"))
         if not (
             isinstance(name, str) and isinstance(backup, str) and isinstance(folder_key, str) and folder_key in folders
         ):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 MAX_BYTES = 64 * 2**20  # of the states that are recorded in an epoch
 _SPARSE_FACTOR = 3  # a state is recorded as its changed bytes where these are less than a third
+_GENERATORS_KEY = "streams"  # which generator each record is of; part of the format of checkpoints
 
 Result = TypeVar("Result")
 
@@ -74,7 +75,7 @@ class RecordedDraws:
         return {
             "full": self.is_full,
             "calls": torch.tensor([one[0] for one in records], dtype=torch.int64),
-            "streams": torch.tensor([one[1] for one in records], dtype=torch.uint8),
+            _GENERATORS_KEY: torch.tensor([one[1] for one in records], dtype=torch.uint8),
             "changed": torch.tensor([-1 if one[2] is None else len(one[2]) for one in records], dtype=torch.int64),
             "places": torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *byte_indices])),
             "bytes": torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *(one[3] for one in records)])),
@@ -201,7 +202,7 @@ def _decode_states(saved: Mapping[str, Any]) -> Iterator[tuple[int, int, np.ndar
     byte_indices, values = saved["places"].numpy(), saved["bytes"].numpy()
     size_of = [len(_state_bytes(generator, state)) for generator, state in enumerate(_global_states())]
     index_offset = value_offset = 0
-    rows = zip(saved["calls"].tolist(), saved["streams"].tolist(), saved["changed"].tolist(), strict=True)
+    rows = zip(saved["calls"].tolist(), saved[_GENERATORS_KEY].tolist(), saved["changed"].tolist(), strict=True)
     for number, generator, changed in rows:
         size = size_of[generator] if changed < 0 else changed
         part = values[value_offset : value_offset + size]

@@ -19,6 +19,7 @@ from lightning_tricks._torch_compat import call_on_iteration_start
 from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 
+RNG_STATE_KEY = "streams"  # under which packed states are saved; part of the format of checkpoints and files
 _SECONDS_TO_WAIT = 0.5  # for a SIGTERM to reach the training process as well
 
 
