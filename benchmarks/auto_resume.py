@@ -1,4 +1,4 @@
-"""What AutoResume costs: in a step between two saves, and until the first step of a run that is taken up."""
+"""What AutoResume costs: in a step between two saves, and until the first step of a run that resumes."""
 
 from __future__ import annotations
 

@@ -36,15 +36,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-epochs", type=_positive, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument("--accelerator", default="auto", help="as in Trainer: auto, cpu, gpu, ... (%(default)s)")
     parser.add_argument(
-        "--devices", type=_devices, default=1, help="as in Trainer: a number, '0,1' or auto (%(default)s)"
+        "--max-epochs", type=_positive, default=10, metavar="N", help="number of epochs (default: %(default)s)"
     )
-    parser.add_argument("--precision", default="32-true", help="as in Trainer: 32-true, bf16-mixed, ... (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, help="in [0, 2**32 - 1] (%(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("lightning_tricks_demo"), metavar="DIR", help="report folder (./%(default)s)"
+        "--accelerator", default="auto", help="accelerator of the Trainer: auto, cpu, gpu, ... (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=_devices,
+        default=1,
+        help="devices of the Trainer: a number, '0,1' or auto (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--precision",
+        default="32-true",
+        help="precision of the Trainer: 32-true, bf16-mixed, ... (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=42, help="seed of the run, in [0, 2**32 - 1] (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("lightning_tricks_demo"),
+        metavar="DIR",
+        help="folder of the report (default: ./%(default)s)",
     )
     parser.set_defaults(run=partial(_run_demo, parser))
 

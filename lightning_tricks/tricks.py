@@ -65,7 +65,9 @@ class Tricks:
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, spec(**value))
             elif value is not None and not isinstance(value, spec):
-                raise TypeError(f"Tricks({name}={value!r}): must be a {spec.__name__} or a dict of its arguments.")
+                raise TypeError(
+                    f"Tricks({name}=...) must be {spec.__name__}(...) or a dict of its arguments, got {value!r}."
+                )
         if self.schedule is not None and self.optimizer is None:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
 

@@ -55,8 +55,13 @@ def _check(events: Iterable[Any], budget: Budget, max_depth: int, max_scalar_len
         kind = type(event).__name__
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         if depth > max_depth:
-            raise ValueError("its lists lie too deep in each other.")
+            raise ValueError(f"it nests lists and mappings more than {max_depth} deep.")
         if kind == "AliasEvent":
-            raise ValueError("it has aliases (`*name`): write what they stand for, and a '*' in quotes.")
+            raise ValueError(
+                "it has an alias (`*name`), which is not allowed: write the value itself, and put text "
+                "with a '*' in quotes."
+            )
         if kind == "ScalarEvent" and len(event.value) > max_scalar_length:
-            raise ValueError(f"it has a word of {len(event.value):,} characters.")
+            raise ValueError(
+                f"it has a scalar of {len(event.value):,} characters; at most {max_scalar_length:,} are allowed."
+            )

@@ -27,7 +27,7 @@ class Budget:
     Example:
         >>> Budget(1000).spend(100 * 2**20)
         Traceback (most recent call last):
-        lightning_tricks._shared.read_budget.OverBudgetError: it asks for more than 41,955,040 bytes of memory
+        lightning_tricks._shared.read_budget.OverBudgetError: reading it takes more than 41,955,040 bytes of memory
     """
 
     def __init__(self, size: int, seconds: float = 8.0) -> None:
@@ -61,9 +61,9 @@ class Budget:
 
     def _check(self) -> None:
         if self.left < 0:
-            raise OverBudgetError(f"it asks for more than {self._limit:,} bytes of memory")
+            raise OverBudgetError(f"reading it takes more than {self._limit:,} bytes of memory")
         if time.thread_time() > self._end:
-            raise OverBudgetError(f"it asks for more than {self._seconds:g} s of computation")
+            raise OverBudgetError(f"reading it takes more than {self._seconds:g} s of processor time")
         self._next_check = max(self.left - _CHECK_INTERVAL, 0)
 
 
@@ -78,4 +78,4 @@ def parse_json(data: str | bytes, budget: Budget) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("its lists lie too deep in each other") from None
+        raise ValueError("its lists and mappings are nested too deeply") from None

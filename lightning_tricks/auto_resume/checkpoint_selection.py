@@ -81,7 +81,7 @@ class CheckpointSelection:
         for key_path, kind in find_objects(checkpoint).items():
             raise MisconfigurationException(
                 f"AutoResume: {describe_object(self.trainer, self.module, key_path, kind)} in {path}. Objects are not "
-                "restored, as that runs code of the file. If nobody else writes to that directory, "
+                "restored, as that would run code of the file. If nobody else writes to that directory, "
                 "AutoResume(..., allow_pickle=True) restores them."
             )
         return checkpoint

@@ -137,9 +137,9 @@ class CheckpointWriter:
         new = self._not_yet_reported([name for name in found if not name.endswith(REPLACED_MODULE_SUFFIX)])
         if new:
             rank_zero_warn(
-                f"AutoResume: changed in this fit, and cannot be saved: {summarize(new)}. A resumed run starts with "
-                "their initial values. Keep plain values, tensors or objects with a state_dict there, or save them in "
-                "on_save_checkpoint."
+                f"AutoResume: these values changed in this fit, and cannot be saved: {summarize(new)}. A resumed run "
+                "starts with their initial values. Keep plain values, tensors or objects with a state_dict there, or "
+                "save them in on_save_checkpoint."
             )
 
     def _why_not_loadable(self, path: Path) -> str:
@@ -153,8 +153,8 @@ class CheckpointWriter:
         if not new:
             return ""
         return (
-            f"AutoResume: {'; '.join(new)}. A run is not resumed from a checkpoint with objects, as that runs code of "
-            "the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
+            f"AutoResume: {'; '.join(new)}. A run is not resumed from a checkpoint with objects, as that would run "
+            "code of the file. Save plain values and tensors, such as float(x) or x.tolist(), or set "
             "AutoResume(..., allow_pickle=True)."
         )
 

@@ -62,7 +62,7 @@ def _verify(folders: list[CheckpointFolder]) -> int:
         for manifest in folder.manifests():
             problem = folder.find_problem(manifest)
             broken += bool(problem)
-            console.print(f"{folder.path / manifest.file}: {problem or 'whole'}", markup=False)
+            console.print(f"{folder.path / manifest.file}: {problem or 'complete'}", markup=False)
     return int(broken > 0)
 
 

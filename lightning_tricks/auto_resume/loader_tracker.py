@@ -79,7 +79,8 @@ class LoaderTracker:
         self._saved_validation = saved["validation"]
         if len(saved["train"]) != len(self._train) or saved["replays"] != self._replays:
             rank_zero_warn(
-                "AutoResume: the training loaders differ from those of the stopped run; the epoch's order is lost."
+                "AutoResume: the training loaders differ from those of the stopped run, so the order of the epoch is "
+                "lost. To resume exactly, give the loaders that the run had."
             )
             return
         if self._replays:
@@ -208,8 +209,8 @@ def _loaders_to_replay(loaders: Sequence[Any]) -> list[Any]:
     to_replay = [loader for loader in others if not _has_state_dict(loader)]
     if to_replay and len(to_replay) < len(others):
         raise MisconfigurationException(
-            "AutoResume: of several training loaders that are no DataLoaders, either all or none must have a "
-            "state_dict."
+            "AutoResume: if several training loaders are not DataLoaders, either all or none of them must have a "
+            "state_dict. Give each a state_dict and a load_state_dict, or use DataLoaders."
         )
     for loader in to_replay:
         if getattr(loader, "in_order", True) is False:

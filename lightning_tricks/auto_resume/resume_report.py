@@ -70,8 +70,8 @@ def report_differences(trainer: Trainer, key_paths: Sequence[str], data_differen
             callback.resumed(trainer, [*names, *("the data" for _ in sentences[:1])])
     if names:
         sentences.append(
-            f"not restored: {summarize(names)}. The run continues and may diverge from the one that was never "
-            "stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
+            f"these values were not restored: {summarize(names)}. The run continues and may diverge from the one that "
+            "was never stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
         )
     for sentence in sentences:
         rank_zero_warn(f"AutoResume: {sentence}")

@@ -124,8 +124,8 @@ class RunFiles:
             return processes
         if not is_certain:
             rank_zero_warn(
-                f"AutoResume: the file system of {self.root.path} knows no locks. A second run in this directory is "
-                "noticed on the same host only."
+                f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
+                "directory is detected on the same host only."
             )
         processes = [*(one for one in processes if one != this_process()), this_process()][-_MAX_PROCESSES:]
         self.root.write_private(_PROCESSES_FILE, {"processes": processes})

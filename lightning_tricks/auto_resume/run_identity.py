@@ -26,12 +26,13 @@ def shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: in
     """Return a phrase for each parameter in which a module differs from a saved state dict."""
     own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     found = [
-        f"{name} is {shape} here and {tuple(saved[name].shape) if name in saved else 'missing'} there"
+        f"{name} has shape {shape} in this run and {tuple(saved[name].shape) if name in saved else 'is missing'} "
+        "in the checkpoint"
         for name, shape in own.items()
         if name not in saved or tuple(saved[name].shape) != shape
     ]
     mine = module.state_dict().keys()
-    found += [f"{name} is only there" for name in saved if name not in mine]
+    found += [f"{name} is in the checkpoint only" for name in saved if name not in mine]
     return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]
 
 

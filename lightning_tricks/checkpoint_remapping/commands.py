@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 
+_FILE_HELP = "a file of weights"
+
 
 def add_to(commands: Any) -> None:
     """Add the subcommands to the command line's."""
@@ -20,15 +22,15 @@ def add_to(commands: Any) -> None:
     show = _tool(
         tools, "show", _show, "show what is in a file: kind, tensors, sizes, metadata; no code of the file is run"
     )
-    show.add_argument("file")
+    show.add_argument("file", help=_FILE_HELP)
     show.add_argument(
         "--depth", type=int, metavar="N", help="maximum depth of the modules that are shown (default: all)"
     )
     diff = _tool(tools, "diff", _diff, "show how the tensors of two files differ; the exit status is 1 if they do")
-    diff.add_argument("a")
-    diff.add_argument("b")
+    diff.add_argument("a", help=_FILE_HELP)
+    diff.add_argument("b", help="the file that it is compared with")
     align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
-    align.add_argument("file")
+    align.add_argument("file", help=_FILE_HELP)
     align.add_argument(
         "model",
         metavar="MODULE:NAME",
@@ -44,7 +46,7 @@ def add_to(commands: Any) -> None:
         _remap,
         "write a copy of a file with other names; an existing output file is replaced atomically",
     )
-    remap.add_argument("file")
+    remap.add_argument("file", help=_FILE_HELP)
     remap.add_argument("-r", "--rules", required=True, help="a YAML file of rules, such as `align` writes")
     remap.add_argument("-o", "--out", required=True, help="the output file: .safetensors, or .pt for torch.save")
 
@@ -74,12 +76,12 @@ def _show(arguments: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     console.print(_tree(checkpoint, arguments.depth))
     if checkpoint.metadata:
-        console.print("beside the weights:", markup=False)
+        console.print("values beside the weights:", markup=False)
         for name, value in checkpoint.metadata.items():
             shown = name if isinstance(name, str) and name.isprintable() else describe_value(name)
             console.print(f"  {shown}: {truncated_repr(value)}", markup=False, highlight=False)
     if checkpoint.placeholders:
-        console.print("not constructed:", markup=False)
+        console.print("objects that were not constructed:", markup=False)
         for part in checkpoint.placeholders:
             console.print(f"  {part.location or 'the file'}: {part.name}", markup=False, highlight=False)
     return 0

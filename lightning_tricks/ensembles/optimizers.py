@@ -160,7 +160,7 @@ def _parse(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> 
     if callable(choice):
         return choice
     raise TypeError(
-        f"{argument} must be a {spec.__name__} or a dict of its arguments, a function, a name, or a name with a dict "
+        f"{argument} must be {spec.__name__}(...), a dict of its arguments, a function, a name, or a name with a dict "
         f"of options, got {choice!r}."
     )
 

@@ -32,8 +32,12 @@ def add_to(commands: Any) -> None:
         help="dtype of the inputs, such as float32, int64 or bfloat16; the model is converted to a floating dtype",
     )
     parser.add_argument("--backward", action="store_true", help="count the backward pass as well")
-    parser.add_argument("--depth", type=int, default=3, help="depth of the deepest modules shown (%(default)s)")
-    parser.add_argument("--backend", default="torch", choices=("torch", "thop"), help="how to count (%(default)s)")
+    parser.add_argument(
+        "--depth", type=int, default=3, help="depth of the deepest modules shown (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend", default="torch", choices=("torch", "thop"), help="library that counts (default: %(default)s)"
+    )
     parser.add_argument("--compare", action="store_true", help="show the counts of the other backend as well")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print all counts as JSON")

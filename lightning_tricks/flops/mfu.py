@@ -78,7 +78,9 @@ def start_meter(trainer: Trainer, flops_per_batch: float, peak_flops: float | No
         peak, origin = device_peak_flops(trainer), "by Lightning's table"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
     if peak is None:
-        rank_zero_info(f"FlopsReport knows no peak of {name}, so no flops/mfu: give it as peak_flops.")
+        rank_zero_info(
+            f"FlopsReport does not know the peak FLOP/s of {name} and logs no flops/mfu. Pass peak_flops to log it."
+        )
         return None
     rank_zero_info(
         f"FlopsReport: flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}."

@@ -213,7 +213,10 @@ class GradientClipping(TrickCallback):
         batches = trainer.fit_loop.total_batch_idx + 1
         unseen = [index for index in range(len(trainer.optimizers)) if not self._state_of(index).counts.steps]
         if batches and unseen:
-            rank_zero_warn(f"GradientClipping saw 0 steps of optimizers {unseen} in {batches} batches.")
+            rank_zero_warn(
+                f"GradientClipping saw no step of the optimizers {unseen} in {batches} batches, and clipped none of "
+                "their gradients. Check that they are stepped, and that their parameters have gradients."
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks."""
@@ -254,7 +257,8 @@ class GradientClipping(TrickCallback):
                 self._state_of(int(index)).thresholds[label] = threshold
             else:
                 rank_zero_warn(
-                    f"GradientClipping has another method than the checkpoint: what {key!r} had learnt is dropped."
+                    f"GradientClipping has another method than in the checkpoint, so the statistics of {key!r} in the "
+                    "checkpoint are not restored."
                 )
 
     def _state_of(self, index: int) -> ClipState:

@@ -143,7 +143,7 @@ class ImageLogger(StepsCallback):
         try:
             grid = image_grid(shown, captions=self._captions(samples, self._prediction_kinds[stage]["values"]))
         except ModuleNotFoundError as error:
-            rank_zero_info(f"ImageLogger logs nothing: {error}")
+            rank_zero_info(f"ImageLogger logs no images: {error}")
             return
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
@@ -166,7 +166,7 @@ class ImageLogger(StepsCallback):
         if not {"preds", "target"} <= names:
             there = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else f"a {type(returned).__name__}"
             message = (
-                f"ImageLogger needs preds and target of each step of {stage}, and there is "
+                f"ImageLogger needs preds and target of each step of {stage}, but got "
                 f"{'nothing' if returned is None else there or 'nothing'}: return a dict with them, give "
                 "output_transform=(outputs, batch, stage) -> dict"
             )
@@ -192,8 +192,8 @@ class ImageLogger(StepsCallback):
                 return tensor
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise MisconfigurationException(
-            f"ImageLogger finds no images of shape (N, C, H, W) in the batch, but {shapes or 'no tensors'}: give "
-            "shape=(C, H, W), or output_transform=(outputs, batch, stage) -> dict with images."
+            f"ImageLogger found no images of shape (N, C, H, W) in the batch, which holds {shapes or 'no tensors'}: "
+            "give shape=(C, H, W), or output_transform=(outputs, batch, stage) -> dict with images."
         )
 
     def _prediction_kind(self, images: Tensor, preds: Tensor, target: Tensor, stage: str) -> dict[str, bool]:
@@ -202,7 +202,8 @@ class ImageLogger(StepsCallback):
         if len(set(rows.values())) > 1 or preds.ndim > 2 or target.ndim > 1:
             shapes = f"images {tuple(images.shape)}, preds {tuple(preds.shape)}, target {tuple(target.shape)}"
             raise MisconfigurationException(
-                f"ImageLogger shows one prediction for each image, scores (N, C) or classes or values (N,): {shapes}."
+                "ImageLogger needs one prediction for each image: scores of shape (N, C), or classes or values of "
+                f"shape (N,), got {shapes}."
             )
         try:
             to_tensor(self._shown(images))

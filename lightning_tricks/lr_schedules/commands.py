@@ -14,24 +14,34 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "schedule", help="show a learning rate schedule, step by step"
     )
-    parser.add_argument("--kind", default="warmup_cosine", help="warmup_cosine, wsd, multistep, ... (%(default)s)")
-    parser.add_argument("--total", type=int, required=True, metavar="N", help="optimizer steps of the run")
-    parser.add_argument("--lr", type=float, default=1e-3, help="base learning rate (%(default)s)")
-    duration = "a number, a fraction of the run, or such as '500 steps'"
-    parser.add_argument("--warmup", type=_duration, help=duration)
-    parser.add_argument("--milestones", type=_duration, nargs="+", help=f"milestones of multistep; each is {duration}")
-    parser.add_argument("--gamma", type=float, help="factor of multistep, step and exponential")
-    parser.add_argument("--step-size", type=_duration, help=f"step size of step: {duration}")
-    parser.add_argument("--power", type=float, help="exponent of polynomial (default: 1)")
-    parser.add_argument("--decay", type=_duration, help=f"length of the final decay of wsd: {duration} (default: 0.2)")
-    parser.add_argument("--start-factor", type=float, help="factor of one_cycle at the first step (default: 0.04)")
+    parser.add_argument(
+        "--kind",
+        default="warmup_cosine",
+        help="kind of schedule: warmup_cosine, wsd, multistep, ... (default: %(default)s)",
+    )
+    parser.add_argument("--total", type=int, required=True, metavar="N", help="number of optimizer steps of the run")
+    parser.add_argument("--lr", type=float, default=1e-3, help="base learning rate (default: %(default)s)")
+    duration = "a number, a fraction of the run, or a string such as '500 steps'"
+    parser.add_argument("--warmup", type=_duration, help=f"length of the warm-up: {duration}")
+    parser.add_argument(
+        "--milestones", type=_duration, nargs="+", help=f"milestones of the kind multistep; each is {duration}"
+    )
+    parser.add_argument("--gamma", type=float, help="factor of the kinds multistep, step and exponential")
+    parser.add_argument("--step-size", type=_duration, help=f"length of each step of the kind step: {duration}")
+    parser.add_argument("--power", type=float, help="exponent of the kind polynomial (default: 1)")
+    parser.add_argument(
+        "--decay", type=_duration, help=f"length of the final decay of the kind wsd: {duration} (default: 0.2)"
+    )
+    parser.add_argument(
+        "--start-factor", type=float, help="factor of the kind one_cycle at the first step (default: 0.04)"
+    )
     parser.add_argument("--end-factor", type=float, help="factor of the base learning rate at the end")
-    parser.add_argument("--interval", default="step", help="step or epoch (%(default)s)")
+    parser.add_argument("--interval", default="step", help="unit of the schedule: step or epoch (default: %(default)s)")
     parser.add_argument(
         "--steps-per-epoch",
         type=int,
         metavar="N",
-        help="optimizer steps of an epoch; required if a duration is in epochs",
+        help="number of optimizer steps of an epoch; required if a duration is in epochs",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file")
     parser.set_defaults(run=partial(_run, parser))
@@ -64,7 +74,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             axes.figure.savefig(arguments.plot)  # type: ignore[union-attr]
         except (ImportError, OSError, ValueError) as error:
             parser.error(str(error))
-        console.print(f"Drawn to {arguments.plot}")
+        console.print(f"The plot was written to {arguments.plot}.")
     return 0
 
 

@@ -181,7 +181,7 @@ class MetricsMonitor(StepsCallback):
         for name in wanted:
             if name not in names:
                 raise ValueError(
-                    f"There are no values of {name!r}, but of {', '.join(names)}.{did_you_mean(name, names)}"
+                    f"There are no values of {name!r}, only of {', '.join(names)}.{did_you_mean(name, names)}"
                 )
         return history_figure([row for row in rows if row["metric"] in wanted])
 
@@ -193,8 +193,8 @@ class MetricsMonitor(StepsCallback):
         if stage == "fit":
             if not will_validate(trainer) and (keys := self._best_keys("val")):
                 raise MetricsError(
-                    f"{self._name}: best has the key {keys[0]!r}, and this fit does not validate: give it validation "
-                    "data and a validation_step, let it validate within max_epochs, or ask for a key of train."
+                    f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate: give it validation "
+                    "data and a validation_step, let it validate within max_epochs, or use a key of train."
                 )
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])

@@ -89,7 +89,7 @@ def take_first_rows(monitor: str, inputs: Mapping[str, Any], size: int, count: i
         shapes = ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
         warnings.warn(  # not on rank zero alone: the last batch of one rank may differ from those of the others
             f"{monitor}: {size - count} of the {size} samples of the last batch of {stage} are repeated ones, "
-            f"and it is not known which rows belong to them ({shapes}): they count twice.",
+            f"and it is unknown which rows belong to them ({shapes}), so they count twice.",
             stacklevel=2,
         )
         return inputs

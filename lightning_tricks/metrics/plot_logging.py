@@ -33,7 +33,7 @@ class PendingPlots:
             try:
                 figures = make_figures(data, tuple(class_names))
             except ModuleNotFoundError as error:
-                rank_zero_info(f"MetricsMonitor plots nothing: {error}")
+                rank_zero_info(f"MetricsMonitor logs no plots: {error}")
                 return
             for name, figure in figures.items():
                 log_image(trainer.loggers, keys.key(prefix, name), as_array(figure), data.record.step)

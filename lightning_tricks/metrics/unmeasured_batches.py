@@ -49,14 +49,14 @@ class UnmeasuredBatches:
         required = ", ".join(sorted(suite.required_inputs))
         others = [name for name in self._stages if name != stage]
         message = (
-            f"{self._monitor}: {source} returned {returned} in batch {batch_idx} of {stage}, and the metrics need "
+            f"{self._monitor}: {source} returned {returned} in batch {batch_idx} of {stage}, but the metrics need "
             f"{required}. Return a dict with them (from training_step together with the loss), give "
             f"output_transform=(outputs, batch, stage) -> dict, or leave {stage!r} out: stages={others!r}."
         )
         keys = [key for key in best_keys if not key.endswith("/loss")]
         if returned != "nothing" and not suite.checked and keys:
-            raise MetricsError(f"{message} best has the key {keys[0]!r}.")
-        rank_zero_warn(f"{message} Until then, of such batches only the loss is averaged.")
+            raise MetricsError(f"{message} This is an error because best has the key {keys[0]!r}.")
+        rank_zero_warn(f"{message} Until then, only the loss of such batches is averaged.")
 
     def report_epoch(self, stage: str, num_unmeasured: int, num_measured: int) -> None:
         """Warn of how many batches of an epoch were not measured, if others were."""
@@ -64,7 +64,7 @@ class UnmeasuredBatches:
             self._warned.add(f"{stage} in part")
             rank_zero_warn(
                 f"{self._monitor}: {num_unmeasured} of {num_unmeasured + num_measured} batches of {stage} returned "
-                "nothing to measure and do not count."
+                "nothing to measure, so the metrics do not include them."
             )
 
 

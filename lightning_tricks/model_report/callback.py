@@ -93,7 +93,7 @@ class ModelReport(TrickCallback):
         Console().print(self.summary)
         if self.path is not None:
             written = self.summary.write(self.path)
-            rank_zero_info(f"ModelReport: {', '.join(path.name for path in written)} in {self.path}.")
+            rank_zero_info(f"ModelReport wrote {', '.join(path.name for path in written)} to {self.path}.")
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):

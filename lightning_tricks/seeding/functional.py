@@ -107,7 +107,7 @@ def _seed_from_environment(verbose: bool) -> int:
     value = os.environ.get("PL_GLOBAL_SEED")
     if value is None:
         if verbose:
-            warnings.warn("No seed given and PL_GLOBAL_SEED is not set: the seed is 0.", stacklevel=3)
+            warnings.warn("No seed is given and PL_GLOBAL_SEED is not set: the seed is 0.", stacklevel=3)
         return 0
     try:
         return check_seed(int(value))

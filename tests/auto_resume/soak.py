@@ -87,7 +87,7 @@ def tasks(chance: random.Random) -> Iterator[Task]:
 
 
 def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: Callable[[], list[str]]) -> int:
-    """Kill one run several times, take it to its end, and compare; return how often it was taken up."""
+    """Kill one run several times, take it to its end, and compare; return how often it was resumed."""
     whole, killed = folder / "whole", folder / "killed"
     if not task.says and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
         sys.exit((whole / "output.txt").read_text()[-3000:])
@@ -178,7 +178,7 @@ def main() -> None:
         ways.discard((task.name, task.options["ranks"], task.options["workers"]))
         total = sum(kills(phase) for phase in PHASES)
         if number % 10 == 0:
-            sys.stdout.write(f"{number} runs, {total} kills, {resumed} times taken up within a run\n")
+            sys.stdout.write(f"{number} runs, {total} kills, {resumed} times resumed within a run\n")
             sys.stdout.flush()
         if not (ways or short()) and total >= arguments.kills:
             break

@@ -74,7 +74,7 @@ def weights(trainer):
         ({"signals": "SIGTERM"}, r"signals must be a sequence of names.*got 'SIGTERM'"),
         ({"signals": ["TERM"]}, "names of signals of this system such as 'SIGTERM', got 'TERM'"),
         ({"signals": [15]}, "got 15"),
-        ({"signals": ["SIGKILL"]}, "SIGKILL cannot be handled by any process"),
+        ({"signals": ["SIGKILL"]}, "signals must not hold SIGKILL, which no process can handle"),
         ({"on_hangup": "ignore"}, "on_hangup must be one of detach, stop, got 'ignore'"),
         ({"exit_code": 256}, r"exit_code must be in \[0, 255\], got 256"),
         ({"on_failed_save": "retry"}, "on_failed_save must be one of warn, raise"),
@@ -106,14 +106,14 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
     with pytest.raises(MisconfigurationException, match="another run") as refused:
         fit(AutoResume(tmp_path), module=lambda: Net(hidden=8))
     words = str(refused.value)
-    assert "net.0.weight is (8, 64) here and (16, 64) there" in words
+    assert "net.0.weight has shape (8, 64) in this run and (16, 64) in the checkpoint" in words
     assert "Choose another dirpath to start a new run, or force=True to resume this one." in words
     with pytest.raises(MisconfigurationException, match=r"module was .*Net.* and is .*EvaluatedNet"):
         fit(AutoResume(tmp_path), module=lambda: EvaluatedNet(dropout=0.2))
     assert len(CheckpointFolder(tmp_path).manifests()) > 0, "a refusal changes nothing"
 
 
-def test_a_file_may_be_written_anew_while_a_run_goes_on_from_it(tmp_path):
+def test_a_file_may_be_rewritten_while_a_run_continues_from_it(tmp_path):
     class Overwrites(Callback):
         def on_train_start(self, trainer, pl_module):
             (path,) = folder.glob("*.ckpt")
@@ -238,7 +238,7 @@ def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
 
 
 def test_the_second_fit_resumes_the_second_fit(tmp_path):
-    """A script that fits twice with one instance, stopped in its second fit, is taken up there."""
+    """A script that fits twice with one instance, stopped in its second fit, resumes there."""
 
     def script(*callbacks):
         seed_everything(3, verbose=False)
@@ -271,7 +271,7 @@ def test_from_inside_the_module(tmp_path):
 
 
 def test_pretrained_weights_are_loaded_once(tmp_path):
-    """CheckpointRemapping starts the run; a resumed one goes on with its own weights."""
+    """CheckpointRemapping starts the run; a resumed one continues with its own weights."""
     torch.save({f"module.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "weights.pt")
     whole = fit(CheckpointRemapping(tmp_path / "weights.pt"))
     stop(CheckpointRemapping(tmp_path / "weights.pt"), AutoResume(tmp_path / "runs"))
@@ -279,14 +279,14 @@ def test_pretrained_weights_are_loaded_once(tmp_path):
     assert same(weights(resumed), weights(whole))
 
 
-def test_another_number_of_workers_is_said(tmp_path):
+def test_another_number_of_workers_warns(tmp_path):
     stop(AutoResume(tmp_path))
     with pytest.warns(UserWarning, match="num_workers=0 and has 2"):
         trainer = fit(AutoResume(tmp_path), data=DataLoader(digits(), batch_size=4, shuffle=True, num_workers=2))
     assert trainer.global_step == 20
 
 
-def test_another_number_of_ranks_is_said(tmp_path):
+def test_another_number_of_ranks_warns(tmp_path):
     assert run(tmp_path, {"kill": ["on_train_batch_end", 5, "SIGTERM", 0]}) == STOPPED
     assert run(tmp_path, {"ranks": 2, "strategy": "ddp_fork"}) == 0
     assert "had 1 ranks and resumes with 2. Weights, optimizer and position" in (tmp_path / "output.txt").read_text()
@@ -375,7 +375,7 @@ def test_other_callbacks_that_save_are_left_in_peace(tmp_path):
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("workers", [None, 0, 2])
 @pytest.mark.parametrize("kind", [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier])
-def test_an_ensemble_goes_on_bit_for_bit(tmp_path, kind, workers):
+def test_an_ensemble_resumes_bit_for_bit(tmp_path, kind, workers):
     """Of tensors in memory, and of samples with noise that the process or its workers read."""
 
     def ensemble():
@@ -395,7 +395,7 @@ def test_commands(tmp_path, capsys):
     assert re.search(r"stopped, epoch 1 of 2, step 13, process \d+ on .*ago", said)
     assert re.search(r"-epoch=1-step=13.ckpt: step 13, batch 3 of epoch 1, .* KiB, \d+ s ago", said)
     assert cli.main(["resume", "verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(": whole") == 2
+    assert capsys.readouterr().out.count(": complete") == 2
     os.truncate(next(Path(tmp_path).glob("*13.ckpt")), 10)
     assert cli.main(["resume", "verify", str(tmp_path)]) == 1
     assert "has 10 bytes instead of" in capsys.readouterr().out
@@ -415,7 +415,7 @@ def test_status_of_a_run_that_was_killed(tmp_path, capsys):
     assert "killed, epoch 1 of 3, step 2" in capsys.readouterr().out
 
 
-def test_says_where_it_goes_on(tmp_path, lightning_log):
+def test_logs_where_it_resumes(tmp_path, lightning_log):
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     stop(AutoResume(tmp_path))
     fit(AutoResume(tmp_path))

@@ -58,7 +58,7 @@ def test_unrecorded_files_are_kept_and_reported(tmp_path, folder):
     journal.before_change("mine", folder / "made")
     (folder / "made").write_text("by somebody")
     (said,) = FileJournal(journal.path).restore_files({"mine": folder})
-    assert "made has other bytes than the run wrote, and is kept" in said
+    assert "made is kept, because its bytes are not those that the run wrote" in said
     assert contents(folder) == {"made": "by somebody"}
 
 

@@ -216,7 +216,7 @@ def epoch_of(loader, prefetches):
 
 def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     """Resume a fresh loader at a position; return the next batches, and the number of samples that resuming read."""
-    position, generators, streams = state
+    position, generators, rng_state = state
     loader = DataLoader(data, **options)
     tracked = TrackedDataLoader(loader, prefetches=prefetches)
     tracked.resume_from(position)
@@ -225,7 +225,7 @@ def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     read = Noisy.read - read
     ahead = [next(iterator)] if prefetches and count else []
     tracked.restore_generator_states(generators)
-    unpack_rng_state(streams)
+    unpack_rng_state(rng_state)
     step()
     batches = []
     for _ in range(count):
@@ -501,7 +501,7 @@ def test_what_an_iterable_creates_again_is_not_reported():
     next(iterator)
     position_of(iterator)
     assert tracked.objects.new_unsaved() == {}
-    iter(loader)  # of which nobody can know whether it goes on with the iterator that is there
+    iter(loader)  # of which nobody can know whether it continues with the iterator that is there
     assert tracked.objects.new_unsaved() == {"dataset.iterator": "range_iterator"}
 
 
@@ -568,7 +568,7 @@ def test_why_not_trackable():
             return super().__iter__()
 
     assert why_not_trackable(DataLoader(range(3))) == ""
-    assert "is no torch.utils.data.DataLoader" in why_not_trackable([1, 2])
+    assert "is not a torch.utils.data.DataLoader" in why_not_trackable([1, 2])
     assert "overrides DataLoader.__iter__" in why_not_trackable(Own(range(3)))
     if hasattr(DataLoader(range(3)), "in_order"):
         unordered = DataLoader(range(3), num_workers=2, in_order=False)
@@ -597,13 +597,13 @@ def test_a_packed_random_state_is_restored(seed, drawn):
 
 def test_a_ring_buffer_holds_the_last_states():
     with isolated_rng(seed=0):
-        streams, states = WorkerRngStates(2, prefetch=2), {}
+        recorded, states = WorkerRngStates(2, prefetch=2), {}
         for count in range(1, 12):
             torch.rand(count)
             states[count] = torch.get_rng_state()
-            streams.write(1, count)
-        assert [streams.last_count(worker) for worker in (0, 1)] == [0, 11]
-        assert streams.read(1, 3) is None
+            recorded.write(1, count)
+        assert [recorded.last_count(worker) for worker in (0, 1)] == [0, 11]
+        assert recorded.read(1, 3) is None
         for count in (8, 9, 10, 11):
-            unpack_rng_state(streams.read(1, count))
+            unpack_rng_state(recorded.read(1, count))
             assert torch.equal(torch.get_rng_state(), states[count])

@@ -48,21 +48,21 @@ def trained():
 
 def resumed(changes, model, optimizer):
     fresh = Model()
-    twin = torch.optim.SGD(fresh.head.parameters(), lr=0.1, momentum=0.9)
+    copied = torch.optim.SGD(fresh.head.parameters(), lr=0.1, momentum=0.9)
     resize_to_state_dict(fresh, model.state_dict(), changes["buffers"])
     fresh.load_state_dict(model.state_dict())
-    restore_param_groups(fresh, [twin], changes["groups"])
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    restore_param_groups(fresh, [copied], changes["groups"])
+    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     restore_pruning_masks(fresh, changes["masks"])
     restore_flags({"": fresh}, changes)
-    return fresh, twin
+    return fresh, copied
 
 
 def test_a_fresh_model_trains_like_the_changed_one():
     model, optimizer, changes = trained()
-    fresh, twin = resumed(copy.deepcopy(changes), model, optimizer)
+    fresh, copied = resumed(copy.deepcopy(changes), model, optimizer)
     assert [one.training for one in fresh.modules()] == [one.training for one in model.modules()]
-    for each, its_optimizer in ((model, optimizer), (fresh, twin)):
+    for each, its_optimizer in ((model, optimizer), (fresh, copied)):
         torch.manual_seed(4)
         for _ in range(3):
             its_optimizer.zero_grad()

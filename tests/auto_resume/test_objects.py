@@ -92,7 +92,7 @@ class Data(LightningDataModule):
     ],
     ids=["callback", "keys", "hook of a callback", "hook of the module", "extra state", "datamodule"],
 )
-def test_other_objects_are_told_at_the_first_save(tmp_path, callbacks, module, data, words):
+def test_other_objects_are_named_at_the_first_save(tmp_path, callbacks, module, data, words):
     def start(**options):
         made = AutoResume(tmp_path, **options)
         return stop(made, *(c() for c in callbacks), module=module, data=data and data(), step=23, epochs=3)

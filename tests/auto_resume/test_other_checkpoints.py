@@ -79,7 +79,7 @@ def test_a_file_that_somebody_changed_meanwhile_stays(tmp_path):
     writer.write("a.ckpt")
     (writer.folder / "a.ckpt").write_bytes(b"mine")
     said = FileJournal(writer.journal.path).restore_files(writer.places)
-    assert said == [f"{writer.folder / 'a.ckpt'} has other bytes than the run wrote, and is kept."]
+    assert said == [f"{writer.folder / 'a.ckpt'} is kept, because its bytes are not those that the run wrote."]
     assert (writer.folder / "a.ckpt").read_bytes() == b"mine"
 
 
@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_save(tmp_path_factory, growth, data):
     assert path.read_text() == text
 
 
-def test_rows_that_are_lost_are_said(tmp_path):
+def test_lost_rows_are_reported(tmp_path):
     path = tmp_path / "metrics.csv"
     write_rows(path, ["step"], [{"step": 1}, {"step": 2}])
     mirror = CsvRowsCopy(tmp_path / "copy")

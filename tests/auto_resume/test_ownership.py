@@ -80,7 +80,7 @@ def test_only_its_own_files_are_touched(tmp_path):
     assert tree(outside) == away
     own = {name for name in after if name not in names and not name.startswith(".auto_resume/")}
     assert len(own) == 2, "a checkpoint and its manifest"
-    assert min(int(name[:6]) for name in own) > 18, "numbers go on after names of others"
+    assert min(int(name[:6]) for name in own) > 18, "numbers continue after names of others"
 
 
 def test_a_pipe_where_a_record_is_looked_for(tmp_path):
@@ -284,7 +284,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         one = DirectoryLock(tmp_path / "lock")
         assert one.acquire(last) == (ours, False)
         one.close()
-    with pytest.warns(UserWarning, match="knows no locks. A second run in this directory is noticed on the same host"):
+    with pytest.warns(
+        UserWarning, match="does not support locks. A second run in this directory is detected on the same host"
+    ):
         fit(AutoResume(tmp_path / "runs"))
 
 

@@ -127,7 +127,7 @@ def read(folder):
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 @pytest.mark.parametrize("version", [None, "run7"])
 @pytest.mark.parametrize("before", [False, True], ids=["", "logged before"])
-def test_a_logger_goes_on(tmp_path, kind, version, before):
+def test_a_logger_resumes(tmp_path, kind, version, before):
     """Also where hyper-parameters are logged before the fit, as templates do: that begins a version."""
     options = {"version": version, "before": before, "module": Hyper}
     log(tmp_path, "whole", kind, guarded=False, **options)
@@ -160,7 +160,7 @@ def test_rows_of_another_run_in_the_same_place_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_the_second_fit_goes_on_with_the_rows_of_the_first(tmp_path, kind):
+def test_the_second_fit_continues_the_rows_of_the_first(tmp_path, kind):
     def script(name, *callbacks, guarded=True):
         logger, guard = kind(tmp_path / name), AutoResume(tmp_path / name / "guarded", every_n_train_steps=3)
         for epochs in (1, 2):
@@ -294,7 +294,7 @@ def mlflow(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_wandb_goes_on_with_its_run(tmp_path, wandb):
+def test_wandb_resumes_its_run(tmp_path, wandb):
     for ends in (stop, fit):
         wandb.run = None  # another process
         logger = WandbLogger(save_dir=str(tmp_path), project="digits")
@@ -310,7 +310,7 @@ def test_wandb_goes_on_with_its_run(tmp_path, wandb):
 
 
 @pytest.mark.filterwarnings("ignore:There is a wandb run already in progress")
-def test_a_run_of_wandb_that_is_open_already_is_said(tmp_path, wandb):
+def test_a_run_of_wandb_that_is_open_already_warns(tmp_path, wandb):
     options = {"log_every_n_steps": 1}
     stop(AutoResume(tmp_path / "runs"), logger=WandbLogger(save_dir=str(tmp_path)), **options)
     wandb.run = Run("mine")
@@ -320,7 +320,7 @@ def test_a_run_of_wandb_that_is_open_already_is_said(tmp_path, wandb):
         fit(AutoResume(tmp_path / "runs"), logger=logger, **options)
 
 
-def test_mlflow_goes_on_with_its_run(tmp_path, mlflow):
+def test_mlflow_resumes_its_run(tmp_path, mlflow):
     for ends in (stop, fit):
         logger = MLFlowLogger(save_dir=str(tmp_path))
         ends(AutoResume(tmp_path / "runs"), Logs(), logger=logger, log_every_n_steps=1)
@@ -336,7 +336,7 @@ class Losing(Hyper):
 
 
 def test_a_newer_checkpoint_that_was_given_leaves_files_alone(tmp_path):
-    """What came after the save of AutoResume is not withdrawn, as the run does not go on there."""
+    """What came after the save of AutoResume is not withdrawn, as the run does not resume there."""
     log(tmp_path, "a", CSVLogger, ends=stop, step=7)
     given = tmp_path / "given.ckpt"
     fit(epochs=1).save_checkpoint(given)

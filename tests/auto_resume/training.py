@@ -66,7 +66,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Digits(Dataset):
-    """Digits, augmented with numbers from each of the global streams."""
+    """Digits, augmented with numbers from each of the global generators."""
 
     def __init__(self, count: int, offset: int = 0) -> None:
         data = load_digits()
@@ -278,7 +278,7 @@ class Kill(Callback):
     """Sends a rank, or its whole process group, a signal at the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
-        calls = itertools.count(1)  # no attribute, or the next process would go on counting
+        calls = itertools.count(1)  # no attribute, or the next process would continue counting
 
         def call(trainer: Trainer, *args: Any) -> None:
             if next(calls) != number:

@@ -120,7 +120,7 @@ def test_its_own_checkpoints_resume_as_without_it():
     assert weights_equal(*results)
 
 
-def test_a_file_may_be_written_anew_while_a_fit_goes_on_from_it():
+def test_a_file_may_be_rewritten_while_a_fit_continues_from_it():
     class Overwrites(Callback):
         def on_train_start(self, trainer, pl_module):
             size = path.stat().st_size
@@ -271,7 +271,7 @@ def test_options_reach_the_loading():
     net.on_train_start = lambda: seen.append(all(torch.equal(v, net.net.state_dict()[k]) for k, v in state.items()))
     trainer(CheckpointRemapping("w.pt", submodule="net", allow_unexpected="extra")).fit(net, loader(), loader())
     assert seen == [True]
-    with pytest.raises(CheckpointError, match=r"1 left over in the file: extra"):
+    with pytest.raises(CheckpointError, match=r"1 tensor is left over in the file: extra"):
         trainer(CheckpointRemapping("w.pt", submodule="net")).fit(Pair(), loader(), loader())
     with pytest.raises(MisconfigurationException, match=r"CheckpointRemapping\(submodule='nothing'\)"):
         trainer(CheckpointRemapping("w.pt", submodule="nothing")).fit(Pair(), loader(), loader())
@@ -281,7 +281,7 @@ def test_options_reach_the_loading():
 
 def test_an_error_of_rank_zero_reaches_all_ranks():
     torch.save({"other": torch.zeros(3)}, "w.pt")
-    with pytest.raises(Exception, match=r"not one tensor of w.pt has a place in Evaluated"):
+    with pytest.raises(Exception, match=r"No tensor of w.pt fits Evaluated"):
         trainer(CheckpointRemapping("w.pt"), strategy="ddp_fork", devices=2).fit(Evaluated(), loader(), loader())
 
 
@@ -341,14 +341,14 @@ def test_foreign_weights_load_with_given_arguments(name):
     module = Lit(width=5)
     loaded = Lit.load_from_checkpoint(foreign(module, name), width=5)
     assert weights_equal(module, loaded)
-    with pytest.raises(CheckpointError, match=r"2 of other shapes or kinds: net"):
+    with pytest.raises(CheckpointError, match=r"2 tensors are of other shapes or kinds: net"):
         Lit.load_from_checkpoint(name)
 
 
 def test_strict_and_the_options_of_the_tricks():
     module = Lit()
     torch.save({"net.weight": module.net.weight.detach(), "old": torch.zeros(1)}, "w.pt")
-    with pytest.raises(CheckpointError, match=r"1 missing in the file: net.bias"):
+    with pytest.raises(CheckpointError, match=r"1 tensor is missing in the file: net.bias"):
         Lit.load_from_checkpoint("w.pt")
     assert Lit.load_from_checkpoint("w.pt", strict=False).load_report.missing == ["net.bias"]
     allowed = Tricks(checkpoint_remapping={"allow_missing": "net.bias", "allow_unexpected": "old"})

@@ -141,7 +141,7 @@ def test_raw_weights_come_before_averages_and_key_chooses():
     torch.save({"model": raw, "ema": {"shadow": averaged}}, "w.pt")
     equal(read_checkpoint("w.pt").state_dict, raw)
     equal(read_checkpoint("w.pt", key="ema.shadow").state_dict, averaged)
-    with pytest.raises(CheckpointError, match=r"key='nope'. It has model, ema.shadow"):
+    with pytest.raises(CheckpointError, match=r"key='nope'. Its weights are at model, ema.shadow"):
         read_checkpoint("w.pt", key="nope")
 
 
@@ -189,10 +189,10 @@ def test_safetensors_and_shards():
     equal(found.state_dict, expected)
     assert (found.kind, list(found.state_dict)) == ("sharded", names)
     Path("2.bin").unlink()
-    with pytest.raises(NotACheckpointError, match=r"shard 2.bin is missing beside it"):
+    with pytest.raises(NotACheckpointError, match=r"shard 2.bin is missing in its folder"):
         read_checkpoint("model.safetensors.index.json")
     Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../1.safetensors"}}))
-    with pytest.raises(NotACheckpointError, match="not a file beside it"):
+    with pytest.raises(NotACheckpointError, match="not the name of a file in its folder"):
         read_checkpoint("model.safetensors.index.json")
 
 
@@ -442,7 +442,7 @@ NOT_CHECKPOINTS = [
     (_zip(), r"a zip archive without a checkpoint in it \(it holds notes.txt\)"),
     (b"hello world, this is a readme\n", "a text file, which begins with 'hello world"),
     (b'{"error": "not found"}', "a JSON file without a weight_map"),
-    (bytes(range(100, 200)), "no format of weights that this reader knows"),
+    (bytes(range(100, 200)), "not in a format of weights that this reader knows"),
     (pickle.dumps([1, 2]), "a pickled list, not a state dict"),
     (pickle.dumps({"epoch": 3}), "a checkpoint without weights: it holds epoch"),
 ]

@@ -65,7 +65,7 @@ def test_a_list_inside_the_list_is_applied_at_once():
 def test_collisions_name_both():
     with pytest.raises(CheckpointError, match=r"'b.w' and 'a.w' would both become 'b.w': drop or rename one"):
         remap_keys(ones("a.w", "b.w"), [("a", "b")])
-    with pytest.raises(CheckpointError, match="leaves nothing of the name 'a'"):
+    with pytest.raises(CheckpointError, match="turns the name 'a' into an empty one"):
         remap_keys(ones("a"), [("a", "")])
 
 

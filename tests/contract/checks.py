@@ -31,11 +31,11 @@ from tests.contract.lab import (
     Net,
     Setting,
     attributes,
+    identical_copies,
     loader,
     same,
     traces,
     traces_on_trainer,
-    twins,
 )
 
 _BOUND_BY_LIGHTNING = ("log", "log_dict")  # an argument of this name, or a property's, is stored with an underscore
@@ -110,13 +110,13 @@ def neutral_is_absence(case: Case, lab: Lab, setting: Setting) -> None:
 
 @promised_if(lambda case: case.kind == "observer")
 def observer_changes_nothing(case: Case, lab: Lab) -> None:
-    """A callback that only looks leaves weights, optimizer, random streams, modes and hooks as they are."""
+    """A callback that only looks leaves weights, optimizer, random state, modes and hooks as they are."""
     net = {"dropout": 0.2}
     assert_same_run(lab.fit([case.make()], net=net), lab.fit([], net=net))
-    with_it, without = twins(EvaluatedNet, **net)
+    with_it, without = identical_copies(EvaluatedNet, **net)
     assert_same_run(lab.fit([case.make()], module=with_it), lab.fit([], module=without))
 
-    with_it, without = twins(_Breaking)
+    with_it, without = identical_copies(_Breaking)
     for module, callbacks in ((with_it, [case.make()]), (without, [])):
         with pytest.raises(ZeroDivisionError):
             lab.fit(callbacks, module=module)
@@ -153,7 +153,7 @@ def resume(case: Case, lab: Lab) -> None:
 
 
 def resume_anywhere(case: Case, lab: Lab) -> None:
-    """Stopped in the middle of an epoch and taken up by AutoResume, all is as in one long run, random numbers too."""
+    """Stopped in the middle of an epoch and resumed by AutoResume, all is as in one long run, random numbers too."""
     whole, first, second = case.make(), case.make(), case.make()
     dropout = {"dropout": 0.2}
     (long,) = lab.fit([whole], net=dropout)
@@ -164,7 +164,7 @@ def resume_anywhere(case: Case, lab: Lab) -> None:
     (resumed,) = lab.fit([second, *_guard(case, second, lab)], net=dropout, start=5)
     for what in ("weights", "optimizers", "metrics", "rng"):
         assert same(getattr(resumed, what), getattr(long, what)), f"{what} differ after a resume"
-    assert resumed.steps == long.steps[13:], "it did not go on where it was stopped"
+    assert resumed.steps == long.steps[13:], "it did not resume where it was stopped"
     ignored = (*case.of_one_fit, case.writes_to)
     left, right = ({k: v for k, v in attributes(c).items() if k not in ignored} for c in (second, whole))
     assert same(left, right), f"{left} is not {right}"
@@ -290,7 +290,7 @@ def stages_in_turn(case: Case, lab: Lab) -> None:
     """One Trainer validates, fits, validates, tests and predicts with it, and each gives what it would."""
     results: dict[bool, list[Any]] = {}
     for with_it in (True, False):
-        (module, _), callbacks = twins(EvaluatedNet), [case.make()] if with_it else []
+        (module, _), callbacks = identical_copies(EvaluatedNet), [case.make()] if with_it else []
         trainer = Trainer(callbacks=callbacks, max_epochs=1, **{**QUIET, "num_sanity_val_steps": 2})
         data = {"dataloaders": loader(), "verbose": False}
         results[with_it] = [trainer.validate(module, **data), trainer.fit(module, loader(), loader())]

@@ -244,7 +244,7 @@ class _After(Callback):
 
 
 def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
-    """The slow twin: the gradient's L2 norm in float64, unscaled whoever is to unscale it."""
+    """The reference implementation: the gradient's L2 norm in float64, unscaled whoever is to unscale it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     squares = [full(p.grad).double().square().sum() for p in parameters if p.grad is not None]
     if not squares:
@@ -256,7 +256,7 @@ def gradient_norm(trainer: Trainer, optimizer: torch.optim.Optimizer) -> float:
     return norm
 
 
-def twins(net: type[Net], **arguments: Any) -> tuple[Net, Net]:
+def identical_copies(net: type[Net], **arguments: Any) -> tuple[Net, Net]:
     """Two nets with the same weights."""
     nets = []
     for _ in range(2):
@@ -328,7 +328,7 @@ class Lab:
     ) -> list[Facts]:
         """Train two epochs and return the facts of each rank.
 
-        `start` is where the global random streams stand when the net is built, `probe=False` leaves out the
+        `start` is where the global random state stands when the net is built, `probe=False` leaves out the
         recording (and returns nothing), `save_to` writes a checkpoint at the end.
         """
         if setting.sharded and Version(torch.__version__) < Version("2.7"):

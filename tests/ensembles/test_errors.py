@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
         (
             {"optimizer": 3},
             TypeError,
-            "optimizer must be a OptimizerSpec or a dict of its arguments, a function",
+            "optimizer must be OptimizerSpec\\(...\\), a dict of its arguments, a function",
         ),
         (
             {"lr_scheduler": ("StepRL", {})},

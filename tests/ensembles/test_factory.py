@@ -29,7 +29,7 @@ def test_members_begin_with_weights_of_their_own_that_the_seed_decides(estimator
     assert not any(_equal(a, b) for a in members for b in [*other, *members] if a is not b)
 
 
-def test_a_module_is_copied_and_made_anew_and_that_is_said():
+def test_a_module_is_copied_with_new_weights_and_that_is_logged():
     given = CNN()
     before = {name: value.clone() for name, value in given.state_dict().items()}
     members, messages = build_members(given, 2, None, seed=0)

@@ -182,10 +182,10 @@ def test_a_stack_can_be_copied_and_pickled():
     x = torch.rand(5000, 64)
     with torch.no_grad():
         expected = stack.forward_shared(x)
-        for twin in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-            assert torch.equal(twin.forward_shared(x), expected)
-            twin.net.last.bias.add_(1)
-            assert not torch.equal(twin.forward_shared(x), expected)
+        for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+            assert torch.equal(copied.forward_shared(x), expected)
+            copied.net.last.bias.add_(1)
+            assert not torch.equal(copied.forward_shared(x), expected)
         assert torch.equal(stack.forward_shared(x), expected)
 
 

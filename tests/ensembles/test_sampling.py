@@ -203,7 +203,7 @@ class _Own(DataLoader):
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ([1, 2], "a list is no DataLoader"),
+        ([1, 2], "a list is not a DataLoader"),
         (DataLoader(Stream(), 2), "Stream is an IterableDataset, which gives one order"),
         (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
         (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),

@@ -71,7 +71,7 @@ def test_theirs_as_ours(name, tmp_path):
     for ours in (of_object, of_file):
         torch.testing.assert_close(ours.predict(x), theirs.predict(x))
         assert ours.n_outputs == theirs.n_outputs
-        if name.startswith("Snapshot"):  # goes on from the last one
+        if name.startswith("Snapshot"):  # continues from the last one
             last = theirs.estimators_[-1].state_dict()
             assert all(torch.equal(last[key], value) for key, value in ours.working.member(0).state_dict().items())
         fit(ours, few(_data(name)[0], 64), max_epochs=2)  # and it trains on
@@ -193,6 +193,6 @@ def test_weights_are_saved_as_those_of_any_model(suffix, tmp_path):
 
 def test_copies_are_their_own():
     ensemble = VotingClassifier(nn.Linear, 2, {"in_features": 4, "out_features": 3}, seed=0)
-    twin = copy.deepcopy(ensemble)
-    twin.estimators_.net.weight.data.zero_()
+    copied = copy.deepcopy(ensemble)
+    copied.estimators_.net.weight.data.zero_()
     assert values(ensemble)["estimators_.0.weight"].any()

@@ -608,7 +608,7 @@ class _Stream(IterableDataset):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
-def test_streams_share_batches_and_that_is_said(shared, lightning_log):
+def test_iterable_datasets_share_batches_and_that_is_logged(shared, lightning_log):
     ensemble = VotingClassifier(MLP, 2, seed=0, shared_order=shared)
     fit(ensemble, DataLoader(_Stream(), 16))
     said = "VotingClassifier: members share the batches: _Stream is an IterableDataset, which gives one order."

@@ -212,7 +212,9 @@ class TestUtilization:
         trainer = fit([FlopsReport(backward=True)])
         assert "flops/mfu" not in trainer.callback_metrics
         said = [message for _, message in lightning_log if "peak" in message]
-        assert said == ["FlopsReport knows no peak of cpu, so no flops/mfu: give it as peak_flops."]
+        assert said == [
+            "FlopsReport does not know the peak FLOP/s of cpu and logs no flops/mfu. Pass peak_flops to log it."
+        ]
 
     @pytest.mark.gpu
     def test_on_a_gpu(self, capsys):

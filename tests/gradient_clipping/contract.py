@@ -10,7 +10,7 @@ _MAX_NORM = 0.5
 
 
 def verify(lab: Lab, setting: Setting, callback: type = GradientClipping) -> None:
-    """Each step's gradient has the slow twin's norm, cut at `max_norm`, and the log says so."""
+    """Each step's gradient has the norm of the reference implementation, cut at `max_norm`, and the log says so."""
     bare = lab.fit([], setting)
     clipped = lab.fit([callback(_MAX_NORM)], setting)
     assert len(clipped) == setting.ranks

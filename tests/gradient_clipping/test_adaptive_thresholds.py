@@ -1,4 +1,4 @@
-"""The two thresholds against slow twins, and against what is not finite."""
+"""The two thresholds against reference implementations, and against what is not finite."""
 
 import math
 
@@ -48,7 +48,7 @@ class _SlowZClip:
 
 
 @pytest.mark.parametrize(("z", "decay", "warmup_steps"), [(2.5, 0.97, 25), (1.0, 0.5, 1), (0.5, 0.9, 3)])
-def test_z_score_equals_the_slow_twin(z, decay, warmup_steps):
+def test_z_score_equals_the_reference_implementation(z, decay, warmup_steps):
     generator = torch.Generator().manual_seed(0)
     ours, slow = ZScoreThreshold(z, decay, warmup_steps), _SlowZClip(z, decay, warmup_steps)
     clipped = 0

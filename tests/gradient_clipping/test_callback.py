@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
-from tests.contract.lab import QUIET, SETTINGS, HostReads, Net, loader, same, twins
+from tests.contract.lab import QUIET, SETTINGS, HostReads, Net, identical_copies, loader, same
 
 
 def _steps(callback):
@@ -57,7 +57,7 @@ def test_batches_without_a_loss(lab, setting, accumulate):
     arguments = {"accumulate_grad_batches": accumulate, "probe": False}
     clipping, neutral = GradientClipping(0.5), GradientClipping(math.inf)
     lab.fit([clipping], chosen, module=_SkipsBatches(**chosen.net), **arguments)
-    with_neutral, bare = twins(_SkipsBatches, **chosen.net)
+    with_neutral, bare = identical_copies(_SkipsBatches, **chosen.net)
     lab.fit([neutral], chosen, module=with_neutral, **arguments)
     lab.fit([], chosen, module=bare, **arguments)
     assert same(with_neutral.state_dict(), bare.state_dict())
@@ -125,7 +125,7 @@ class _StepsOnlyTheFirst(Net):
 
 
 def test_names_the_optimizer_that_never_stepped(lab):
-    with pytest.warns(UserWarning, match=r"saw 0 steps of optimizers \[1\] in 20 batches"):
+    with pytest.warns(UserWarning, match=r"saw no step of the optimizers \[1\] in 20 batches"):
         lab.fit([GradientClipping(0.5)], module=_StepsOnlyTheFirst("manual"), probe=False)
 
 
@@ -199,7 +199,7 @@ def test_counts_on_after_a_resume_on_the_gpu(lab):
     [(FSDPStrategy, "use ModelParallelStrategy"), (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own")],
 )
 def test_refuses_strategies_that_hide_gradients(strategy, remedy):
-    # neither strategy can be made on a machine without a GPU: the Trainer is a stand-in, the strategy's type is real
+    # neither strategy can be made on a machine without a GPU: the Trainer is a mock, the strategy's type is real
     trainer = types.SimpleNamespace(strategy=object.__new__(strategy), callbacks=[], gradient_clip_val=None)
     with pytest.raises(MisconfigurationException, match=f"under {strategy.__name__}: .*{remedy}"):
         GradientClipping().setup(trainer, Net(), "fit")

@@ -46,7 +46,7 @@ class _Watch(Callback):
 
 
 def _expected(method, weights, gradients, thresholds):
-    """What a slow twin makes of the gradients of a group."""
+    """What a reference implementation makes of the gradients of a group."""
     total = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
     if isinstance(method, ClipValue):
         return {name: g.clamp(-method.clip_value, method.clip_value) for name, g in gradients.items()}
@@ -284,6 +284,7 @@ def test_pickles_with_methods_and_groups(lab):
 def test_says_what_a_resume_with_another_method_drops(lab):
     lab.fit([GradientClipping(method=PercentileClip(20))], max_epochs=1, save_to=lab.folder / "one.ckpt")
     with pytest.warns(
-        UserWarning, match="has another method than the checkpoint: what '0:the rest' had learnt is dropped"
+        UserWarning,
+        match="has another method than in the checkpoint, so the statistics of '0:the rest' in the checkpoint are not",
     ):
         lab.fit([GradientClipping(0.5)], ckpt_path=lab.folder / "one.ckpt")

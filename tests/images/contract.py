@@ -30,7 +30,7 @@ def verify(lab: Lab, setting: Setting, callback: type = ImageLogger) -> None:
 
 
 class _Seen(Callback):
-    """The slow twin: each sample of the last epoch, with its confidence if it is a mistake."""
+    """The reference implementation: each sample of the last epoch, with its confidence if it is a mistake."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name

@@ -180,8 +180,12 @@ class _Returns(Images):
 @pytest.mark.parametrize(
     ("outputs", "images", "words"),
     [
-        ({"preds": 1}, PIXELS, "needs preds and target of each step of val, and there is preds: return a dict"),
-        ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS[:, 0, 0], r"no images of shape .* but \(4, 8\), \(4,\)"),
+        ({"preds": 1}, PIXELS, "needs preds and target of each step of val, but got preds: return a dict"),
+        (
+            {"preds": LABELS[:4], "target": LABELS[:4]},
+            PIXELS[:, 0, 0],
+            r"no images of shape .* which holds \(4, 8\), \(4,\)",
+        ),
         ({"preds": LABELS[:3], "target": LABELS[:4]}, PIXELS, r"one prediction for each image.*preds \(3,\)"),
         ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS * 300, "divide by 255|denormalize"),
     ],
@@ -192,8 +196,8 @@ def test_a_bad_first_batch_is_refused_in_words(tmp_path, outputs, images, words)
 
 
 @pytest.mark.parametrize(("outputs", "what"), [(None, "nothing"), ({"loss": 1}, "loss"), (torch.ones(()), "a Tensor")])
-def test_a_step_that_returns_nothing_to_show_is_told_of_once(tmp_path, outputs, what):
-    with pytest.warns(UserWarning, match=f"there is {what}: return a dict.*or leave 'val' out") as told:
+def test_a_step_that_returns_nothing_to_show_warns_once(tmp_path, outputs, what):
+    with pytest.warns(UserWarning, match=f"but got {what}: return a dict.*or leave 'val' out") as told:
         trainer(ImageLogger(), CSVLogger(tmp_path)).validate(_Returns(outputs), loader(), verbose=False)
     assert len([warning for warning in told if "ImageLogger" in str(warning.message)]) == 1
     assert not pictures(tmp_path)

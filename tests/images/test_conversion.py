@@ -97,15 +97,19 @@ def test_a_transparent_palette_keeps_its_alpha():
 @pytest.mark.parametrize(
     ("image", "error", "words"),
     [
-        (torch.rand(5, 6, 3), ValueError, r"got \(5, 6, 3\)\. The channels seem to be elsewhere: permute\(2, 0, 1\)"),
-        (np.zeros((3, 4, 6), np.uint8), ValueError, r"elsewhere: transpose\(1, 2, 0\)"),
-        (torch.rand(4, 6), ValueError, r"Images in a tensor have the shape \(C, H, W\)"),
-        (torch.rand(3, 0, 4), ValueError, "An image must have pixels"),
+        (
+            torch.rand(5, 6, 3),
+            ValueError,
+            r"got \(5, 6, 3\)\. The channels seem to be in another dimension: call permute\(2, 0, 1\)",
+        ),
+        (np.zeros((3, 4, 6), np.uint8), ValueError, r"in another dimension: call transpose\(1, 2, 0\)"),
+        (torch.rand(4, 6), ValueError, r"Images in a tensor must have the shape \(C, H, W\)"),
+        (torch.rand(3, 0, 4), ValueError, "An image must have at least one pixel"),
         (torch.rand(3, 4, 4) * 255, ValueError, r"to 2\d.*: divide by 255"),
         (torch.randn(3, 9, 9), ValueError, r"in \[0, 1\], got -.* denormalize\(images, mean, std\)"),
         (torch.full((3, 4, 4), torch.nan), ValueError, r"in \[0, 1\], got nan"),
-        (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"got int64: convert with \.to\(torch\.uint8\)"),
-        (Image.new("F", (2, 2)), ValueError, "mode 'F' does not say what is white"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"got int64: convert them with \.to\(torch\.uint8\)"),
+        (Image.new("F", (2, 2)), ValueError, "mode 'F' does not define which value is white"),
         ("cat.png", TypeError, "must be a tensor, an array or a PIL image, got 'cat.png'"),
         (3, TypeError, r"got 3 \(int\)"),
     ],
@@ -124,7 +128,7 @@ def test_wrong_arguments_are_refused():
         denormalize(torch.rand(3, 2, 2), [0.5, 0.5], [0.5, 0.5])
     with pytest.raises(ValueError, match=r"std must be above 0, got 0\.0"):
         denormalize(torch.rand(3, 2, 2), 0.5, 0.0)
-    with pytest.raises(TypeError, match="Only floats can be normalized"):
+    with pytest.raises(TypeError, match="images must have a floating-point dtype"):
         denormalize(torch.zeros(3, 2, 2, dtype=torch.uint8), 0.5, 0.5)
     with pytest.raises(ValueError, match="no images"):
         image_grid([])

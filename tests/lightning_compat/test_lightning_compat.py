@@ -86,7 +86,7 @@ def test_replace_hyperparameter():
 
 
 @pytest.mark.parametrize(("version", "expected"), [("2.5.0", True), ("2.6.0.post0", True), ("2.6.1", False)])
-def test_repeats_worker_streams(monkeypatch, version, expected):
+def test_repeats_worker_seeds(monkeypatch, version, expected):
     monkeypatch.setattr(lightning, "__version__", version)
     assert loaders.repeats_worker_seeds() is expected
 
@@ -539,7 +539,7 @@ def test_a_checkpoint_io_that_somebody_took_out_is_left_alone():
     assert strategy.checkpoint_io is other
 
 
-def test_a_csv_logger_that_goes_on_deletes_nothing(tmp_path):
+def test_a_csv_logger_that_resumes_deletes_nothing(tmp_path):
     first = CSVLogger(tmp_path, version=2)
     first.log_metrics({"a": 1.0}, 0)
     first.save()

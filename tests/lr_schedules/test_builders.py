@@ -22,17 +22,17 @@ _SGD = OptimizerSpec("SGD", lr=0.1)
 
 
 class _Scheduled(Net):
-    """Remembers the rate of every step, and how many steps were foretold."""
+    """Remembers the rate of every step, and how many steps were predicted."""
 
     def __init__(self, schedule=None, optimizer=_SGD, optimization="adamw"):
         super().__init__(optimization)
         self.specs = optimizer, schedule or ScheduleSpec("warmup_linear", warmup=1)
-        self.rates, self.foretold = [], None
+        self.rates, self.predicted = [], None
 
     def configure_optimizers(self):
         optimizer = build_optimizer(self, self.specs[0])
         if self.specs[1].needs_total and self.specs[1].total is None:
-            self.foretold = total_steps(self.trainer)
+            self.predicted = total_steps(self.trainer)
         return [optimizer], [build_schedule(optimizer, self.specs[1], self.trainer)]
 
     def on_before_optimizer_step(self, optimizer):
@@ -63,22 +63,22 @@ def _fit(module, data=None, **trainer):
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*overfit")
-def test_foretells_the_steps(arguments):
+def test_predicts_the_steps(arguments):
     callbacks = arguments.get("callbacks", list)()
     module = _Scheduled()
     trainer = _fit(module, **{**arguments, "callbacks": callbacks})
-    assert module.foretold == trainer.global_step == len(module.rates) > 0
+    assert module.predicted == trainer.global_step == len(module.rates) > 0
     scheduler = trainer.lr_scheduler_configs[0].scheduler
-    assert scheduler.last_epoch == module.foretold
+    assert scheduler.last_epoch == module.predicted
     assert scheduler.get_last_lr()[0] == 0.0, "the fall ends with the run"
     assert module.rates[-1] > 0
 
 
-def test_foretells_the_steps_of_ranks(tmp_path):
+def test_predicts_the_steps_of_ranks(tmp_path):
     class Writes(_Scheduled):
         def on_train_end(self):
             if self.global_rank == 0:
-                torch.save((self.foretold, self.trainer.global_step), tmp_path / "steps.pt")
+                torch.save((self.predicted, self.trainer.global_step), tmp_path / "steps.pt")
 
     _fit(Writes(), strategy="ddp_fork", devices=2)
     assert torch.load(tmp_path / "steps.pt") == (15, 15)
@@ -107,7 +107,7 @@ def test_says_why_the_steps_are_unknown(arguments, data, reason):
 def test_an_iterable_dataset_with_max_steps_or_a_total():
     module = _Scheduled()
     _fit(module, DataLoader(_Endless(), 4), max_steps=6)
-    assert module.foretold == 6
+    assert module.predicted == 6
     module = _Scheduled(ScheduleSpec("warmup_linear", warmup=1, total=5))
     _fit(module, DataLoader(_Endless(), 4), max_epochs=1, limit_train_batches=8)
     assert module.rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025, 0, 0, 0])

@@ -65,7 +65,7 @@ def test_an_optimizer_spec_refuses(arguments, error, words):
         ({"interval": "steps"}, ValueError, "interval must be one of step, epoch.*Did you mean 'step'?"),
         ({"warmup": -1}, ValueError, "warmup must be .*got -1"),
         ({"warmup": 1.5}, ValueError, "warmup must be a whole number or a fraction.*got 1.5"),
-        ({"warmup": "5 stops"}, ValueError, "warmup must be a number or such as \"500 steps\".*'5 stops'"),
+        ({"warmup": "5 stops"}, ValueError, "warmup must be a number or a string such as \"500 steps\".*'5 stops'"),
         ({"warmup": float("inf")}, ValueError, "warmup must be .*got inf"),
         ({"warmup": float("nan")}, ValueError, "warmup must be .*got nan"),
         ({"warmup": True}, TypeError, "warmup must be"),

@@ -26,7 +26,7 @@ def verify(lab: Lab, setting: Setting, callback: type = MetricsMonitor) -> None:
 
 
 class _Seen(Callback):
-    """The slow twin: adds up what the steps of the last epoch returned, one number after the other."""
+    """The reference implementation: adds up what the steps of the last epoch returned, one number after the other."""
 
     def __init__(self, folder):
         self.folder = folder

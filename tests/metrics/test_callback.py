@@ -94,7 +94,7 @@ def test_each_stage_and_loader_is_measured_on_its_own():
     assert f1.update_count == 0
 
 
-@pytest.mark.trap("metrics: sanity checking counts, and update without reset goes on counting")
+@pytest.mark.trap("metrics: sanity checking counts, and update without reset continues counting")
 def test_sanity_checking_and_the_last_epoch_do_not_count():
     class Count(tmr.MeanSquaredError):
         def compute(self):
@@ -341,7 +341,7 @@ def warnings_of_ranks(folder, module, loader, **arguments):
 @pytest.mark.parametrize(
     ("kind", "reason"), [("stream", "IterableDataset"), ("batches", "_OwnBatches"), ("none", "no DistributedSampler")]
 )
-def test_where_the_division_is_not_known_it_is_said_once(tmp_path, kind, reason):
+def test_an_unknown_division_among_ranks_warns_once(tmp_path, kind, reason):
     data = TensorDataset(*table(8)[:2])
     loader = {
         "stream": lambda: DataLoader(_Stream(), 4),
@@ -400,7 +400,7 @@ def test_reloaded_loaders_are_divided_anew(tmp_path):
 
 
 class Resumable(DataLoader):
-    """A loader that goes on in the middle of an epoch, as Lightning lets loaders with a state do."""
+    """A loader that resumes in the middle of an epoch, as Lightning lets loaders with a state do."""
 
     position = 0
 
@@ -420,7 +420,7 @@ class Resumable(DataLoader):
 
 
 class Breaks(Trained):
-    """Saves after a batch, with all that it needs to go on, and breaks off."""
+    """Saves after a batch, with all that it needs to resume, and breaks off."""
 
     def __init__(self, at=None, path=None):
         super().__init__()
@@ -530,13 +530,13 @@ def test_best_history_and_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"best": {"val/f2": "max"}}, r"'val/f2', and there is val/acc, .*, val/loss\. Did you mean 'val/f1'\?"),
-        ({"best": {"val/f1_macro": "max"}}, "'val/f1_macro', and there is .* Did you mean 'val/f1'"),
-        ({"best": {"val/0/f2": "max"}}, "'val/0/f2', and there is"),
-        ({"best": {"test/f1": "max"}}, "'test/f1', and no fit tests: ask for one of train or val"),
-        ({"best": {"f1": "max"}}, "'f1', which must start with one of train/, val/"),
-        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', which must start with one of val/"),
-        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "start with one of ema/train/, ema/val/.* mean 'ema/val/f1'"),
+        ({"best": {"val/f2": "max"}}, r"'val/f2', but the keys are val/acc, .*, val/loss\. Did you mean 'val/f1'\?"),
+        ({"best": {"val/f1_macro": "max"}}, "'val/f1_macro', but the keys are .* Did you mean 'val/f1'"),
+        ({"best": {"val/0/f2": "max"}}, "'val/0/f2', but the keys are"),
+        ({"best": {"test/f1": "max"}}, "'test/f1', but a fit does not test: use a key of train or val"),
+        ({"best": {"f1": "max"}}, "'f1', but a key must start with train/ or val/"),
+        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', but a key must start with val/"),
+        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "must start with ema/train/ or ema/val/.* mean 'ema/val/f1'"),
         ({"best": {"ema/val/f2": "max"}, "prefix": "ema"}, "Did you mean 'ema/val/f1'"),
     ],
 )
@@ -566,12 +566,12 @@ class Parts(tmr.MeanSquaredError):
 @pytest.mark.parametrize(
     ("best", "arguments", "words"),
     [
-        ("val/f1", {"limit_val_batches": 0}, "'val/f1', and this fit does not validate"),
-        ("val/loss", {"limit_val_batches": 0}, "'val/loss', and this fit does not validate"),
-        ("val/f1", {"check_val_every_n_epoch": 2}, "'val/f1', and this fit does not validate"),
-        ("val/f1", {}, "val has 2 loader.*: there is val/0/f1, val/1/f1"),
-        ("val/2/f1", {"num_sanity_val_steps": 1}, "val has 2 loader.*: there is val/0/f1, val/1/f1"),
-        ("train/0/f1", {}, "train has 1 loader.*: there is train/f1"),
+        ("val/f1", {"limit_val_batches": 0}, "'val/f1', but this fit does not validate"),
+        ("val/loss", {"limit_val_batches": 0}, "'val/loss', but this fit does not validate"),
+        ("val/f1", {"check_val_every_n_epoch": 2}, "'val/f1', but this fit does not validate"),
+        ("val/f1", {}, "val has 2 loader.*: use one of val/0/f1, val/1/f1"),
+        ("val/2/f1", {"num_sanity_val_steps": 1}, "val has 2 loader.*: use one of val/0/f1, val/1/f1"),
+        ("train/0/f1", {}, "train has 1 loader.*: use one of train/f1"),
     ],
 )
 def test_a_key_of_best_that_this_fit_does_not_log_is_refused_before_training(best, arguments, words):
@@ -584,10 +584,10 @@ def test_a_key_of_best_that_this_fit_does_not_log_is_refused_before_training(bes
 
 def test_a_key_of_best_that_only_data_can_refuse():
     loader = loader_of(*table(8)[:2])
-    with pytest.raises(MetricsError, match="'val/own', and there is val/own/longest, val/own/shortest"):
+    with pytest.raises(MetricsError, match="'val/own', but the keys are val/own/longest, val/own/shortest"):
         trainer(MetricsMonitor({"own": Parts()}, best={"val/own": "min"})).fit(OneLoader(), loader, loader)
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={"val/loss": "min"})
-    with pytest.raises(MetricsError, match="'val/loss', and there is val/f1"):
+    with pytest.raises(MetricsError, match="'val/loss', but the keys are val/f1"):
         trainer(monitor).fit(OneLoader(), loader, loader)  # whose validation returns none
 
 
@@ -614,10 +614,10 @@ class _Returns(Net):
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        ({"preds": torch.zeros(2, 10), "logits": 1}, r"need target, and there is logits, preds\. Return a dict"),
+        ({"preds": torch.zeros(2, 10), "logits": 1}, r"need target, but got logits, preds\. Return a dict"),
         ({"preds": torch.zeros(10), "target": torch.tensor(1)}, "first batch of val: .* no batch dimension"),
         ({"preds": torch.full((2, 10), math.nan), "target": torch.tensor([1, 2])}, "20 of 20 predictions are NaN"),
-        ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets have to be 0 to 9, and there is 10"),
+        ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets must be 0 to 9, got 10"),
     ],
 )
 @pytest.mark.parametrize("error", [MisconfigurationException, ValueError])
@@ -636,7 +636,9 @@ def test_later_invalid_values_make_nan_and_are_counted_in_words():
             return {**outputs, "preds": outputs["preds"] * (math.nan if batch_idx == 1 else 1)}
 
     fitter = trainer(MetricsMonitor({"f1": tm.MulticlassF1Score(4)}), max_epochs=1)
-    with pytest.warns(UserWarning, match=r"4 predictions or targets of val, epoch 0, were NaN.*its metrics are NaN"):
+    with pytest.warns(
+        UserWarning, match=r"4 predictions or targets of val in epoch 0 were NaN.*so its metrics are NaN"
+    ):
         fitter.fit(Breaks(), loader_of(*table(8)[:2]), loader_of(*table(8)[:2]))
     assert math.isnan(fitter.callback_metrics["val/f1"])
     assert not math.isnan(fitter.callback_metrics["train/f1"])
@@ -683,19 +685,19 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
         ({"metrics": SIX, "prefix": 3}, TypeError, "prefix must be a string such as 'ema'"),
         ({"metrics": SIX, "prefix": "ema/"}, ValueError, "logs 'ema/val/acc', got 'ema/'"),
         ({"metrics": SIX, "prefix": ""}, ValueError, "prefix must be a name"),
-        ({"metrics": SIX, "prefix": "val"}, ValueError, "'val' would log 'val/val/acc'"),
+        ({"metrics": SIX, "prefix": "val"}, ValueError, "got 'val', which would log 'val/val/acc'"),
         (
             {"metrics": {"f1": tm.MulticlassF1Score(2), "f1_b": tm.BinaryF1Score()}, "class_names": ["a", "b"]},
             ValueError,
-            "two values of the name 'f1_b'",
+            "two values with the name 'f1_b'",
         ),
         (
             {"metrics": {"f1": tm.BinaryF1Score(), "f1/x": tm.BinaryF1Score()}},
             ValueError,
-            "the values 'f1' and 'f1/x', and a logger with a file for each cannot have both",
+            "the values 'f1' and 'f1/x', which loggers with a file per value cannot both keep",
         ),
         ({"metrics": SIX, "plots": 0.5}, TypeError, "plots must be a whole number"),
-        ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, and the metric"),
+        ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, but the metric"),
         ({"metrics": SIX, "output_transform": "preds"}, TypeError, "output_transform must be a function"),
     ],
 )
@@ -746,7 +748,7 @@ def test_rows_that_cannot_be_told_apart_are_named(tmp_path):
     heard = warnings_of_ranks(tmp_path, Flat(), loader_of(*table(3)[:2]))
     assert not heard[0]
     assert "1 of the 2 samples of the last batch of val are repeated ones" in heard[1][0]
-    assert "preds (4, 4), target (4,)): they count twice" in heard[1][0]
+    assert "preds (4, 4), target (4,)), so they count twice" in heard[1][0]
 
 
 def test_subsets_and_shuffled_loaders_are_exact(tmp_path):

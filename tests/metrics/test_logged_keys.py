@@ -327,12 +327,12 @@ def told(fitter, module):
     ],
 )
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_training_step_that_returns_nothing_to_measure_is_told_of_once(answer, what, has_loss, automatic):
+def test_a_training_step_that_returns_nothing_to_measure_warns_once(answer, what, has_loss, automatic):
     fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
     words = told(fitter, Answers(train=answer, automatic=automatic))
     assert len(words) == 1
     assert what in words[0]
-    assert "and the metrics need preds, target. Return a dict with them" in words[0]
+    assert "but the metrics need preds, target. Return a dict with them" in words[0]
     assert "or leave 'train' out: stages=['val', 'test']" in words[0]
     assert {"val/acc", *["train/loss"] * has_loss} == fitter.callback_metrics.keys()
     assert not told(trainer(MetricsMonitor(ACC, stages=["val"])), Answers(train=answer, automatic=automatic))
@@ -351,7 +351,7 @@ def test_a_loss_alone_is_averaged_over_the_samples():
 
 @pytest.mark.parametrize("sanity", [0, 2])
 @pytest.mark.parametrize("answer", [None, torch.tensor(1.0), {}, {"loss": torch.tensor(1.0), "logits": 1}, 3])
-def test_a_validation_step_that_returns_nothing_to_measure_is_told_of_once(answer, sanity):
+def test_a_validation_step_that_returns_nothing_to_measure_warns_once(answer, sanity):
     fitter = trainer(MetricsMonitor(ACC), max_epochs=2, num_sanity_val_steps=sanity)
     words = told(fitter, Answers(val=lambda *_: answer))
     assert len(words) == 1
@@ -367,7 +367,11 @@ def test_batches_without_anything_are_passed_over_and_counted():
 
     fitter = trainer(MetricsMonitor(ACC), max_epochs=2)
     words = told(fitter, Answers(train=answer, val=answer))
-    assert [word for word in words if "1 of 4 batches of train returned nothing to measure and do not count" in word]
+    assert [
+        word
+        for word in words
+        if "1 of 4 batches of train returned nothing to measure, so the metrics do not include them" in word
+    ]
     assert [word for word in words if "1 of 4 batches of val returned nothing to measure" in word]
     assert len(words) == 4  # each of them once, and for each stage what to do
     scores, target = (torch.cat([part[:4], part[8:]]) for part in loader().dataset.tensors)
@@ -383,7 +387,7 @@ def test_a_batch_with_a_part_of_it_is_passed_over_unless_it_is_the_first():
         )
 
     assert len(told(trainer(MetricsMonitor(ACC)), Answers(train=answer(2)))) == 2
-    with pytest.raises(MetricsError, match=r"first batch of train: 'acc' needs target, and there is loss, preds"):
+    with pytest.raises(MetricsError, match=r"first batch of train: 'acc' needs target, but got loss, preds"):
         told(trainer(MetricsMonitor(ACC)), Answers(train=answer(0)))
 
 
@@ -413,7 +417,7 @@ def test_ranks_of_which_one_returns_nothing(tmp_path):
 def test_a_best_of_a_stage_that_returns_nothing_is_refused():
     with pytest.raises(MetricsError, match=r"loss alone in batch 0 of train.*best has the key 'train/acc'"):
         told(trainer(MetricsMonitor(ACC, best={"train/acc": "max"})), Answers(train=lambda o, _: o["loss"]))
-    with pytest.raises(MetricsError, match="best has the key 'val/acc', and there is nothing"):
+    with pytest.raises(MetricsError, match="best has the key 'val/acc', but the keys are not logged at all"):
         told(trainer(MetricsMonitor(ACC, best={"val/acc": "max"})), Answers(val=lambda *_: None))
 
 

@@ -246,7 +246,7 @@ def test_a_metric_of_ones_own_gets_its_arguments_by_name():
     values = suite.compute()
     assert values["own/longest"] == 118
     assert values["own/rows"] == 70
-    with pytest.raises(ValueError, match=r"'own' needs lengths, and there is preds, target\. Return a dict"):
+    with pytest.raises(ValueError, match=r"'own' needs lengths, but got preds, target\. Return a dict"):
         MetricSuite({"own": Longest()}).update(preds=SCORES, target=TARGET)
 
 
@@ -267,7 +267,7 @@ def test_merged_states_are_those_of_all_data():
         assert {name: value.item() for name, value in merged.compute().items()} == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_state_goes_on_where_it_was():
+def test_a_state_continues_where_it_was():
     for metrics in (multiclass_metrics(4, curves=True), {"own": tm.MulticlassCalibrationError(4)}):
         soft = SCORES.softmax(1)
         first = fed(MetricSuite(metrics), preds=soft[:25], target=TARGET[:25])
@@ -389,23 +389,28 @@ def test_an_own_update_shares_no_state():
 BAD = {
     "no batch dimension": (tm.MulticlassF1Score(4), SCORES[0], TARGET[0], "'it': the predictions have no batch dim"),
     "scalar": (tm.BinaryF1Score(), torch.tensor(0.5), torch.tensor(1), "have no batch dimension"),
-    "one class too many": (tm.MulticlassF1Score(3), SCORES, TARGET, "the metric has 3 classes and the predictions 4"),
+    "one class too many": (
+        tm.MulticlassF1Score(3),
+        SCORES,
+        TARGET,
+        "the metric has 3 classes, but the predictions have 4",
+    ),
     "scores as classes": (tm.MulticlassF1Score(4), SCORES[:, 0], TARGET, r"scores of the shape \(N, C, \.\.\.\)"),
     "other length": (tm.MulticlassF1Score(4), SCORES[:5], TARGET, r"preds: float32 \(5, 4\), target: int64 \(60,\)"),
-    "target too large": (tm.MulticlassF1Score(4), SCORES, TARGET + 1, "targets have to be 0 to 3, and there is 4"),
+    "target too large": (tm.MulticlassF1Score(4), SCORES, TARGET + 1, "targets must be 0 to 3, got 4"),
     "target negative": (
         tm.MulticlassF1Score(4, ignore_index=9),
         SCORES,
         TARGET - 1,
-        "beside ignore_index=9, and there",
+        "targets must be 0 to 3 or ignore_index=9, got",
     ),
-    "soft target": (tm.MulticlassF1Score(4), SCORES, TARGET + 0.5, "targets have to be classes, and there is"),
+    "soft target": (tm.MulticlassF1Score(4), SCORES, TARGET + 0.5, "targets must be classes, got"),
     "logits, binary": (tm.BinaryF1Score(), SCORES[:, 0] * 4 - 2, TARGET % 2, r"from -.* to .*torch\.sigmoid\(logits\)"),
     "logits, multiclass": (tm.MulticlassAUROC(4), SCORES * 4 - 2, TARGET, r"torch\.softmax\(logits, dim=1\)"),
     "logits above 1 alone": (tm.BinaryF1Score(), SCORES[:, 0] * 1.5, TARGET % 2, r"from 0.* to 1\..*sigmoid"),
     "logits, multilabel": (tm.MultilabelF1Score(4), SCORES * 4, (SCORES > 0.5).long(), r"torch\.sigmoid"),
     "two columns": (tm.BinaryF1Score(), SCORES[:, :2], TARGET % 2, r"the probability of 1, preds\[\.\.\., 1\]"),
-    "one column": (tmr.MeanSquaredError(), SCORES[:, :1], SCORES[:, 0], r"take preds\.squeeze\(-1\)"),
+    "one column": (tmr.MeanSquaredError(), SCORES[:, :1], SCORES[:, 0], r"use preds\.squeeze\(-1\)"),
     "labels": (
         tm.MultilabelF1Score(3),
         SCORES,
@@ -413,13 +418,18 @@ BAD = {
         r"3 labels: predictions need the shape \(N, 3\)",
     ),
     "no labels": (tm.MultilabelF1Score(3), SCORES[:, 0], TARGET % 2, r"predictions need the shape \(N, 3\)"),
-    "classes for scores": (tm.MulticlassAUROC(4), TARGET, TARGET, "scores are needed, and the predictions are classes"),
-    "classes, top k": (tm.MulticlassAccuracy(4, top_k=2), TARGET, TARGET, "scores are needed"),
+    "classes for scores": (
+        tm.MulticlassAUROC(4),
+        TARGET,
+        TARGET,
+        "the metric needs scores, but the predictions are classes",
+    ),
+    "classes, top k": (tm.MulticlassAccuracy(4, top_k=2), TARGET, TARGET, "the metric needs scores"),
     "classes out of range": (
         tm.MulticlassF1Score(4),
         TARGET + 1,
         TARGET,
-        "predictions have to be 0 to 3, and there is 4",
+        "predictions must be 0 to 3, got 4",
     ),
     "array": (tm.MulticlassF1Score(4), SCORES.numpy(), TARGET, "preds must be a tensor, got ndarray"),
     "NaN": (tm.MulticlassF1Score(4), torch.full((60, 4), torch.nan), TARGET, "240 of 240 predictions are NaN"),
@@ -478,9 +488,9 @@ def test_curves_of_logits_are_those_of_their_probabilities():
     [
         ([tm.BinaryF1Score()], None, TypeError, "metrics must be a Metric"),
         ("multiclass", None, TypeError, "metrics must be"),
-        ({}, None, ValueError, "no metric in it"),
-        (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, and the metric 'MulticlassF1Score' 4 classes"),
-        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "a name twice, .*: a\\."),
+        ({}, None, ValueError, "must hold at least one metric"),
+        (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, but the metric 'MulticlassF1Score' has 4 classes"),
+        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "not repeat a name, .* got a twice\\."),
         (tm.MulticlassF1Score(2), "ab", TypeError, "list of names"),
     ],
 )

@@ -386,9 +386,9 @@ def test_lightning_cli_names_a_bad_field(monkeypatch, capsys):
 def test_copies_and_pickles_with_its_tricks():
     module = LitNet(tricks=Tricks(**_BOTH))
     _fit(module)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        twin.trainer = None
-        assert {"SeedEverything", "GradientClipping"} <= set(_types(_fit(twin)))
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        copied.trainer = None
+        assert {"SeedEverything", "GradientClipping"} <= set(_types(_fit(copied)))
 
 
 def test_works_in_two_ranks():
@@ -438,7 +438,7 @@ def test_builds_the_optimizer_and_the_schedule():
 
 
 @pytest.mark.parametrize("place", ["subclass", "base"])
-def test_own_configure_optimizers_wins_and_that_is_said(place, lightning_log):
+def test_own_configure_optimizers_wins_and_that_is_logged(place, lightning_log):
     def configure_optimizers(self):
         return torch.optim.Adagrad(self.parameters())
 
@@ -465,7 +465,8 @@ def test_no_optimizer_anywhere_is_refused():
 def test_a_schedule_needs_an_optimizer():
     with pytest.raises(ValueError, match=r"Tricks\(schedule=...\) needs optimizer=OptimizerSpec"):
         Tricks(schedule=ScheduleSpec())
-    with pytest.raises(TypeError, match=r"Tricks\(optimizer=0.1\): must be a OptimizerSpec or a dict"):
+    wanted = r"Tricks\(optimizer=...\) must be OptimizerSpec\(...\) or a dict of its arguments, got 0.1"
+    with pytest.raises(TypeError, match=wanted):
         Tricks(optimizer=0.1)
 
 

@@ -183,7 +183,7 @@ class TestFiles:
     def test_pictures(self, tmp_path, monkeypatch):
         program = tmp_path / "bin" / "dot"
         program.parent.mkdir()
-        # stands in for graphviz's program where that is not installed: writes what it is asked to draw
+        # a mock of graphviz's program, which may not be installed: it writes what it is asked to draw
         script = (
             "import pathlib, sys\n"
             "place = sys.argv.index('-o')\n"

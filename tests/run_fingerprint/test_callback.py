@@ -1,4 +1,4 @@
-"""RunFingerprint in real fits: faults are named, resumed runs leave one file, and training goes on whatever."""
+"""RunFingerprint in real fits: faults are named, resumed runs leave one file, and training continues in any case."""
 
 import os
 import resource

@@ -39,7 +39,7 @@ def test_files_that_cannot_be_compared_are_an_error(runs, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("no record")
     for other, words in (
         ("c.jsonl", "A has detail='layer' and B has detail='step'"),
-        ("notes.txt", "no file of RunFingerprint"),
+        ("notes.txt", "not a file of RunFingerprint"),
         ("missing", "No such file"),
     ):
         with pytest.raises(SystemExit) as left:

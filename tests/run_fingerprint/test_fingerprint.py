@@ -1,4 +1,4 @@
-"""A fingerprint sees each bit, and the order: against a slow twin, by properties, and for all that a batch may hold."""
+"""Fingerprints see each bit and the order: against a reference, by properties, and for all that a batch may hold."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def memory_hash(tensors):
 
 
 @pytest.mark.parametrize("elements", [0, 1, 2, 3, 1000, 2 * ROW, 2 * ROW + 1, 6 * ROW + 12345])
-def test_agrees_with_the_slow_twin(elements):
+def test_agrees_with_the_reference_implementation(elements):
     x = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
     assert memory_hash([x]) == slow_hash(x.numpy().tobytes())
 

@@ -100,7 +100,7 @@ def test_other_files_are_refused_with_an_error(tmp_path):
     path = tmp_path / "run.jsonl"
     for content in (b"", b"\n", b"[1, 2]\n", b'{"format": "x"}\n', b"\xff\xfe\x00", b"torch"):
         path.write_bytes(content)
-        with pytest.raises(FingerprintRecordError, match=r"run.jsonl is no file of RunFingerprint"):
+        with pytest.raises(FingerprintRecordError, match=r"run.jsonl is not a file of RunFingerprint"):
             read_record(path)
     recorded(path, 10)
     text = path.read_text()

@@ -71,7 +71,7 @@ def test_a_random_number_in_the_step_is_named():
         assert_reproducible(trainer, Noisy, data)
 
 
-def test_the_streams_of_the_process_are_left_as_they_were():
+def test_the_random_state_of_the_process_is_unchanged():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert_reproducible(trainer, net, data)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before

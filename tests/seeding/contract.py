@@ -7,7 +7,7 @@ from tests.contract.lab import Lab, Setting, same
 
 
 def verify(lab: Lab, setting: Setting, callback: type = SeedEverything) -> None:
-    """Wherever the random streams stood before, a net that is built late and has dropout trains to the same bits."""
+    """Wherever the random state stood before, a net that is built late and has dropout trains to the same bits."""
     net = {"built_late": True, "dropout": 0.2}
     first = lab.fit([callback(7)], setting, net=net, start=1)
     second = lab.fit([callback(7)], setting, net=net, start=2)

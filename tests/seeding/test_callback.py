@@ -28,7 +28,7 @@ _WORKERS = [
     pytest.param(
         2,
         marks=pytest.mark.skipif(
-            repeats_worker_seeds(), reason="Lightning before 2.6.1 repeats the workers' streams: SeedEverything warns"
+            repeats_worker_seeds(), reason="Lightning before 2.6.1 repeats the workers' seeds: SeedEverything warns"
         ),
     ),
 ]
@@ -69,7 +69,7 @@ class _Witness(Callback):
 
 
 def _fit(callback, *, workers=0, ckpt_path=None, epochs=2, save_to=None, net=None, **trainer):
-    torch.manual_seed(next(_ELSEWHERE))  # the streams stand elsewhere before each fit
+    torch.manual_seed(next(_ELSEWHERE))  # the random state differs before each fit
     witness = _Witness(".")
     arguments = {**QUIET, **trainer}
     fitter = Trainer(max_epochs=epochs, callbacks=[callback, witness], **arguments)
@@ -99,7 +99,7 @@ def test_every_sample_has_numbers_of_its_own(workers):
 
 @pytest.mark.trap("resume: seeding seed + rank in setup makes ranks draw overlapping samples")
 @pytest.mark.parametrize("workers", _WORKERS)
-def test_per_rank_streams_keep_weights_and_sharding(workers):
+def test_per_rank_seeds_keep_weights_and_sharding(workers):
     ranks = _fit(SeedEverything(3, per_rank=True), workers=workers, **SETTINGS["DDP"].trainer)
     assert len(ranks) == 2
     assert same(ranks[0]["weights"], ranks[1]["weights"])
@@ -117,7 +117,7 @@ def test_per_rank_streams_keep_weights_and_sharding(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_says_when_lightning_repeats_the_workers_streams(monkeypatch, workers):
+def test_warns_when_lightning_repeats_the_workers_seeds(monkeypatch, workers):
     monkeypatch.setattr(lightning, "__version__", "2.6.0")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,7 +160,7 @@ class _SetsSampler(Net):
     ],
     ids=["own", "subset", "weighted"],
 )
-def test_per_rank_streams_keep_the_sharding_of_any_sampler(make_sampler, own, reload):
+def test_per_rank_seeds_keep_the_sharding_of_any_sampler(make_sampler, own, reload):
     witness = _Witness(".")
     Trainer(
         max_epochs=3, callbacks=[SeedEverything(3, per_rank=True), witness], use_distributed_sampler=not own,
@@ -189,7 +189,7 @@ def test_sets_the_environment_and_the_switches():
     assert not torch.backends.cudnn.benchmark
 
 
-def test_common_streams_by_default():
+def test_a_common_random_state_by_default():
     ranks = _fit(SeedEverything(3), **SETTINGS["DDP"].trainer)
     assert same(ranks[0]["dropout"], ranks[1]["dropout"])
 
@@ -201,7 +201,7 @@ class _SeedsSeedPlusRank(Callback):
         seed_everything(3 + trainer.global_rank, verbose=False)
 
 
-@pytest.mark.trap("resume: the copied snippet reads samples twice (why per_rank starts its streams later)")
+@pytest.mark.trap("resume: the copied snippet reads samples twice (why per_rank seeds each rank later)")
 def test_the_copied_snippet_reads_samples_twice():
     ranks = _fit(_SeedsSeedPlusRank(), **SETTINGS["DDP"].trainer)
     read = [index for rank in ranks for batch in rank["samples"][:5] for index in batch]
@@ -224,7 +224,7 @@ def test_a_resumed_run_repeats_itself_and_not_its_beginning(workers, per_rank):
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_each_resume_has_the_streams_of_its_step(per_rank):
+def test_each_resume_has_the_random_state_of_its_step(per_rank):
     def fitted(epochs, **more):
         (witness,) = _fit(SeedEverything(3, per_rank=per_rank), epochs=epochs, **more)
         return {tuple(numbers.tolist()) for numbers in witness["dropout"]}
@@ -243,7 +243,7 @@ class _SharesSamples(DDPStrategy):
         return {"num_replicas": 1, "rank": 0}
 
 
-def test_ranks_that_share_samples_share_their_stream():
+def test_ranks_that_share_samples_share_their_random_state():
     arguments = {**SETTINGS["DDP"].trainer, "strategy": _SharesSamples(start_method="fork")}
     one, other = _fit(SeedEverything(3, per_rank=True), **arguments)
     assert one["samples"] == other["samples"]

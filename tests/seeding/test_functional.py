@@ -1,4 +1,4 @@
-"""Seeding against Lightning's own, and captured streams against themselves."""
+"""Seeding against Lightning's own, and captured random states against themselves."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def _no_seed_in_the_environment(monkeypatch):
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), workers=st.booleans())
-def test_equals_lightnings_streams_and_environment(seed, workers):
+def test_equals_lightnings_random_state_and_environment(seed, workers):
     results = []
     for function in (seed_everything, lightning.seed_everything):
         returned = function(seed, workers=workers, verbose=False)
@@ -156,7 +156,7 @@ def test_a_state_loads_with_weights_only(tmp_path):
     assert _draw() == first
 
 
-def test_a_state_that_lacks_a_stream_changes_nothing():
+def test_a_state_that_lacks_a_generator_changes_nothing():
     before = capture_rng_state()
     with pytest.raises(ValueError, match=r"lacks \['numpy', 'cuda'\]"):
         restore_rng_state({"python": before["python"], "torch": before["torch"]})
@@ -170,12 +170,12 @@ def test_a_state_with_more_devices_than_the_machine(monkeypatch):
         restore_rng_state(state)
 
 
-def test_isolated_block_leaves_the_streams_untouched():
+def test_isolated_block_leaves_the_random_state_untouched():
     before = capture_rng_state()
     with isolated_rng():
-        going_on = _draw()
+        continued = _draw()
     assert _equal(capture_rng_state(), before)
-    assert _draw() == going_on
+    assert _draw() == continued
 
 
 def test_isolated_block_starts_from_its_seed():
@@ -210,7 +210,7 @@ def test_derived_seeds_are_distinct_and_in_range():
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
-def test_isolated_seeding_restores_streams_switches_and_environment(monkeypatch):
+def test_isolated_seeding_restores_random_state_switches_and_environment(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")
     before, switches = capture_rng_state(), determinism_settings()
     with isolated_seeding():
@@ -249,9 +249,9 @@ def test_benchmark_alone_switches_cudnn_on():
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
-def test_streams_of_a_context_that_a_block_makes_start_from_their_seed(monkeypatch, made_inside):
+def test_generators_of_a_context_that_a_block_makes_start_from_their_seed(monkeypatch, made_inside):
     class Generator:
-        """Stands in for a device's."""
+        """A mock of the generator of a device."""
 
         seeded = ()
 
@@ -271,7 +271,7 @@ def test_streams_of_a_context_that_a_block_makes_start_from_their_seed(monkeypat
 
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_isolated_seeding_leaves_cuda_the_seed_of_the_program(monkeypatch, made_inside):
-    # this machine may lack CUDA: what stands in for it is whether there is a context, and who seeds it
+    # this machine may lack CUDA: mocks say whether there is a context, and record its seeds
     queued, contexts = [], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(contexts))
     monkeypatch.setattr(torch.cuda, "manual_seed_all", queued.append)
@@ -290,7 +290,7 @@ def test_another_numpy_generator_is_named(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_cuda_streams():
+def test_cuda_generators():
     seed_everything(3, verbose=False)
     state = capture_rng_state()
     first = torch.rand(3, device="cuda")

@@ -96,7 +96,7 @@ class FileJournal:
             if os.path.lexists(path) and not (backup and _is_same(path, folder / backup)):
                 digests = {entry.get("sha256") for entry in entries if entry.get("name") == name}
                 if _digest_of_path(path) not in digests:
-                    problems.append(f"{path} has other bytes than the run wrote, and is kept.")
+                    problems.append(f"{path} is kept, because its bytes are not those that the run wrote.")
                     continue
             path.unlink(missing_ok=True)
             if backup:

@@ -44,7 +44,10 @@ def check_signals(names: object) -> tuple[str, ...]:
                 f"signals must be names of signals of this system such as 'SIGTERM', got {name!r}, which is not one."
             )
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{name} cannot be handled by any process: after it, the run resumes from its last save.")
+            raise ValueError(
+                f"signals must not hold {name}, which no process can handle: after it, the run resumes from its "
+                "last save."
+            )
     return found
 
 

@@ -72,9 +72,7 @@ class Allowed:
         problems += _problem("left over in the file", unexpected, "allow_unexpected")
         if not num_loaded:
             others = f" ({problems[0]})" if wrong else ""
-            raise NothingLoadedError(
-                f"not one tensor of {source} has a place in {model}{others}: {alignment.diagnosis}"
-            )
+            raise NothingLoadedError(f"No tensor of {source} fits {model}{others}: {alignment.diagnosis}")
         if problems:
             raise CheckpointError(
                 f"{source} does not fit {model}, which was not modified. {'; '.join(problems)}. {num_loaded} of "
@@ -111,7 +109,8 @@ def _problem(
     if not names:
         return []
     allowed = f"{remedy}={_suggested_patterns(names)} allows that{more}"
-    return [f"{len(names)} {what}: {list_names(shown or names)} ({allowed})"]
+    tensors = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+    return [f"{tensors} {what}: {list_names(shown or names)} ({allowed})"]
 
 
 def _suggested_patterns(names: Sequence[str]) -> list[str]:

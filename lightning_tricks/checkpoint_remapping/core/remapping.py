@@ -140,7 +140,7 @@ class _Step:
 
     def _add(self, name: str, value: Any, origin: str) -> None:
         if not name:
-            raise CheckpointError(f"a rule leaves nothing of the name {origin[:80]!r}.")
+            raise CheckpointError(f"a rule turns the name {origin[:80]!r} into an empty one.")
         if len(name) > _MAX_NEW_NAME_LENGTH:
             raise CheckpointError(f"a rule makes a name of {len(name):,} characters from {origin[:80]!r}.")
         if name in self.result:

@@ -83,7 +83,7 @@ def imported_class(name: str) -> type[nn.Module]:
     known = isinstance(found, type) and issubclass(found, nn.Module)
     if known and not (_UNTRUSTED_NAMES.get() and _is_installed(module)):
         return found  # type: ignore[no-any-return]
-    reason = "is of an installed package" if known else "names no class of modules that is imported"
+    reason = "is of an installed package" if known else "does not name an imported class of modules"
     raise ValueError(
         f"estimator={name!r} {reason}: give the class itself (load_from_checkpoint(path, estimator=...)), or import "
         f"{module!r} first if it is a part of your program."

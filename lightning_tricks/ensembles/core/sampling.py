@@ -213,7 +213,7 @@ class _SeededBatchDataset(Dataset[Any]):
 def why_not_reorder(loader: Any) -> str:
     """Return why the order of a loader's samples cannot be chosen, or nothing."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is no DataLoader"
+        return f"a {type(loader).__name__} is not a DataLoader"
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"{type(loader).__name__} iterates in a way of its own"
     if isinstance(loader.dataset, IterableDataset):

@@ -118,7 +118,7 @@ def _import_file(
         raise ValueError(f"{os.fspath(path)!r} holds only weights: give the class of the members, estimator=Net.")
     file = Path(path).name
     if file.endswith("_ckpt.pth") and not file.startswith(f"{name}_"):
-        warnings.warn(f"{file!r} is, by its name, not of a {name}.", stacklevel=3)
+        warnings.warn(f"{file!r} has a name that torchensemble does not give to the files of a {name}.", stacklevel=3)
     checkpoint = read_checkpoint(path, key="model")
     weights = checkpoint.state_dict
     count = 1 + max((int(key.split(".")[1]) for key in weights if key.startswith(f"{_MEMBER}.")), default=-1)

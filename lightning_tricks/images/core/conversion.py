@@ -127,7 +127,7 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
         tensor([0.5000, 0.4000, 0.3000])
     """
     if not images.is_floating_point():
-        raise TypeError(f"Only floats can be normalized images, got {images.dtype}.")
+        raise TypeError(f"images must have a floating-point dtype, as normalized images do, got {images.dtype}.")
     parts = []
     for name, value in (("mean", mean), ("std", std)):
         numbers = torch.as_tensor(value, dtype=torch.float64).reshape(-1)
@@ -161,7 +161,10 @@ def _array_of(image: Any) -> npt.NDArray[Any]:
     if mode.startswith("I;16"):
         return np.asarray(image).astype(np.uint16)
     if mode in ("I", "F"):
-        raise ValueError(f"A PIL image of mode {mode!r} does not say what is white: scale it to 0 to 255, mode 'L'.")
+        raise ValueError(
+            f"A PIL image of mode {mode!r} does not define which value is white. Scale it to 0 to 255, and convert it "
+            "to mode 'L'."
+        )
     if mode == "P" or mode == "PA":
         image = image.convert("RGBA" if "transparency" in image.info or mode == "PA" else "RGB")
     elif mode == "1":
@@ -181,20 +184,24 @@ def _checked(tensor: Tensor, what: str, shapes: str, channels: int) -> Tensor:
         hint = ""
         if tensor.ndim in (3, 4) and tensor.shape[other] in _MODES:
             change = "permute(2, 0, 1)" if channels == -3 else "transpose(1, 2, 0)"
-            hint = f" The channels seem to be elsewhere: {change}."
-        raise ValueError(f"Images in {what} have the shape {shapes} with C of 1 to 4, got {tuple(tensor.shape)}.{hint}")
+            hint = f" The channels seem to be in another dimension: call {change}."
+        raise ValueError(
+            f"Images in {what} must have the shape {shapes} with C from 1 to 4, got {tuple(tensor.shape)}.{hint}"
+        )
     if tensor.numel() == 0:
-        raise ValueError(f"An image must have pixels, got the shape {tuple(tensor.shape)}.")
+        raise ValueError(f"An image must have at least one pixel, got the shape {tuple(tensor.shape)}.")
     if tensor.is_floating_point():
         low, high = (value.item() for value in tensor.aminmax())
         if not (low >= -_TOLERANCE and high <= 1 + _TOLERANCE):  # NaN is not
             remedy = "divide by 255" if low >= 0 and high <= 255 else "denormalize(images, mean, std)"
-            raise ValueError(f"Floating images are in [0, 1], got {low:.4g} to {high:.4g}: {remedy}.")
+            raise ValueError(f"Floating-point images must be in [0, 1], got {low:.4g} to {high:.4g}: {remedy}.")
         return tensor.clamp(0, 1)
     if tensor.dtype in (torch.uint8, torch.bool):
         return tensor
     name = str(tensor.dtype).removeprefix("torch.")
-    raise TypeError(f"Images are uint8, bool or floats in [0, 1], got {name}: convert with .to(torch.uint8).")
+    raise TypeError(
+        f"Images must be uint8, bool or floating point in [0, 1], got {name}: convert them with .to(torch.uint8)."
+    )
 
 
 def _scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:

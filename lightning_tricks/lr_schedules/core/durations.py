@@ -21,7 +21,9 @@ def check_duration(name: str, value: object, *, zero: bool = False, fraction: bo
         TypeError: If it is neither a number nor a text.
         ValueError: If it is out of range.
     """
-    must = f'{name} must be a whole number{" or a fraction" * fraction} > 0, or such as "500 steps" or "2 epochs"'
+    must = (
+        f'{name} must be a whole number{" or a fraction" * fraction} > 0, or a string such as "500 steps" or "2 epochs"'
+    )
     if isinstance(value, str):
         amount = parse_duration(name, value)[0]
     elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -42,5 +44,5 @@ def parse_duration(name: str, duration: str) -> tuple[float, str]:
     """
     match = _DURATION.fullmatch(duration)
     if match is None:
-        raise ValueError(f'{name} must be a number or such as "500 steps" or "2 epochs", got {duration!r}.')
+        raise ValueError(f'{name} must be a number or a string such as "500 steps" or "2 epochs", got {duration!r}.')
     return float(match[1]), match[2]

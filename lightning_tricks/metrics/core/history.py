@@ -81,8 +81,8 @@ class History:
                 record.num_invalid = int(next(numbers))
                 if record.num_invalid:
                     warnings.warn(
-                        f"{record.num_invalid} predictions or targets of {record.prefix}, epoch {record.epoch}, were "
-                        "NaN, no probabilities or out of range: its metrics are NaN.",
+                        f"{record.num_invalid} predictions or targets of {record.prefix} in epoch {record.epoch} were "
+                        "NaN, not probabilities, or out of range, so its metrics are NaN.",
                         stacklevel=2,
                     )
         return self._records

@@ -30,7 +30,7 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
         if missing:
             keys = ", ".join(repr(key) for key in group.members) or "the curves"
             raise ValueError(
-                f"{keys} need{'s' * (len(group.members) == 1)} {_listed(missing)}, and there is "
+                f"{keys} need{'s' * (len(group.members) == 1)} {_listed(missing)}, but got "
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
                 "output_transform=(outputs, batch, stage) -> dict."
             )
@@ -62,16 +62,16 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         if preds.ndim != target.ndim + 1 or preds.shape[2:] != target.shape[1:] or len(preds) != len(target):
             raise ValueError("scores of the shape (N, C, ...) need targets of the shape (N, ...).")
         if classes is not None and preds.shape[1] != classes:
-            raise ValueError(f"the metric has {classes} classes and the predictions {preds.shape[1]}.")
+            raise ValueError(f"the metric has {classes} classes, but the predictions have {preds.shape[1]}.")
     elif preds.shape != target.shape:
         hint = ""
         if preds.ndim == target.ndim + 1 and preds.shape[-1] in (1, 2):
-            hint = f"; take {'preds.squeeze(-1)' if preds.shape[-1] == 1 else 'the probability of 1, preds[..., 1]'}"
-        raise ValueError(f"predictions and targets need the same shape{hint}.")
+            hint = f": use {'preds.squeeze(-1)' if preds.shape[-1] == 1 else 'the probability of 1, preds[..., 1]'}"
+        raise ValueError(f"predictions and targets must have the same shape{hint}.")
     if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
     if task.needs_scores and not preds.is_floating_point():
-        raise ValueError("scores are needed, and the predictions are classes.")
+        raise ValueError("the metric needs scores, but the predictions are classes.")
     if task.kind in ("binary", "multiclass", "multilabel"):
         _check_classes("targets", target, task)
         if not preds.is_floating_point() and preds.dtype is not torch.bool:
@@ -83,14 +83,14 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
 def _check_classes(name: str, values: Tensor, task: Task) -> None:
     counted = values if task.ignore_index is None else values[values != task.ignore_index]
     if values.is_floating_point() and not torch.equal(counted, counted.round()):
-        raise ValueError(f"{name} have to be classes, and there is {counted[counted != counted.round()][0]:g}.")
+        raise ValueError(f"{name} must be classes, got {counted[counted != counted.round()][0]:g}.")
     classes = task.classes if task.kind == "multiclass" else 2
     outside = counted[(counted < 0) | (counted >= classes)] if classes is not None else counted[counted < 0]
     if len(outside):
         allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
-        aside = "" if task.ignore_index is None else f", beside ignore_index={task.ignore_index}"
+        aside = "" if task.ignore_index is None else f" or ignore_index={task.ignore_index}"
         found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
-        raise ValueError(f"{name} have to be {allowed}{aside}, and there is {found}.")
+        raise ValueError(f"{name} must be {allowed}{aside}, got {found}.")
 
 
 def _check_probabilities(preds: Tensor, task: Task) -> None:
@@ -100,8 +100,8 @@ def _check_probabilities(preds: Tensor, task: Task) -> None:
         remedy = "torch.softmax(logits, dim=1)" if task.kind == "multiclass" else "torch.sigmoid(logits)"
         low, high = preds.min().item(), preds.max().item()
         raise ValueError(
-            f"probabilities are needed, and the predictions look like logits, from {low:.3g} to {high:.3g}: return "
-            f"{remedy}."
+            f"the metric needs probabilities, but the predictions look like logits, from {low:.3g} to {high:.3g}: "
+            f"return {remedy}."
         )
 
 

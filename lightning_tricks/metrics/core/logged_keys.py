@@ -22,7 +22,10 @@ def check_prefix(prefix: Any) -> None:
     if not prefix or "" in prefix.split("/") or prefix != prefix.strip():
         raise ValueError(f"prefix must be a name such as 'ema', which logs 'ema/val/acc', got {prefix!r}.")
     if prefix.split("/")[0] in STAGES:
-        raise ValueError(f"prefix stands before the stage: {prefix!r} would log '{prefix}/val/acc'. Give another name.")
+        raise ValueError(
+            f"prefix must not begin with a stage, got {prefix!r}, which would log '{prefix}/val/acc'. Choose "
+            "another name."
+        )
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,15 @@ class LoggedKeys:
             check_choice(f"best[{key!r}]", mode, ("min", "max"))
             stage, name = self._split(key)
             if stage == "test" and stage in self.stages:
-                raise ValueError(f"best has the key {key!r}, and no fit tests: ask for one of train or val.")
+                raise ValueError(f"best has the key {key!r}, but a fit does not test: use a key of train or val.")
             if stage not in self.stages:
                 forgotten = self.prefix is not None and self._may_log(
                     *LoggedKeys(self.names, None, self.stages)._split(key)
                 )
-                starts = ", ".join(self.key(stage, "") for stage in self.stages if stage != "test")
+                starts = " or ".join(self.key(stage, "") for stage in self.stages if stage != "test")
                 meant = f" Did you mean {self.key(key, '')[:-1]!r}?" if forgotten else ""
-                raise ValueError(
-                    f"best has the key {key!r}, which must start with one of {starts or 'no stage'}.{meant}"
-                )
+                rule = f"a key must start with {starts}" if starts else "stages holds neither train nor val"
+                raise ValueError(f"best has the key {key!r}, but {rule}.{meant}")
             if not self._may_log(stage, name):
                 raise ValueError(f"best has the key {key!r}, {self.describe_alternatives(key, stage)}")
 
@@ -87,7 +89,7 @@ class LoggedKeys:
                 rest = rest if numbered else name
                 there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
                 keys = ", ".join(self.key(folder, rest) for folder in there[:_MAX_SHOWN])
-                raise ValueError(f"best has the key {key!r}, and {stage} has {loaders} loader(s): there is {keys}.")
+                raise ValueError(f"best has the key {key!r}, but {stage} has {loaders} loader(s): use one of {keys}.")
 
     def keys_of_stage(self, best: Iterable[str], stage: str) -> list[str]:
         """Return the keys of `best` that belong to a stage."""
@@ -98,7 +100,7 @@ class LoggedKeys:
         listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.key(stage, name) for name in listed)) if there is None else list(there)
         more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
-        return f"and there is {', '.join(keys[:_MAX_SHOWN]) or 'nothing'}{more}.{did_you_mean(key, keys)}"
+        return f"but the keys are {', '.join(keys[:_MAX_SHOWN]) or 'not logged at all'}{more}.{did_you_mean(key, keys)}"
 
     def _split(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; the stage is empty if the prefix is missing."""

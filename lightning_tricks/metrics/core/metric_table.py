@@ -56,12 +56,12 @@ def metric_entries(metrics: Any, class_names: Sequence[str] | None = None) -> li
         task = task_of(metric)
         of_classes = task is not None and task.kind in ("multiclass", "multilabel")
         if names and of_classes and task is not None and task.classes not in (None, len(names)):
-            raise ValueError(f"class_names has {len(names)} names, and the metric {key!r} {task.classes} classes.")
+            raise ValueError(f"class_names has {len(names)} names, but the metric {key!r} has {task.classes} classes.")
         entries.append(MetricEntry(key, metric, tuple(labels) or names))
         if names and of_classes and (single := _without_averaging(metric)) is not None:
             entries.append(MetricEntry(key, single, names, is_per_class=True))
     if not entries:
-        raise ValueError(f"metrics has no metric in it: {metrics!r}.")
+        raise ValueError(f"metrics must hold at least one metric, got {metrics!r}.")
     return entries
 
 
@@ -104,5 +104,7 @@ def _checked_names(class_names: Sequence[str] | None) -> tuple[str, ...]:
         raise TypeError(f"class_names must be a list of names, got {class_names!r}.")
     if len(set(class_names)) < len(class_names):
         twice = sorted({name for name in class_names if list(class_names).count(name) > 1})
-        raise ValueError(f"class_names has a name twice, which would share one key: {', '.join(twice)}.")
+        raise ValueError(
+            f"class_names must not repeat a name, as both would share a key, got {', '.join(twice)} twice."
+        )
     return tuple(class_names)

@@ -207,7 +207,7 @@ class MetricSuite:
         self._num_invalid = 0
         seen = [state for state in states if state["updates"]]
         if any(len(state["groups"]) != len(self._groups) for state in seen):
-            raise ValueError("The state is that of other metrics: give those that it was saved with.")
+            raise ValueError("The state belongs to other metrics: use the metrics that it was saved with.")
         if device is not None:
             self._to(device)
         with outside_inference_mode():

@@ -26,9 +26,10 @@ def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
 def name_conflict_message(one: str, other: str) -> str:
     """Return the message of an error for two names that exclude each other."""
     if one == other:
-        return f"metrics has two values of the name {one!r}: rename one of them."
+        return f"metrics has two values with the name {one!r}: rename one of them."
     return (
-        f"metrics has the values {one!r} and {other!r}, and a logger with a file for each cannot have both: rename one."
+        f"metrics has the values {one!r} and {other!r}, which loggers with a file per value cannot both keep: rename "
+        "one of them."
     )
 
 

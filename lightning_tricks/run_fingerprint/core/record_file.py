@@ -146,7 +146,7 @@ def _parse_header(path: Path, line: bytes, budget: Budget) -> RecordHeader:
         if type(version) is not int or not all(isinstance(value, str | int) for value in fields.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise FingerprintRecordError(f"{path} is no file of RunFingerprint.") from None
+        raise FingerprintRecordError(f"{path} is not a file of RunFingerprint.") from None
     if version > RecordHeader.version:
         raise FingerprintRecordError(
             f"{path} has version {version}, but this lightning_tricks reads version {RecordHeader.version}: update it."

@@ -43,7 +43,7 @@ class ObjectResolver:
         Raises:
             CannotRestoreError: If that is not possible without running code of the class.
         """
-        raise CannotRestoreError(f"it holds a {name}, which is no plain data")
+        raise CannotRestoreError(f"it holds a {name}, which is not plain data")
 
 
 def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None) -> Any:

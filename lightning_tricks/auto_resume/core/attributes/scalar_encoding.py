@@ -43,7 +43,7 @@ def _validated_int(value: Any) -> Any:
 
 def _validated(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise CannotRestoreError(f"{value!r} is no {kind.__name__}")
+        raise CannotRestoreError(f"{value!r} is not a {kind.__name__}")
     return value
 
 

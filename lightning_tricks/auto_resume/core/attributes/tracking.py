@@ -236,4 +236,4 @@ def _newly_truncated(walk: ObjectWalk, before: Collection[str]) -> dict[str, str
     """Report objects beyond the bounds of the walk; those that were beyond them before may never change."""
     new = [path for path in walk.truncated if path not in before]
     more = f", and {len(new) - 1} more" if new[1:] else ""
-    return {new[0]: f"an object beyond the bounds on their number and depth{more}"} if new else {}
+    return {new[0]: f"an object beyond the limits on the number and depth of objects{more}"} if new else {}

@@ -95,8 +95,8 @@ class RecordedDraws:
             self.is_full = True
             warnings.warn(
                 "AutoResume: a training loader draws from the global random state in between the training steps, and "
-                f"the states take more than {MAX_BYTES >> 20} MiB in this epoch: a run that is resumed later in it "
-                "reads other data. Let the data draw from a generator of its own, or read it with num_workers=1.",
+                f"the states take more than {MAX_BYTES >> 20} MiB in this epoch. A run that is resumed later in this "
+                "epoch reads other data. Let the data draw from a generator of its own, or read it with num_workers=1.",
                 stacklevel=2,
             )
             return

@@ -24,11 +24,11 @@ from lightning_tricks.auto_resume.core.data.resumed_iterator import resume_itera
 def why_not_trackable(loader: Any) -> str:
     """Return why the position in a loader's iteration cannot be tracked; empty where it can."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is no torch.utils.data.DataLoader"
+        return f"a {type(loader).__name__} is not a torch.utils.data.DataLoader"
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"{type(loader).__name__} overrides DataLoader.__iter__"
     if not getattr(loader, "in_order", True):
-        return "in_order=False lets the workers' speed decide about the order"
+        return "in_order=False lets the workers' speed decide the order"
     return ""
 
 

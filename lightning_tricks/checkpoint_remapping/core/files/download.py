@@ -64,7 +64,7 @@ def _content_length(length: str | None) -> int | None:
     if length is None:
         return None
     if not length.strip().isdecimal():
-        raise http.client.HTTPException(f"its length is given as {length[:40]!r}")
+        raise http.client.HTTPException(f"the server gives its length as {length[:40]!r}")
     return int(length)
 
 
@@ -79,8 +79,10 @@ def _copy(address: str, read: Callable[[int], bytes], file: IO[bytes], announced
             raise NotACheckpointError(too_large)
         if time.monotonic() - began > TIMEOUT + size / MIN_BYTES_PER_SECOND:
             raise NotACheckpointError(
-                f"{address} comes slower than {MIN_BYTES_PER_SECOND:,} bytes per second. Try again."
+                f"{address} was downloaded at less than {MIN_BYTES_PER_SECOND:,} bytes per second. Try again."
             )
         file.write(block)
     if announced is not None and size != announced:
-        raise NotACheckpointError(f"{address} broke off after {size:,} of {announced:,} bytes. Try again.")
+        raise NotACheckpointError(
+            f"The download of {address} broke off after {size:,} of {announced:,} bytes. Try again."
+        )

@@ -38,7 +38,7 @@ _SIGNATURES = (
         "a NumPy array",
         "Save a dict of tensors: {name: torch.from_numpy(array)}.",
     ),
-    (0, b"\x7fELF", "a program", ""),
+    (0, b"\x7fELF", "an executable program", ""),
 )
 
 
@@ -87,7 +87,7 @@ def _refuse_other_formats(head: bytes) -> None:
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body", b"<script")):
         raise NotACheckpointError("an HTML page. Take the address of the file itself, not of the page that shows it.")
     if text.startswith((b"<?xml", b"<!--")):
-        raise NotACheckpointError("an XML document, as servers send instead of a file. " + DOWNLOAD_AGAIN)
+        raise NotACheckpointError("an XML document, as servers send in place of a file. " + DOWNLOAD_AGAIN)
 
 
 def _without_blanks(head: bytes) -> bytes:
@@ -108,13 +108,15 @@ def _read_index(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
     except OverBudgetError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotACheckpointError("a JSON file without a weight_map, so no index of shards.") from error
+        raise NotACheckpointError("a JSON file without a weight_map, so it is not an index of shards.") from error
     tensors: dict[str, Any] = {}
     for name, wanted in names.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise NotACheckpointError(f"an index that names {describe_value(name)}, which is not a file beside it.")
+            raise NotACheckpointError(
+                f"an index that names {describe_value(name)}, which is not the name of a file in its folder."
+            )
         if not (folder / name).is_file():
-            raise NotACheckpointError(f"an index whose shard {name[:80]} is missing beside it.")
+            raise NotACheckpointError(f"an index whose shard {name[:80]} is missing in its folder.")
         shard, _, _ = read_container(folder / name, storages.map_location, storages.mmap, budget, shard=True)
         lost = [key for key in wanted if not isinstance(shard, Mapping) or key not in shard]
         if lost:

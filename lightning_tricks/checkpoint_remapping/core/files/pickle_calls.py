@@ -81,7 +81,7 @@ def plain_constructors(budget: Budget) -> dict[str, Constructor]:
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8"):
-        raise ValueError(f"text in {describe_value(encoding)}")
+        raise ValueError(f"its text has the encoding {describe_value(encoding)}")
     return text.encode(encoding)
 
 
@@ -91,7 +91,7 @@ def _bytearray(value: bytes | str = b"", encoding: str = "latin-1") -> bytearray
 
 def _device(kind: str, *index: int) -> torch.device:
     if not isinstance(kind, str) or len(kind) > 40:
-        raise TypeError(f"a device named {describe_value(kind)}")
+        raise TypeError(f"it names the device {describe_value(kind)}")
     return torch.device(kind, *index)
 
 

@@ -11,6 +11,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointErro
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     DOWNLOAD_AGAIN,
+    INVALID_TENSOR,
     FileStorages,
     InMemoryStorages,
     TypedStorage,
@@ -30,7 +31,7 @@ def read_pickles(storages: FileStorages, head: bytes) -> tuple[Any, str, dict[st
         """Read a storage as `pickle.dump` keeps it: as a whole file of torch.save."""
         inside = io.BytesIO(data)
         if not _is_legacy(read_pickle(inside, budget)):
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         return _read_legacy(inside, InMemoryStorages(data, storages.map_location, budget))[0]
 
     constructors = {**tensor_constructors(budget), "torch.storage._load_from_bytes": nested_storage}
@@ -44,7 +45,7 @@ def read_pickles(storages: FileStorages, head: bytes) -> tuple[Any, str, dict[st
             if _is_text(head):
                 beginning = head[:40].decode("utf-8", "replace").strip().splitlines()[:1]
                 raise NotACheckpointError(f"a text file, which begins with {''.join(beginning)!r}.") from error
-            raise NotACheckpointError(f"no format of weights that this reader knows. {DOWNLOAD_AGAIN}") from error
+            raise NotACheckpointError(f"not in a format of weights that this reader knows. {DOWNLOAD_AGAIN}") from error
 
 
 def _is_legacy(first: Any) -> bool:
@@ -98,12 +99,12 @@ def _storage_ranges(stream: IO[bytes], storages: FileStorages) -> dict[str, tupl
     for key in map(storage_key, read_pickle(stream, budget)):
         count = stream.read(8)
         if len(count) < 8:
-            raise NotACheckpointError("a checkpoint that is cut off")
+            raise NotACheckpointError("a checkpoint that is truncated")
         size = struct.unpack("<q", count)[0] * widths[key]
         ranges[key] = stream.tell(), size
         storages.part(*ranges[key]) if size < 0 else stream.seek(size, os.SEEK_CUR)
     if stream.tell() > storages.length:
-        raise NotACheckpointError("a checkpoint that is cut off")
+        raise NotACheckpointError("a checkpoint that is truncated")
     return ranges
 
 
@@ -111,7 +112,7 @@ def _view(whole: TypedStorage, view: Any) -> TypedStorage:
     """Return a part of a storage, which torch before 0.4 saved with its offset and its number of elements."""
     _, offset, count = view
     if not all(type(number) is int and number >= 0 for number in (offset, count)):
-        raise NotACheckpointError("a checkpoint with a broken tensor.")
+        raise NotACheckpointError(INVALID_TENSOR)
     dtype = whole.dtype
     first = offset * dtype.itemsize
     return TypedStorage(whole.storage[first : first + count * dtype.itemsize], dtype)

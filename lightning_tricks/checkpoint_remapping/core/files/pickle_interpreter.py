@@ -70,7 +70,7 @@ def read_pickle(
     except (CheckpointError, OverBudgetError):
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise NotACheckpointError(f"a pickle that is broken or cut off ({str(error)[:200]})") from error
+        raise NotACheckpointError(f"a pickle that is corrupt or truncated ({str(error)[:200]})") from error
     check_nesting(value, budget)
     return value
 
@@ -118,7 +118,7 @@ class _Machine:
             cost, handle = handlers[name]
             self.budget.spend(cost)
             handle() if argument is None else handle(argument)
-        raise NotACheckpointError("a pickle that is cut off")
+        raise NotACheckpointError("a pickle that is truncated")
 
     def _handler_of(self, name: str) -> Callable[..., None]:
         """Return the function that executes an instruction."""
@@ -220,7 +220,7 @@ class _Machine:
         target = self.stack[-1]
         items = target.items if isinstance(target, Placeholder) else target
         if not isinstance(items, dict):
-            raise TypeError(f"items for {type(items).__name__}")
+            raise TypeError(f"it adds items to a {type(items).__name__}")
         check_keys(keys)
         update_in_chunks(update_method(items), zip(keys, values, strict=True), self.budget)
 
@@ -236,7 +236,7 @@ class _Machine:
         target = self.stack[-1]
         elements = target.elements if isinstance(target, Placeholder) else target
         if not isinstance(elements, list):
-            raise TypeError(f"elements for {type(elements).__name__}")
+            raise TypeError(f"it adds elements to a {type(elements).__name__}")
         elements.extend(values)
 
     def _append(self) -> None:
@@ -249,7 +249,7 @@ class _Machine:
         values = self._to_mark()
         target = self.stack[-1]
         if not isinstance(target, set):
-            raise TypeError(f"elements for {type(target).__name__}")
+            raise TypeError(f"it adds elements to a {type(target).__name__}")
         check_keys(values)
         update_in_chunks(target.update, values, self.budget)
 
@@ -264,7 +264,7 @@ class _Machine:
 
     def _name(self, module: str, name: str) -> None:
         if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > MAX_NAME_LENGTH:
-            raise NotACheckpointError("a pickle with a class whose name is none")
+            raise NotACheckpointError("a pickle with a class whose name is not text")
         found = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
         if found.name in CODE_RUNNERS and is_never_needed(found):
             raise UnsafeCheckpointError(f"a pickle that names {found}")
@@ -298,7 +298,7 @@ class _Machine:
         if not isinstance(function, Global):
             raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
         if not isinstance(arguments, tuple):
-            raise TypeError(f"a call of {function} without a tuple of arguments")
+            raise TypeError(f"it calls {function} without a tuple of arguments")
         self._charge(arguments)
         name = str(function)
         if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):

@@ -142,10 +142,10 @@ def check_nesting(value: Any, budget: Budget) -> None:
                     continue
                 found = known.get(id(part), _Measure())
                 if found is None:
-                    raise NotACheckpointError("a checkpoint with a list or dict that lies in itself.")
+                    raise NotACheckpointError("a checkpoint with a list or dict that contains itself.")
                 if len(frames) + found.height > MAX_NESTING:
                     raise NotACheckpointError(
-                        f"a checkpoint with lists or dicts over {MAX_NESTING} deep in each other."
+                        f"a checkpoint with lists or dicts that are nested more than {MAX_NESTING} deep."
                     )
                 if id(part) in known:
                     measure.take(found)
@@ -161,7 +161,9 @@ def check_nesting(value: Any, budget: Budget) -> None:
                 if frames:
                     frames[-1][2].take(measure)
     if whole.parts > _MAX_SHARED_PARTS + 4 * distinct:
-        raise NotACheckpointError("a checkpoint with lists or dicts that share their parts without end.")
+        raise NotACheckpointError(
+            "a checkpoint with lists or dicts that share their parts so often that a copy would fill the memory."
+        )
 
 
 def check_key(key: Any) -> None:
@@ -174,7 +176,7 @@ def check_key(key: Any) -> None:
     for count, part in enumerate(parts):  # which grows
         if isinstance(part, tuple | frozenset):
             if len(part) > _MAX_KEY_PARTS or count > _MAX_KEY_PARTS:
-                raise NotACheckpointError("a checkpoint with a key of very many parts.")
+                raise NotACheckpointError(f"a checkpoint with a dict key of more than {_MAX_KEY_PARTS} parts.")
             parts.extend(part)
         elif isinstance(part, int) and part.bit_length() > 1024:
-            raise NotACheckpointError("a checkpoint with a key that is a very large number.")
+            raise NotACheckpointError("a checkpoint with a dict key that is an integer of more than 1,024 bits.")

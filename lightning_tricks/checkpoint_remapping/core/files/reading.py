@@ -135,17 +135,17 @@ def _explaining_errors(path: Path, name: str) -> Iterator[None]:
         raise NotACheckpointError(f"{name}: {error}. Save it to a file first.") from error
     except OverBudgetError as error:
         raise NotACheckpointError(
-            f"{name} is too costly to read: {error}, which its size does not explain. If it is yours, save its weights "
-            "alone."
+            f"{name} is too costly to read: {error}, which is far more than its size explains. If you trust "
+            "its source, save its weights alone."
         ) from error
     except (ImportError, torch.OutOfMemoryError):
         raise
     except OSError as error:
         if error.errno == errno.EINVAL:  # an impossible offset
-            raise NotACheckpointError(f"{name} is broken or cut off. Download it again.") from error
+            raise NotACheckpointError(f"{name} is corrupt or truncated. Download it again.") from error
         raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # corrupt bytes: offsets beyond the file, invalid names
-        raise NotACheckpointError(f"{name} is broken or cut off ({str(error)[:200]}). Download it again.") from error
+        raise NotACheckpointError(f"{name} is corrupt or truncated ({str(error)[:200]}). Download it again.") from error
 
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:

@@ -28,7 +28,7 @@ def read_safetensors(storages: FileStorages, head: bytes) -> tuple[Any, str, dic
     except SafetensorError as error:
         problem = str(error)[:200]
         raise NotACheckpointError(
-            f"a safetensors file that is broken or cut off ({problem}). {DOWNLOAD_AGAIN}"
+            f"a safetensors file that is corrupt or truncated ({problem}). {DOWNLOAD_AGAIN}"
         ) from error
 
 

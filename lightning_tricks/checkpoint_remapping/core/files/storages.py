@@ -19,6 +19,7 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Globa
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
 
 DOWNLOAD_AGAIN = "Download it again."
+INVALID_TENSOR = "a checkpoint with a tensor whose data, shape or strides are invalid."
 
 
 @dataclass
@@ -51,7 +52,7 @@ class FileStorages:
     ) -> TypedStorage:
         """Return the storage of a key, read at the first call; `location` is the device that it was saved from."""
         if not isinstance(location, str):
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         self.budget.spend(192)
         if key not in self.known:
             self.budget.spend(512)
@@ -72,10 +73,10 @@ class FileStorages:
         """Return `size` bytes of the file from `start`."""
         length = self.length
         if start < 0 or size < 0:
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         if start + size > length:
             raise NotACheckpointError(
-                f"cut off: it has {length:,} bytes of at least {start + size:,}. {DOWNLOAD_AGAIN}"
+                f"truncated: it has {length:,} bytes, but needs at least {start + size:,}. {DOWNLOAD_AGAIN}"
             )
         if self.on_meta:
             return torch.UntypedStorage(size, device="meta")
@@ -86,7 +87,7 @@ class FileStorages:
         with self.open() as stream:
             stream.seek(start)
             if size and stream.readinto(bytes_of(storage)) != size:  # type: ignore[attr-defined]
-                raise NotACheckpointError(f"cut off. {DOWNLOAD_AGAIN}")
+                raise NotACheckpointError(f"truncated. {DOWNLOAD_AGAIN}")
         return storage
 
     def open(self) -> IO[bytes]:
@@ -172,5 +173,5 @@ def storage_dtype(kind: Any) -> torch.dtype:
 def storage_key(key: Any) -> str:
     """Return the key of a storage in its file, checked."""
     if not isinstance(key, str | int):
-        raise NotACheckpointError("a checkpoint with a broken tensor.")
+        raise NotACheckpointError(INVALID_TENSOR)
     return str(key)

@@ -11,7 +11,7 @@ from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Constructor
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, describe_value
-from lightning_tricks.checkpoint_remapping.core.files.storages import TypedStorage
+from lightning_tricks.checkpoint_remapping.core.files.storages import INVALID_TENSOR, TypedStorage
 
 _MAX_DIMENSIONS = 64
 
@@ -24,7 +24,7 @@ def strided_tensor(budget: Budget, storage: Any, offset: Any, size: Any, stride:
     budget.spend(512)
     size, stride = _numbers(size), _numbers(stride)
     if not isinstance(storage, TypedStorage) or len(size) != len(stride) or not _numbers((offset,)):
-        raise NotACheckpointError("a checkpoint with a broken tensor.")
+        raise NotACheckpointError(INVALID_TENSOR)
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     width = storage.dtype.itemsize
     if extent and (offset + extent) * width > storage.storage.nbytes():
@@ -38,7 +38,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     """Return sizes or strides, checked."""
     known = isinstance(values, list | tuple) and len(values) <= _MAX_DIMENSIONS
     if not known or any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
-        raise NotACheckpointError("a checkpoint with a broken tensor.")
+        raise NotACheckpointError(INVALID_TENSOR)
     return tuple(values)
 
 
@@ -55,7 +55,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *_: Any
     ) -> torch.Tensor:
         if not isinstance(storage, TypedStorage) or not isinstance(dtype, torch.dtype):
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         return strided_tensor(budget, TypedStorage(storage.storage, dtype), offset, size, stride)
 
     def sparse(layout: Any, data: Any) -> Any:
@@ -67,7 +67,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
 
     def of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         if not isinstance(arguments, tuple):
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         budget.spend(512 + 8 * len(arguments))
         make = constructors.get(str(function)) if isinstance(function, Global) else None
         return make(*arguments) if make else Placeholder(describe_value(kind), arguments, state)

@@ -46,7 +46,9 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, 
         tensors = None if inside is None else search.tensors(inside)
         if tensors is None:
             key_paths = _list_key_paths([".".join(key_path) for key_path, _ in search.candidates(value)])
-            raise CheckpointError(f"a checkpoint without weights at key={key!r}. It has {key_paths or 'none'}.")
+            raise CheckpointError(
+                f"a checkpoint without weights at key={key!r}. Its weights are at {key_paths or 'no key'}."
+            )
         return chosen, tensors
     found = dict(search.candidates(value))
     for known in (_RAW, _AVERAGED):
@@ -237,7 +239,7 @@ def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
 def _without_weights(value: Any) -> str:
     if isinstance(value, dict):
         if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
-            return "a checkpoint of an optimizer, without a model's weights. Take the file that holds the model."
+            return "a checkpoint of an optimizer, without a model's weights. Use the file that holds the model."
         keys = _list_key_paths([key if isinstance(key, str) else describe_value(key) for key in value])
         return f"a checkpoint without weights: it holds {keys or 'nothing'}."
     what = value.name if isinstance(value, Placeholder) else type(value).__name__

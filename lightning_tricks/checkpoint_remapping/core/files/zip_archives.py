@@ -14,6 +14,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointErro
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     DOWNLOAD_AGAIN,
+    INVALID_TENSOR,
     FileStorages,
     TypedStorage,
     storage_dtype,
@@ -34,7 +35,7 @@ def read_zip(storages: FileStorages) -> tuple[Any, str, dict[str, str]]:
             return _read_archive(archive, storages)
     except (EOFError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile, struct.error) as error:
         raise NotACheckpointError(
-            f"a zip archive that is broken or cut off ({str(error)[:200]}). {DOWNLOAD_AGAIN}"
+            f"a zip archive that is corrupt or truncated ({str(error)[:200]}). {DOWNLOAD_AGAIN}"
         ) from error
 
 
@@ -68,7 +69,7 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> tuple[Any
     def persistent(identifier: Any) -> TypedStorage:
         tag, kind, key, location, count = identifier
         if tag != "storage" or type(count) is not int or count < 0:
-            raise NotACheckpointError("a checkpoint with a broken tensor.")
+            raise NotACheckpointError(INVALID_TENSOR)
         dtype, key = storage_dtype(kind), storage_key(key)
         size = count * dtype.itemsize
         return storages.get(key, dtype, location, lambda: _storage(archive, f"{prefix}data/{key}", size, storages))

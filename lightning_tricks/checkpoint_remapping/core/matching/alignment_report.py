@@ -57,7 +57,7 @@ def describe_ambiguity(alignment: Alignment) -> str:
     sources, targets = alignment.ambiguous[0]
     more = f" (and {len(alignment.ambiguous) - 1} more such cases)" if len(alignment.ambiguous) > 1 else ""
     return (
-        f"nothing tells which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
+        f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
         f"model{more}. Specify it: rules=[({sources[0]!r}, {targets[0]!r}), ...], or submodule=... if only a part of "
         "the model is meant."
     )

@@ -1,4 +1,4 @@
-"""What strangers' code does between a save and a resume is put back, and nothing is said for nothing."""
+"""What user code does between a save and a resume is restored, and no warning comes without a reason."""
 
 import os
 import time
