@@ -101,7 +101,7 @@ def test_a_class_is_found_by_name_where_it_is_imported_and_nothing_is_imported()
     assert class_name(type("Local", (MLP,), {"__qualname__": "f.<locals>.Local"})) is None
     assert class_name(lambda: MLP()) is None
     for name in ("os:system", "subprocess:Popen", "this:s", "nowhere:Net", "torch"):
-        with pytest.raises(ValueError, match=f"estimator='{name}' names no class of modules that is imported"):
+        with pytest.raises(ValueError, match=f"estimator='{name}' does not name an imported class of modules"):
             imported_class(name)
     assert "this" not in sys.modules
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_imported_says_why(tmp_path):
         VotingRegressor.from_torchensemble(theirs)
     with pytest.raises(ValueError, match=r"holds only weights: give the class of the members, estimator=Net"):
         VotingClassifier.from_torchensemble(path)
-    with pytest.warns(UserWarning, match="is, by its name, not of a SnapshotEnsembleClassifier"):
+    with pytest.warns(UserWarning, match="has a name that torchensemble does not give to the files of a Snapshot"):
         SnapshotEnsembleClassifier.from_torchensemble(path, MLP, {"hidden": 9})
     with pytest.raises(CheckpointError):
         VotingClassifier.from_torchensemble(path, CNN)

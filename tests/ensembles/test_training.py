@@ -387,7 +387,7 @@ def test_a_checkpoint_builds_nothing_else(tmp_path):
     for more, words in (
         ({**of_cli, "criterion": evil}, r"criterion .*criterion=\.\.\."),
         ({**of_cli, "estimator_args": {"hidden": evil}}, r"estimator_args=\.\.\."),
-        ({"estimator": "os:system"}, "names no class of modules that is imported"),
+        ({"estimator": "os:system"}, "does not name an imported class of modules"),
         (
             {"estimator": ["victim.pt"], "estimator_args": {"estimator": "torch.nn:Linear"}},
             "must be a class or factory",
