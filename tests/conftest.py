@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -22,6 +23,11 @@ from lightning_tricks.seeding import isolated_seeding  # noqa: E402
 from tests.contract.lab import Lab  # noqa: E402
 
 torch.set_num_threads(1)
+
+_IN_MEMORY = Path("/dev/shm")
+if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:
+    # Where tests write: what they flush to a disk takes as long as all they compute
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))
 
 # Lightning 2.5.0 wraps them while it asks for loaders, and leaves them wrapped where that raises
 _METHODS = ("__init__", "__setattr__", "__delattr__")
@@ -63,7 +69,9 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("oldest"):
         marked = [item for item in items if item.get_closest_marker("oldest")]
         files = {item.path for item in marked}
-        left_out = [item for item in items if item.path in files and item not in marked]
+        left_out = [
+            item for item in items if item.get_closest_marker("newest") or (item.path in files and item not in marked)
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():

@@ -33,7 +33,7 @@ def verify(lab: Lab, setting: Setting, callback: type = AutoResume) -> None:
     """Stopped by a signal in the second epoch and started again, the run ends where the undisturbed one does."""
     net = {"dropout": 0.2}
     batch = 11 // setting.ranks + 1  # in the second of two epochs
-    whole = lab.fit([], setting, net=net)
+    whole = lab.fit_bare(setting, **net)
     runs = lab.folder / f"{setting.name} guarded"
     marker = lab.folder / f"{setting.name} stopped"
     with (

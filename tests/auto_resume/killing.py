@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.auto_resume.training import DEFAULTS, train
@@ -37,6 +38,11 @@ PHASES = {
     "after the last step": ("on_train_end", lambda options: 1),
     "after the fit": ("on_fit_end", lambda options: 1),
 }
+
+
+def one_in_three_with_the_oldest(*cases: Any) -> list[Any]:
+    """Return the cases as parameters, of which every third runs with the oldest versions too."""
+    return [pytest.param(case, marks=[pytest.mark.newest] if index % 3 else []) for index, case in enumerate(cases)]
 
 
 def batches(options: dict[str, Any]) -> int:

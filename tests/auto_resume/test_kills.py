@@ -15,10 +15,21 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from lightning_tricks.auto_resume import CheckpointFolder
-from tests.auto_resume.killing import PHASES, STOPPED, differences, kill_at, phases_of, resumed_at, run
+from tests.auto_resume.killing import (
+    PHASES,
+    STOPPED,
+    differences,
+    kill_at,
+    one_in_three_with_the_oldest,
+    phases_of,
+    resumed_at,
+    run,
+)
 from tests.auto_resume.training import DEFAULTS
 
 MATRIX = list(itertools.product((0, 2), (1, 2), (1, 3), ("none", 4, "epoch")))
+SMALL = {"samples": 28}  # 7 batches of 4
+FEW_FORKS = {"sanity": 0, "val_loaders": 1}  # in each epoch each loader forks its workers anew
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1")
 
 
@@ -43,7 +54,7 @@ def assert_as_undisturbed(folders, options, kills):
 def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, accumulate, validate):
     """Kills in a chain for each way to train, at phases and by signals that the case chooses."""
     options = {"workers": workers, "ranks": ranks, "accumulate": accumulate, "validate": validate}
-    options |= {"strategy": "ddp_fork", "epochs": 2, "samples": 28}
+    options |= {"strategy": "ddp_fork", "epochs": 2, **SMALL, **(FEW_FORKS if workers else {})}
     chance = random.Random(repr(options))
     first = ["in the middle of an epoch", chance.choice(phases_of(options))]
     names = ["SIGKILL", chance.choice(SIGNALS)] if ranks == 1 else ["SIGKILL", "SIGKILL"]
@@ -58,14 +69,14 @@ def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, acc
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if not phase.startswith("after the")])
 def test_stopped_at_each_phase(folders, phase):
     """SIGTERM ends the run with the exit code that asks for another start, wherever it comes."""
-    options = {"validate": 3, "accumulate": 2, "samples": 28, "epochs": 2}
+    options = {"validate": 3, "accumulate": 2, "epochs": 2, **SMALL}
     assert assert_as_undisturbed(folders, options, [kill_at(phase, "SIGTERM", options)]) == [STOPPED]
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     "options",
-    [
+    one_in_three_with_the_oldest(
         {"workers": 2, "persistent": True, "validate": 3},
         {"workers": 2, "persistent": True, "limit": 5},
         {"loader": "generator", "workers": 2},
@@ -100,11 +111,12 @@ def test_stopped_at_each_phase(folders, phase):
         {"asks": True, "workers": 2, "ranks": 2, "strategy": "ddp_fork"},
         {"asks": True, "loader": "stateful"},
         {"asks": True, "loader": "batches"},
-    ],
+    ),
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_every_way_to_train(folders, options):
     """Killed in the middle of an epoch, taken up, and killed at its end."""
+    options = {**SMALL, **(FEW_FORKS if options.get("workers") else {}), **options}
     if options.get("averaging") == "ema":
         pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
     if options.get("averaging") == "swa" and _saves_a_function():

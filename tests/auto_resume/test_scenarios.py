@@ -5,7 +5,7 @@
 
 import pytest
 
-from tests.auto_resume.killing import differences, kill_at, resumed_at, run, said
+from tests.auto_resume.killing import differences, kill_at, one_in_three_with_the_oldest, resumed_at, run, said
 from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 
 MIDDLE = "in the middle of an epoch"
@@ -34,13 +34,12 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
 }
 CASES = [(name, 1, 0) for name, one in SCENARIOS.items() if one.workers[0] == 0]
 CASES += [(name, *way) for name, way in SEVERAL.items()]
-if not SCENARIOS["averaging_by_steps"].is_there:  # with the oldest Lightning a third of them
-    CASES = CASES[::3]
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("name", "ranks", "workers"), CASES)
-def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, name, ranks, workers):
+@pytest.mark.parametrize("case", one_in_three_with_the_oldest(*CASES), ids=lambda case: "-".join(map(str, case)))
+def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, case):
+    name, ranks, workers = case
     scenario = SCENARIOS[name]
     if not scenario.is_there:
         pytest.skip(f"needs Lightning {scenario.since}")

@@ -182,6 +182,7 @@ SETTINGS = {
     )
 }
 FP32 = SETTINGS["fp32"]
+_BARE_FITS: dict[tuple[Any, ...], list[Facts]] = {}
 
 
 @dataclass
@@ -361,6 +362,13 @@ class Lab:
             run()
         files = sorted(folder.glob("rank*.pt"))
         return [torch.load(file, weights_only=False) for file in files]
+
+    def fit_bare(self, setting: Setting = FP32, **net: Any) -> list[Facts]:
+        """Return the facts of the bare Trainer, which trains once in each setting for all checks."""
+        key = (setting.name, *net.items())
+        if key not in _BARE_FITS:
+            _BARE_FITS[key] = self.fit([], setting, net=net)
+        return _BARE_FITS[key]
 
     def run(self, stage: str, callbacks: Sequence[Callback], **trainer: Any) -> tuple[Any, dict[str, Any]]:
         """Validate, test or predict alone: return what the Trainer returns, and the traces on module and Trainer."""

@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 from lightning_tricks import demo
 from lightning_tricks.cli import main
-from tests.auto_resume.test_kills import wait_for
+from tests.auto_resume.killing import run
 from tests.contract.cases import CASES
 from tests.contract.readme_tables import README
 
@@ -26,12 +29,32 @@ def _run(*arguments):
     )
 
 
+def _demo(folder, options):
+    """The demo in a process that has loaded everything already."""
+    os.environ["COLUMNS"] = "110"
+    if options["kill"]:
+        threading.Thread(target=_kill_when_saved, args=(Path(options["out"]),), daemon=True).start()
+    main(["demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", options["out"]])
+
+
+def _kill_when_saved(out):
+    while not list(out.glob("resume/*.json")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fork(folder, out, kill=False):
+    status = run(folder, {"out": str(out), "kill": kill}, script=_demo)
+    return status, (folder / "output.txt").read_text()
+
+
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
-    """The demo, twice into the same folder."""
-    out = tmp_path_factory.mktemp("demo") / "deep" / "report"
-    runs = [_run("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(out)) for _ in range(2)]
-    return out, runs
+    """The demo, twice into the same folder: as the command, and in a fork of this process."""
+    folder = tmp_path_factory.mktemp("demo")
+    out = folder / "deep" / "report"
+    command = _run("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(out))
+    return out, command, _fork(folder / "again", out)
 
 
 def _table(text):
@@ -39,45 +62,46 @@ def _table(text):
 
 
 def test_shows_every_trick_and_what_it_did(two_runs):
-    _, (run, _) = two_runs
-    assert run.returncode == 0, run.stderr
-    text = "\n".join(_table(run.stdout))
+    _, command, _ = two_runs
+    assert command.returncode == 0, command.stderr
+    text = "\n".join(_table(command.stdout))
     for case in CASES.values():
         assert case.callback.__module__.split(".")[1] in text
     for what in ("clipped steps", "seed", "accuracy", "train loss"):
         assert what in text
-    assert "Warning" not in run.stderr
+    assert "Warning" not in command.stderr
 
 
 def test_runs_with_one_seed_are_the_same(two_runs):
-    _, runs = two_runs
-    assert _table(runs[0].stdout) == _table(runs[1].stdout)
+    _, command, (status, printed) = two_runs
+    assert status == 0, printed
+    assert _table(command.stdout) == _table(printed)
 
 
 def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
-    _, (undisturbed, _) = two_runs
-    arguments = ("demo", "--max-epochs", "3", "--accelerator", "cpu", "--out", str(tmp_path))
-    process = subprocess.Popen([_COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: list(tmp_path.glob("resume/*.json")), process)
-    process.kill()
-    assert process.wait() == -9
-    tables = [_table(run.stdout.partition("1,797 digits")[2]) for run in (_run(*arguments), undisturbed)]
+    _, undisturbed, _ = two_runs
+    out = tmp_path / "out"
+    assert _fork(tmp_path / "killed", out, kill=True)[0] == -9
+    assert list(out.glob("resume/*.json"))
+    status, printed = _fork(tmp_path / "resumed", out)
+    assert status == 0, printed
+    tables = [_table(text.partition("1,797 digits")[2]) for text in (printed, undisturbed.stdout)]
     assert len(tables[0]) > 10
     assert tables[0] == tables[1]
-    assert not (tmp_path / "resume").exists()
+    assert not (out / "resume").exists()
 
 
 def test_readme_shows_this_table(two_runs):
-    _, (run, _) = two_runs
+    _, command, _ = two_runs
     section = README.read_text().partition("## The demo")[2].partition("\n## ")[0]
-    tables = (text.partition("1,797 digits, one small net")[2] for text in (section, run.stdout))
+    tables = (text.partition("1,797 digits, one small net")[2] for text in (section, command.stdout))
     shown, printed = ([re.sub(r"[\d.]+|\s+", " ", line) for line in _table(text)] for text in tables)
     assert len(shown) > 10
     assert shown == printed, "numbers aside, README.md shows what the demo prints"
 
 
 def test_writes_a_report_that_agrees(two_runs):
-    out, _ = two_runs
+    out, _, _ = two_runs
     report = json.loads((out / "report.json").read_text())
     assert report["seeding"]["seed"].startswith("42 ")
     clipped, of, steps = report["gradient_clipping"]["clipped steps"].split()[:3]
@@ -95,11 +119,11 @@ def test_writes_a_report_that_agrees(two_runs):
 
 
 def test_two_devices_and_another_precision():
-    run = _run("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--precision", "bf16-mixed")
-    assert run.returncode == 0, run.stderr
+    command = _run("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--precision", "bf16-mixed")
+    assert command.returncode == 0, command.stderr
     report = json.loads(Path("lightning_tricks_demo/report.json").read_text())
     assert report["training"]["steps"] == "19 in 1 epochs, bf16-mixed, 2 x CPUAccelerator"
-    assert run.stdout.count("clipped steps") == 1, "rank zero alone reports"
+    assert command.stdout.count("clipped steps") == 1, "rank zero alone reports"
 
 
 @pytest.mark.parametrize(

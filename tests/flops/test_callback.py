@@ -279,7 +279,7 @@ def test_barebones_and_fast_dev_run(capsys):
 def test_training_is_bit_identical_with_dropout_and_metrics(lab):
     net = {"dropout": 0.3}
     with_it = lab.fit([FlopsReport(backward=True, compare=True, peak_flops=1e9)], net=net)
-    assert_same_run(with_it, lab.fit([], net=net))
+    assert_same_run(with_it, lab.fit_bare(**net))
 
 
 def test_through_the_mixin_and_as_a_checkpoint(tmp_path):
