@@ -136,13 +136,13 @@ def differences(folder: Path, whole: Path) -> list[str]:
 
 
 def resumed_at(folder: Path) -> list[int]:
-    """The steps at which the runs in a folder went on, as they said."""
+    """Return the steps at which the runs in a folder resumed, as they logged."""
     lines = (folder / "output.txt").read_text().splitlines()
     return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run resumes at" in line]
 
 
-def said(folder: Path, wanted: str) -> bool:
-    """Whether a run said something after the first time that it went on, as a regular expression."""
+def warned(folder: Path, wanted: str) -> bool:
+    """Return whether a run logged what a regular expression describes, since it first resumed."""
     output = (folder / "output.txt").read_text()
     _, _, later = output.partition("AutoResume: the run resumes at")
     return re.search(wanted, later or output) is not None

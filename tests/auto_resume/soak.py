@@ -20,7 +20,7 @@ import lightning
 import torch
 import torchmetrics
 
-from tests.auto_resume.killing import PHASES, STOPPED, differences, random_kill, resumed_at, run, said
+from tests.auto_resume.killing import PHASES, STOPPED, differences, random_kill, resumed_at, run, warned
 from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 from tests.auto_resume.training import train
 
@@ -34,7 +34,7 @@ class Task:
     name: str
     options: dict[str, Any]
     script: Callable[[Path, dict[str, Any]], Any]
-    says: str = ""
+    warning: str = ""
     phases_like: dict[str, Any] = field(default_factory=dict)  # options of training.py whose phases it has
 
 
@@ -45,7 +45,7 @@ class Found:
     kills: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     exact: int = 0
-    said: int = 0
+    warned: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -69,7 +69,7 @@ def tasks(chance: random.Random) -> Iterator[Task]:
     """Each scenario with each number of ranks and workers in turn, over and over, and other ways to train between."""
     like = {"samples": 4 * BATCHES, "validate": "epoch"}
     deck = [
-        Task(name, {"ranks": ranks, "workers": workers}, one, one.says, like)
+        Task(name, {"ranks": ranks, "workers": workers}, one, one.warning, like)
         for name, one in SCENARIOS.items()
         for ranks in one.ranks
         for workers in one.workers
@@ -80,7 +80,7 @@ def tasks(chance: random.Random) -> Iterator[Task]:
         for task in deck:
             every = chance.choice((1, 2, 3))
             places = {"first": chance.random() < 0.5, "resume": {"every_n_train_steps": every}}
-            yield Task(task.name, {**task.options, **places}, task.script, task.says, task.phases_like)
+            yield Task(task.name, {**task.options, **places}, task.script, task.warning, task.phases_like)
             if chance.random() < 0.3:
                 options = random_options(chance)
                 yield Task(SCRIPT, options, train, "", options)
@@ -89,7 +89,7 @@ def tasks(chance: random.Random) -> Iterator[Task]:
 def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: Callable[[], list[str]]) -> int:
     """Kill one run several times, take it to its end, and compare; return how often it was resumed."""
     whole, killed = folder / "whole", folder / "killed"
-    if not task.says and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
+    if not task.warning and run(whole, {**task.options, "guarded": False}, script=task.script) != 0:
         sys.exit((whole / "output.txt").read_text()[-3000:])
     kills = []
     for _ in range(3):
@@ -104,10 +104,10 @@ def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: 
     problem = ""
     if run(killed, task.options, script=task.script) != 0:
         problem = (killed / "output.txt").read_text()[-1500:]
-    elif task.says:
-        has_said = not resumed_at(killed) or said(killed, task.says)
-        found.said += has_said
-        problem = "" if has_said else f"does not say {task.says!r}"
+    elif task.warning:
+        has_warned = not resumed_at(killed) or warned(killed, task.warning)
+        found.warned += has_warned
+        problem = "" if has_warned else f"does not warn {task.warning!r}"
     else:
         differing = differences(killed, whole)
         found.exact += not differing
@@ -127,21 +127,22 @@ def as_tables(found: dict[str, Found]) -> str:
         "# What `make soak` found",
         "",
         f"{total} kills of {runs} runs, each killed up to three times and taken to its end; {versions}.",
-        "*Exact* counts runs that ended as the undisturbed one, bit for bit; *said* those that cannot be, and said so.",
+        "*Exact* counts runs that ended as the undisturbed one, bit for bit; *warned* those that cannot, and logged a "
+        "warning that says so.",
         "The columns after that count kills by phase:",
         "",
         *(f"{number}. {phase}" for number, phase in enumerate(PHASES, 1)),
         "",
-        f"| scenario | runs | exact | said | {' | '.join(str(number) for number in range(1, len(PHASES) + 1))} |",
+        f"| scenario | runs | exact | warned | {' | '.join(str(number) for number in range(1, len(PHASES) + 1))} |",
         f"|---|{'---:|' * (3 + len(PHASES))}",
     ]
     for name in sorted(found):
         one = found[name]
         counts = " | ".join(str(one.kills[phase]) for phase in PHASES)
-        lines.append(f"| {name} | {one.runs} | {one.exact} | {one.said} | {counts} |")
+        lines.append(f"| {name} | {one.runs} | {one.exact} | {one.warned} | {counts} |")
     sums = [sum(one.kills[phase] for one in found.values()) for phase in PHASES]
-    exact, has_said = sum(one.exact for one in found.values()), sum(one.said for one in found.values())
-    lines.append(f"| **sum** | {runs} | {exact} | {has_said} | {' | '.join(map(str, sums))} |")
+    exact, has_warned = sum(one.exact for one in found.values()), sum(one.warned for one in found.values())
+    lines.append(f"| **sum** | {runs} | {exact} | {has_warned} | {' | '.join(map(str, sums))} |")
     problems = [f"- {name}: {problem}" for name in sorted(found) for problem in found[name].problems]
     return "\n".join([*lines, *(["", "Problems:", "", *problems] if problems else []), ""])
 

@@ -115,7 +115,7 @@ def test_stopped_at_each_phase(folders, phase):
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_every_way_to_train(folders, options):
-    """Killed in the middle of an epoch, taken up, and killed at its end."""
+    """Killed in the middle of an epoch, resumed, and killed at its end."""
     options = {**SMALL, **(FEW_FORKS if options.get("workers") else {}), **options}
     if options.get("averaging") == "ema":
         pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
@@ -158,7 +158,7 @@ def test_a_finished_run_is_left_alone(folders):
         assert differences(killed, whole) == []
 
 
-def test_more_epochs_go_on_where_the_run_ended(folders):
+def test_more_epochs_continue_where_the_run_ended(folders):
     killed, whole = folders
     options = {"workers": 2, "persistent": True}
     assert run(whole, {**options, "epochs": 4, "guarded": False}) == 0

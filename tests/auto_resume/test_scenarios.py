@@ -5,7 +5,7 @@
 
 import pytest
 
-from tests.auto_resume.killing import differences, kill_at, one_in_three_with_the_oldest, resumed_at, run, said
+from tests.auto_resume.killing import differences, kill_at, one_in_three_with_the_oldest, resumed_at, run, warned
 from tests.auto_resume.scenarios import BATCHES, SCENARIOS
 
 MIDDLE = "in the middle of an epoch"
@@ -38,7 +38,7 @@ CASES += [(name, *way) for name, way in SEVERAL.items()]
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("case", one_in_three_with_the_oldest(*CASES), ids=lambda case: "-".join(map(str, case)))
-def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, case):
+def test_a_script_resumes_exactly_or_warns(tmp_path, case):
     name, ranks, workers = case
     scenario = SCENARIOS[name]
     if not scenario.is_there:
@@ -49,8 +49,8 @@ def test_a_script_goes_on_exactly_or_says_why_not(tmp_path, case):
     assert run(killed, {**options, "kill": kill}, script=scenario) != 0
     assert run(killed, options, script=scenario) == 0, (killed / "output.txt").read_text()[-3000:]
     assert resumed_at(killed) or "had finished" in (killed / "output.txt").read_text()
-    if scenario.says:
-        assert said(killed, scenario.says)
+    if scenario.warning:
+        assert warned(killed, scenario.warning)
         return
     assert run(whole, {**options, "guarded": False}, script=scenario) == 0
     assert differences(killed, whole) == []

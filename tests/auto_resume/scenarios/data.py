@@ -248,7 +248,7 @@ def collated_with_random(job: Job) -> None:
     job.fit(Net(), train=job.loader(job.samples(), shuffle=True, collate_fn=Mixes()))
 
 
-@scenario(says=r"AutoResume: .*\bother\b")
+@scenario(warning=r"AutoResume: .*\bother\b")
 def second_iterator_of_the_module(job: Job) -> None:
     class Mixed(Net):
         def on_fit_start(self) -> None:
@@ -262,7 +262,7 @@ def second_iterator_of_the_module(job: Job) -> None:
     job.fit(Mixed())
 
 
-@scenario(says=OTHER_DATA)
+@scenario(warning=OTHER_DATA)
 def split_without_seed(job: Job) -> None:
     train, _ = random_split(job.samples(60), [36, 24])
     job.fit(Net(), train=job.loader(train, shuffle=True))
@@ -283,7 +283,7 @@ def split_without_seed_in_setup(job: Job) -> None:
     job.trainer().fit(Net(), datamodule=Splits())
 
 
-@scenario(says=OTHER_DATA)
+@scenario(warning=OTHER_DATA)
 def made_without_seed(job: Job) -> None:
     x, y = make_classification(36, 6, n_informative=4, n_classes=3)
     train = TensorDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y))

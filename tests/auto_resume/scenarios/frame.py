@@ -37,14 +37,14 @@ class Scenario:
 
     Args:
         run: The script; it takes a `Job`.
-        says: A regular expression of what the run must say where it cannot be exact; empty where it must be.
+        warning: A regular expression of what the run must log where it cannot be exact; empty where it must be.
         ranks: With how many ranks it makes sense.
         workers: With how many workers.
         since: The Lightning that it needs.
     """
 
     run: Callable[[Job], None]
-    says: str = ""
+    warning: str = ""
     ranks: tuple[int, ...] = (1,)
     workers: tuple[int, ...] = (0,)
     since: tuple[int, int] = (2, 5)
