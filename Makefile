@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(CURDIR)/$(VENV)/oldest
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 DECLARED := pyproject.toml constraints.txt
 # Files of tests that meet the oldest: of the shells, the contract, and those with one of these words. Of a file with
 # tests that are marked, these run.

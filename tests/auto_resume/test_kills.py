@@ -55,6 +55,7 @@ def test_killed_twice_and_resumed_is_as_undisturbed(folders, workers, ranks, acc
     """Kills in a chain for each way to train, at phases and by signals that the case chooses."""
     options = {"workers": workers, "ranks": ranks, "accumulate": accumulate, "validate": validate}
     options |= {"strategy": "ddp_fork", "epochs": 2, **SMALL, **(FEW_FORKS if workers else {})}
+    options |= {"persistent": ranks == 2 and accumulate == 3}
     chance = random.Random(repr(options))
     first = ["in the middle of an epoch", chance.choice(phases_of(options))]
     names = ["SIGKILL", chance.choice(SIGNALS)] if ranks == 1 else ["SIGKILL", "SIGKILL"]
