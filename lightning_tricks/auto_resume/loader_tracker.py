@@ -20,6 +20,7 @@ from lightning_tricks._lightning_compat.fit_loaders import (
     train_iterators,
 )
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
@@ -170,9 +171,9 @@ class LoaderTracker:
         before, now = state.get("fingerprint", {}), loader.objects.fingerprint
         others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
         if before and others:
-            more = f" and {len(others) - 1} more attributes differ" if others[1:] else " differs"
+            differ = f"{list_names(others, 1)} attributes differ" if others[1:] else f"{others[0]} differs"
             loader.report_difference(
-                f"has other data than in the stopped run: {others[0]}{more}. Create them as before: split them with a "
+                f"has other data than in the stopped run: {differ}. Create them as before: split them with a "
                 "generator=torch.Generator().manual_seed(...), and call seed_everything before they are created"
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.load_plan import (
@@ -18,7 +19,6 @@ from lightning_tricks.checkpoint_remapping.core.load_plan import (
     Source,
     plan_loading,
 )
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
 
 
 def load_weights(
