@@ -6,6 +6,7 @@ Reads and writes are guarded alike: an attribute that torch renamed is never add
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -28,20 +29,24 @@ class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
 # -- a DataLoader
 
 
-def override_iterator_factory(loader: DataLoader[Any], factory: Callable[[], Any]) -> None:
-    """Let a loader make its iterators by a function, until `restore_iterator_factory`."""
+@contextmanager
+def overridden_iterator_factory(loader: DataLoader[Any], factory: Callable[[], Any]) -> Iterator[None]:
+    """Let a loader make its iterators by a function, for a while."""
     with needs_private(_RESUME):
         _ = type(loader)._get_iterator
     vars(loader)["_get_iterator"] = factory  # past the loader's `__setattr__`, which Lightning replaces
-
-
-def restore_iterator_factory(loader: DataLoader[Any]) -> None:
-    """Let a loader make its iterators by its class again."""
-    vars(loader).pop("_get_iterator", None)
+    reference = ref(loader)
+    del loader, factory  # whoever keeps this open may be kept by them
+    try:
+        yield
+    finally:
+        remaining = reference()
+        if remaining is not None:
+            vars(remaining).pop("_get_iterator", None)
 
 
 def class_iterator(loader: DataLoader[Any]) -> Any:
-    """Return a new iterator, made by the loader's class also where `override_iterator_factory` was called."""
+    """Return a new iterator, made by the loader's class also within `overridden_iterator_factory`."""
     with needs_private(_RESUME):
         factory = type(loader)._get_iterator
     return factory(loader)

@@ -45,7 +45,7 @@ def as_lightning_checkpoint(
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
-        rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items()}
+        rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
         if fit:
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": weights}, plan.report
@@ -102,12 +102,12 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
         )
 
 
-def clone_tensors(value: Any) -> Any:
+def clone_mapped_tensors(value: Any) -> Any:
     """Copy mapped tensors, so that the file may be overwritten while they are in use."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)({name: clone_tensors(part) for name, part in value.items()})
+        return type(value)({name: clone_mapped_tensors(part) for name, part in value.items()})
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(clone_tensors(part) for part in value)
+        return type(value)(clone_mapped_tensors(part) for part in value)
     return value

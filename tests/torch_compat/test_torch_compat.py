@@ -20,11 +20,9 @@ def loader(num_workers=0, size=6, **options):
 
 def test_a_loader_creates_its_iterators_by_a_function_for_a_while():
     data = loader()
-    private.override_iterator_factory(data, lambda: iter("ab"))
-    assert list(data) == ["a", "b"]
-    assert [batch.tolist() for batch in private.class_iterator(data)] == [[0, 1], [2, 3], [4, 5]]
-    private.restore_iterator_factory(data)
-    private.restore_iterator_factory(data)
+    with private.overridden_iterator_factory(data, lambda: iter("ab")):
+        assert list(data) == ["a", "b"]
+        assert [batch.tolist() for batch in private.class_iterator(data)] == [[0, 1], [2, 3], [4, 5]]
     assert len(list(data)) == 3
 
 
@@ -154,7 +152,7 @@ CALLS = {
     "_dataset_fetcher": lambda bare: private.dataset_fetcher(bare),
     "_dataset_fetcher, set": lambda bare: private.set_dataset_fetcher(bare, None),
     "_iterator": lambda bare: private.set_persistent_iterator(bare, None),
-    "_get_iterator": lambda bare: private.override_iterator_factory(bare, iter),
+    "_get_iterator": lambda bare: private.overridden_iterator_factory(bare, iter).__enter__(),
     "_get_iterator, called": lambda bare: private.class_iterator(bare),
     "_reset": lambda bare: private.override_reset(bare, print),
     "_try_put_index": lambda bare: private.request_batch(bare),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -76,16 +77,12 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
         A function for a step that never comes: it takes the condition back. After the step it does nothing.
     """
     # a GradScaler sets the same attributes to tell a fused optimizer that it found an overflow
-    optimizer.found_inf = condition.float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-
-    def close(*_: Any) -> None:
-        if handle.id in optimizer._optimizer_step_post_hooks:
-            handle.remove()
-            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-
-    handle = optimizer.register_step_post_hook(close)
-    return close
+    installed = ExitStack()
+    for name, value in (("found_inf", condition.float()), ("grad_scale", None)):
+        setattr(optimizer, name, value)
+        installed.callback(delattr, optimizer, name)
+    installed.enter_context(optimizer.register_step_post_hook(lambda *_: installed.close()))
+    return installed.close
 
 
 def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ restored. An iterable dataset is read again up to the position, as only it knows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
@@ -67,7 +68,8 @@ class TrackedDataLoader:
         self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
         self._resume_position: LoaderPosition | None = None
         self._iterator_deferred = False
-        private.override_iterator_factory(loader, self._create_iterator)
+        self._installed = ExitStack()
+        self._installed.enter_context(private.overridden_iterator_factory(loader, self._create_iterator))
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -83,9 +85,7 @@ class TrackedDataLoader:
 
     def close(self) -> None:
         """Stop tracking the loader; iterators that exist keep working."""
-        loader = self._loader()
-        if loader is not None:
-            private.restore_iterator_factory(loader)
+        self._installed.close()
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators from which the loader and its samplers draw."""
