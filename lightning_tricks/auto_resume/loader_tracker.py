@@ -21,6 +21,7 @@ from lightning_tricks._lightning_compat.fit_loaders import (
 )
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.loaders import persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import pack_rng_state, unpack_rng_state
@@ -136,7 +137,7 @@ class LoaderTracker:
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
-        validation = [_loader_state(one, vars(one.loader).get("_iterator")) for one in self._validation]
+        validation = [_loader_state(one, persistent_iterator(one.loader)) for one in self._validation]
         train = self._train_positions(trainer, at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
@@ -41,7 +42,7 @@ def as_lightning_checkpoint(
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
     # Without their versions, modules would convert the weights from an old one
-    weights._metadata = getattr(own, "_metadata", {})
+    set_state_dict_versions(weights, state_dict_versions(own) or {})
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_tricks._torch_compat.optimizers import takes_scale
+
 
 def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     """Drop the gradients, so that the next step does nothing.
@@ -52,7 +54,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     It works for torch's fused optimizers, except for the first step of an SGD with momentum: a fused kernel that skips
     this step keeps uninitialised memory as its momentum.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not takes_scale(optimizer):
         return False
     groups = optimizer.param_groups
     if not all(group.get("fused") for group in groups):

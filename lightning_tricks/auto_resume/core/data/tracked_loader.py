@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tricks import _torch_compat as private
+from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.data.iterator_tracker import create_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects, ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import LoaderPosition, has_persistent_workers

@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
+from lightning_tricks._torch_compat.modules import set_state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NotACheckpointError,
@@ -332,7 +333,7 @@ class _Machine:
             target.state = state
         elif isinstance(target, OrderedDict):
             if isinstance(state, dict) and "_metadata" in state:
-                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+                set_state_dict_versions(target, state["_metadata"])
         elif not isinstance(target, torch.Tensor):
             raise UnsafeCheckpointError(f"a pickle that asks for changes to {describe_value(target)}")
 
