@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.nn.modules.module import _IncompatibleKeys
+from torch import nn
 
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
 from lightning_tricks._lightning_compat.imports import other_import_style
@@ -134,7 +134,7 @@ class TricksMixin(_Base):
             options |= {"allow_missing": "*", "allow_unexpected": "*"}
         self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)
         rank_zero_info(f"{type(self).__name__}: loaded {state_dict.origin.source}. {self.load_report}")
-        return _IncompatibleKeys([], [])
+        return nn.Module().load_state_dict({})  # no key is missing or unexpected
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return the callbacks of the next class, and those of the tricks that neither it nor the Trainer has."""

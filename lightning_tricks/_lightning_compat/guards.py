@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tricks._shared.guards import PrivateSymbolGuard, overriding, set_private
+from lightning_tricks._guards import PrivateSymbolGuard, overriding, set_private
 
 __all__ = ["needs_private", "overriding", "set_private"]
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @needs_private("logging at the logger's interval")
 def logs_at_this_step(trainer: Trainer) -> bool:
     """Whether the Trainer sends this step's values to its loggers (`log_every_n_steps`)."""
-    return bool(trainer._logger_connector.should_update_logs or trainer.fast_dev_run)  # type: ignore[attr-defined]
+    return bool(trainer._logger_connector.should_update_logs or is_fast_dev_run(trainer))
 
 
 def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor) -> None:

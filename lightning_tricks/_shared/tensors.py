@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from lightning_tricks._torch_compat.tensors import tree_map_only
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

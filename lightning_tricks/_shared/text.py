@@ -1,4 +1,4 @@
-"""Text for people: tables without colour, and shapes."""
+"""Text for people: tables without colour, lists of names, and shapes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ def render_text(renderable: Any) -> str:
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def list_names(names: Iterable[str], most: int = 4) -> str:
+    """Return the first few names, and how many more there are.
+
+    Example:
+        >>> list_names(["mean", "std", "min"], most=1)
+        'mean and 2 more'
+    """
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing") + more
 
 
 def format_shape(shape: Iterable[int]) -> str:

@@ -138,8 +138,8 @@ class AutoResume(TrickCallback):
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
-        # Between setup and teardown; what is installed for a fit is entered on one stack
-        self._stack: ExitStack | None = None
+        # Between setup and teardown
+        self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
 
@@ -156,8 +156,7 @@ class AutoResume(TrickCallback):
             return
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
-        self._stack = ExitStack()
-        self._run_files = RunFiles(trainer, module, root, folder, self._stack)
+        self._run_files = RunFiles(trainer, module, root, folder, self._installed)
         self._run_files.open()
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
@@ -177,12 +176,11 @@ class AutoResume(TrickCallback):
         if self._run_files is None:  # `setup` was called by hand
             self._open_run_files(pl_module)
         run_files: Any = self._run_files
-        stack: Any = self._stack
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         if trainer.is_global_zero:
             run_files.prepare()
-        stack.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, stack)
+        self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
+        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""
@@ -229,13 +227,11 @@ class AutoResume(TrickCallback):
             )
 
     def _close(self) -> None:
-        stack, self._stack = self._stack, None
         self._fit = self._run_files = None
-        if stack is not None:
-            stack.close()
+        self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stack": None, "_fit": None, "_run_files": None}
+        return {**super().__getstate__(), "_installed": ExitStack(), "_fit": None, "_run_files": None}
 
 
 def _seconds(interval: object) -> float:

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_done
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.manifests import FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, SavePoint
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
-from lightning_tricks.auto_resume.resume_report import summarize
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
@@ -136,8 +136,9 @@ class CheckpointWriter:
         found = dict.fromkeys(name for state in ranks for name in state["not_saved"])
         new = self._not_yet_reported([name for name in found if not name.endswith(REPLACED_MODULE_SUFFIX)])
         if new:
+            listed = list_names(new, 5)
             rank_zero_warn(
-                f"AutoResume: these values changed in this fit, and cannot be saved: {summarize(new)}. A resumed run "
+                f"AutoResume: these values changed in this fit, and cannot be saved: {listed}. A resumed run "
                 "starts with their initial values. Keep plain values, tensors or objects with a state_dict there, or "
                 "save them in on_save_checkpoint."
             )

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_tricks._lightning_compat.fit import repeat_epoch_start_hooks
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
@@ -37,7 +38,7 @@ def replay_epoch_start(
     groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
-    before = [(value, value._version) for value in _tensors(trainer, module)]
+    before = [(value, tensor_version(value)) for value in _tensors(trainer, module)]
     restore_param_groups(module, optimizers, saved_groups)
     with _muted_loggers(trainer.loggers):  # the values of the epoch's start were logged already
         repeat_epoch_start_hooks(trainer)
@@ -49,7 +50,10 @@ def replay_epoch_start(
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
     now = list(_tensors(trainer, module))
-    if len(now) != len(before) or any(a is not b or a._version != v for a, (b, v) in zip(now, before, strict=True)):
+    unchanged = len(now) == len(before) and all(
+        value is old and tensor_version(value) == version for value, (old, version) in zip(now, before, strict=True)
+    )
+    if not unchanged:
         reload_weights()
 
 

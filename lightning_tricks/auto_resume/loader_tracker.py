@@ -20,6 +20,8 @@ from lightning_tricks._lightning_compat.fit_loaders import (
     train_iterators,
 )
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.loaders import persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
@@ -140,7 +142,7 @@ class LoaderTracker:
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
-        validation = [_loader_state(one, vars(one.loader).get("_iterator")) for one in self._validation]
+        validation = [_loader_state(one, persistent_iterator(one.loader)) for one in self._validation]
         train = self._train_positions(trainer, at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)
@@ -175,9 +177,9 @@ class LoaderTracker:
         before, now = state.get("fingerprint", {}), loader.objects.fingerprint
         others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
         if before and others:
-            more = f" and {len(others) - 1} more attributes differ" if others[1:] else " differs"
+            differ = f"{list_names(others, 1)} attributes differ" if others[1:] else f"{others[0]} differs"
             loader.report_difference(
-                f"has other data than in the stopped run: {others[0]}{more}. Create them as before: split them with a "
+                f"has other data than in the stopped run: {differ}. Create them as before: split them with a "
                 "generator=torch.Generator().manual_seed(...), and call seed_everything before they are created"
             )
 

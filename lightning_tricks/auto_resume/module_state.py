@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.model_structure import resize_to_state_dict
 
 BufferVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
@@ -18,7 +19,7 @@ BufferVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another t
 def unsaved_buffer_versions(module: nn.Module) -> dict[str, BufferVersion]:
     """Return the versions of the buffers that are not in the state dict, which tell whether they change later."""
     saved = module.state_dict().keys()
-    return {name: (ref(value), value._version) for name, value in module.named_buffers() if name not in saved}
+    return {name: (ref(value), tensor_version(value)) for name, value in module.named_buffers() if name not in saved}
 
 
 def buffer_digests(module: nn.Module) -> dict[str, str]:
@@ -58,7 +59,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def _is_unchanged(value: Tensor, version: BufferVersion | None) -> bool:
-    return version is not None and version[0]() is value and version[1] == value._version
+    return version is not None and version[0]() is value and version[1] == tensor_version(value)
 
 
 def move_to_device(value: Any, device: torch.device | str) -> Any:

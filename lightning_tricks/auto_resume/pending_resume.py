@@ -73,7 +73,7 @@ class PendingResume:
                 "and position are restored. Each rank sees other samples and draws other random numbers than it would "
                 "have, and the means of this epoch lack what was logged before."
             )
-        own, saved = tensors_in(module.state_dict()), tensors_in(checkpoint["state_dict"])
+        own, saved = state_dict_tensors(module.state_dict()), state_dict_tensors(checkpoint["state_dict"])
         other_precision = any(name in own and own[name].dtype != value.dtype for name, value in saved.items())
         return cls(
             manifest=manifest,
@@ -86,6 +86,6 @@ class PendingResume:
         )
 
 
-def tensors_in(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def state_dict_tensors(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state dict, which may also hold what `get_extra_state` returns."""
     return {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}

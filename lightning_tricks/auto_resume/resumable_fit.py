@@ -41,7 +41,7 @@ from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest, redirect_output
 from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.pending_resume import PendingResume, SavePoint, tensors_in
+from lightning_tricks.auto_resume.pending_resume import PendingResume, SavePoint, state_dict_tensors
 from lightning_tricks.auto_resume.rank_state import RankState
 from lightning_tricks.auto_resume.resume_report import find_differences, report_differences
 from lightning_tricks.auto_resume.run_status import RunStatus
@@ -62,7 +62,7 @@ class ResumableFit(FitObserver):
         trainer: The Trainer of the fit.
         module: The module that is trained.
         run_files: The files around the checkpoints, with their folder.
-        stack: What is installed for the time of the fit is entered on it.
+        installed: What is installed for the time of the fit is entered on it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ResumableFit(FitObserver):
         trainer: Trainer,
         module: LightningModule,
         run_files: RunFiles,
-        stack: ExitStack,
+        installed: ExitStack,
     ) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.resumed: Manifest | None = None
@@ -89,12 +89,12 @@ class ResumableFit(FitObserver):
         detach = self._detach_from_terminal if settings.on_hangup == "detach" else None
         self.stop_request = StopRequest([name for name in settings.signals if name != requeue], detach)
         self.loaders = LoaderTracker(self.stop_request)
-        self._stack = stack
-        stack.callback(self.stop_request.close)
-        stack.callback(self.loaders.close)
-        stack.enter_context(call_after_train_end(trainer, self.after_train_end))
-        stack.enter_context(observe_fit(trainer, self))
-        stack.enter_context(override_resume_checkpoint(trainer, self._select_checkpoint))
+        self._installed = installed
+        installed.callback(self.stop_request.close)
+        installed.callback(self.loaders.close)
+        installed.enter_context(call_after_train_end(trainer, self.after_train_end))
+        installed.enter_context(observe_fit(trainer, self))
+        installed.enter_context(override_resume_checkpoint(trainer, self._select_checkpoint))
 
     # -- before the first batch
 
@@ -110,7 +110,7 @@ class ResumableFit(FitObserver):
         pending = PendingResume.from_checkpoint(self.resumed, path, checkpoint, self.trainer, self.module)
         self._pending, self._loader_origins = pending, dict(pending.rank_state["made"])
         resize_to_state_dict(self.module, checkpoint["state_dict"], pending.shared_state["buffers"])
-        self._stack.enter_context(disable_finders(self.trainer))
+        self._installed.enter_context(disable_finders(self.trainer))
         position = f"resumes at epoch {self.resumed.epoch}, step {self.resumed.step}"
         rank_zero_info(f"AutoResume: the run {'had finished' if self.resumed.finished else position} ({path}).")
         return path, checkpoint
@@ -125,7 +125,7 @@ class ResumableFit(FitObserver):
             return
         weights = self._pending.saved_weights
         with torch.no_grad():
-            for name, value in tensors_in(self.module.state_dict()).items():
+            for name, value in state_dict_tensors(self.module.state_dict()).items():
                 if name in weights:
                     value.copy_(weights[name])
         self._pending = replace(self._pending, saved_weights={})

@@ -16,6 +16,7 @@ from lightning_tricks._lightning_compat.fit import dump_checkpoint
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX, RankState
@@ -70,17 +71,11 @@ def report_differences(trainer: Trainer, key_paths: Sequence[str], data_differen
             callback.resumed(trainer, [*names, *("the data" for _ in sentences[:1])])
     if names:
         sentences.append(
-            f"these values were not restored: {summarize(names)}. The run continues and may diverge from the one that "
-            "was never stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
+            f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "
+            "that was never stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
         )
     for sentence in sentences:
         rank_zero_warn(f"AutoResume: {sentence}")
-
-
-def summarize(names: Sequence[str], max_names: int = 5) -> str:
-    """Return the first of many names, and how many more there are."""
-    more = len(names) - max_names
-    return ", ".join(names[:max_names]) + (f" and {more} more" if more > 0 else "")
 
 
 def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapping[str, Any]]) -> list[str]:

@@ -45,24 +45,24 @@ class RunFiles:
         module: The module that is trained.
         root: The directory of all fits of a run.
         folder: The directory of this fit.
-        stack: What is installed for the time of the fit is entered on it.
+        installed: What is installed for the time of the fit is entered on it.
 
     Attributes:
         problem: Why the directory cannot be used, or "".
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder, stack: ExitStack
+        self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder, installed: ExitStack
     ) -> None:
         self.trainer, self.folder, self.root = trainer, folder, CheckpointFolder(root)
         identity = run_identity(module, None)
         run = {name: identity[name] for name in ("module", "arguments")}  # parameters may come later
         self._run_record = json.loads(json.dumps(run, default=str))
         self._lock = DirectoryLock(self.root.private / "lock")
-        stack.callback(self._lock.close)
+        installed.callback(self._lock.close)
         self.loggers = LoggerState([], folder.private, ())
         self._journal = FileJournal(folder.private / "files.jsonl")
-        self._stack = stack
+        self._installed = installed
         self._logger_records: Any = ()  # where the loggers were before this process
         self._is_first_start = True  # while no checkpoint was ever written
         self._initial_rng_state = ""
@@ -81,7 +81,7 @@ class RunFiles:
                 )
             if self.problem:
                 for logger in self.trainer.loggers:
-                    self._stack.enter_context(muted_logger(logger))
+                    self._installed.enter_context(muted_logger(logger))
                 return
         manifests, start = self.folder.manifests(), self.folder.read_private(_START_FILE)
         self._is_first_start = not manifests
@@ -152,7 +152,7 @@ class RunFiles:
                 self._warn(self._journal.restore_files(folders))
         self._journal.start(resumed.file if resumed is not None else "", folders)
         for state_key, callback in self._model_checkpoints().items():
-            self._stack.enter_context(
+            self._installed.enter_context(
                 observe_checkpoint_files(
                     callback,
                     lambda path, state_key=state_key: self._journal.before_change(state_key, _absolute_path(path)),  # type: ignore[misc]

@@ -93,13 +93,13 @@ class CheckpointRemapping(TrickCallback):
         self.interpolate = interpolate
         self.clean_on_save = clean_on_save
         self.report: LoadReport | None = None
-        self._overrides: ExitStack | None = None  # between setup and teardown
+        self._installed = ExitStack()  # between setup and teardown
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap what reads and writes the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
         self._close()
-        strategy, self._overrides = trainer.strategy, ExitStack()
+        strategy = trainer.strategy
         if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
             if self.path is not None and stage == "fit" and not isinstance(strategy, ModelParallelStrategy):
                 raise MisconfigurationException(
@@ -107,10 +107,10 @@ class CheckpointRemapping(TrickCallback):
                     "load_weights(model, path) before the fit, or use ModelParallelStrategy."
                 )
             load = _refuse_foreign_files(strategy.load_checkpoint, type(strategy).__name__)
-            self._overrides.enter_context(overriding(strategy, load_checkpoint=load))
+            self._installed.enter_context(overriding(strategy, load_checkpoint=load))
         else:
             remapping = checkpoint_io_inserted(strategy, lambda inner: _RemappingIO(inner, self, trainer))
-            self._overrides.enter_context(remapping)
+            self._installed.enter_context(remapping)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights of `path`, unless the fit resumes or the Trainer has trained before."""
@@ -153,12 +153,10 @@ class CheckpointRemapping(TrickCallback):
         return {name: getattr(self, name) for name in names}
 
     def _close(self) -> None:
-        overrides, self._overrides = self._overrides, None
-        if overrides is not None:
-            overrides.close()
+        self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_overrides": None}
+        return {**super().__getstate__(), "_installed": ExitStack()}
 
 
 _WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own

@@ -22,7 +22,7 @@ from lightning_tricks._shared.plain_yaml import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Placeholder
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
-from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, clone_tensors
+from lightning_tricks.checkpoint_remapping.lightning_checkpoint import ARGUMENT_KEYS, clone_mapped_tensors
 from lightning_tricks.checkpoint_remapping.plain_values import MAX_DEPTH, convert_arguments
 
 _MODULE_KEYS = ("hyper_parameters", "hparams", "module_arguments")
@@ -64,7 +64,7 @@ def plain_arguments(
     Raises:
         CheckpointError: If a hyper-parameter was not restored and is not overridden.
     """
-    rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
+    rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items() if name != "hparams_type"}
     unrestored = dict(_placeholders(checkpoint, {*overrides, *hparams}))
     for key in (key for key in ARGUMENT_KEYS if key in rest):
         rest[key] = _without_overridden(checkpoint, key, rest[key], overrides)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
@@ -41,11 +42,11 @@ def as_lightning_checkpoint(
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
     # Without their versions, modules would convert the weights from an old one
-    weights._metadata = getattr(own, "_metadata", {})
+    set_state_dict_versions(weights, state_dict_versions(own) or {})
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
-        rest = {name: clone_tensors(value) for name, value in checkpoint.metadata.items()}
+        rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
         if fit:
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": weights}, plan.report
@@ -102,12 +103,12 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
         )
 
 
-def clone_tensors(value: Any) -> Any:
+def clone_mapped_tensors(value: Any) -> Any:
     """Copy mapped tensors, so that the file may be overwritten while they are in use."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)({name: clone_tensors(part) for name, part in value.items()})
+        return type(value)({name: clone_mapped_tensors(part) for name, part in value.items()})
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(clone_tensors(part) for part in value)
+        return type(value)(clone_mapped_tensors(part) for part in value)
     return value

@@ -6,29 +6,24 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from inspect import currentframe
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal
 
-import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
-from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.ensembles import lightning_members, optimizers
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
-    Uncertainty,
     mean_with_gradient_of_sum,
     member_losses,
     normalized_weights,
@@ -38,11 +33,12 @@ from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.hyperparameters import save_plain_hyperparameters
-from lightning_tricks.ensembles.training_data import TrainingData, unpack
+from lightning_tricks.ensembles.prediction import CombinedPrediction
+from lightning_tricks.ensembles.training_data import TrainingData
 from lightning_tricks.gradient_clipping.core.methods import AGC
 
 
-class Ensemble(TorchensembleInterchange, LightningModule):
+class Ensemble(TorchensembleInterchange, CombinedPrediction):
     """Base of the ensembles.
 
     A family of ensembles is one file with a subclass of this class, or of `StagedEnsemble` for members that are trained
@@ -88,9 +84,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         seed: Seed of the initial weights and of the sample orders.
         has_given_optimizer: Whether the user chose the optimizer.
     """
-
-    estimators_: Members
-    weights: Tensor | None
 
     def __init__(
         self,
@@ -153,44 +146,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
-    # --- what a family overrides: the prediction
-
-    def default_criterion(self) -> Criterion:
-        """Return the loss that is used where none is given."""
-        raise NotImplementedError
-
-    def combine(self, outputs: Tensor) -> Tensor:
-        """Combine the members' outputs (n, B, n_outputs) into the prediction, (B, n_outputs)."""
-        raise NotImplementedError
-
-    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of the combined prediction of the members' outputs (n, B, ...)."""
-        raise NotImplementedError
-
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
-        """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
-        raise NotImplementedError
-
-    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        """Check the first batch of a stage for what would give a wrong result without an error.
-
-        Raises:
-            ValueError: If outputs (n, B, ...) and targets (n, B, ...) do not belong together.
-        """
-        raise NotImplementedError
-
-    def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return what an evaluation logs beside its loss."""
-        return {}
-
-    def num_outputs(self, outputs: Tensor) -> int:
-        """Return the number of outputs of the ensemble, for outputs of members (n, B, columns)."""
-        return outputs.shape[-1]
-
-    def shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the prediction in the shape in which metrics compare it with the target."""
-        return prediction
-
     # --- the members
 
     @property
@@ -216,10 +171,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         """Return the members that are trained at any time of a fit; LightningModules log through the ensemble."""
         return self.trained_members()
 
-    def predict_members(self, *x: Tensor) -> Tensor:
-        """Return what each member that predicts gives for the same rows, (n, B, ...)."""
-        return self.estimators_.forward_shared(*x)
-
     @property
     def n_members(self) -> int:
         """The number of members that predict."""
@@ -243,6 +194,8 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         """
         outputs = self.training_outputs(*inputs)
         if "train" not in self._checked_stages and not torch.compiler.is_compiling():
+            if self._is_stacked():
+                self._log_why_sequential()
             self._check_first_batch(outputs, targets, "train")
         try:
             return self.member_loss(outputs, targets), outputs
@@ -304,44 +257,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         has_validation = bool(self.trainer.enable_validation)
         return optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, has_validation)
 
-    # --- prediction
-
-    def member_outputs(self, *x: Tensor) -> Tensor:
-        """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""
-        return self.as_matrices(self.predict_members(*x))
-
-    def forward(self, *x: Tensor) -> Tensor:
-        """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs)."""
-        return self.combine(self.member_outputs(*x))
-
-    def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Predict in evaluation mode and without gradients, whatever the mode; the result is on the CPU."""
-        with eval_mode(self), torch.no_grad():
-            return cast(Tensor, self(*map(self._as_input, x))).cpu()
-
-    def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
-        """Return the prediction and its uncertainty, in evaluation mode and without gradients."""
-        with eval_mode(self), torch.no_grad():
-            return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
-
-    def as_matrices(self, outputs: Tensor) -> Tensor:
-        """Return outputs as (n, B, columns), and set or check `n_outputs`."""
-        matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
-        if matrices.ndim != 3:
-            raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
-        columns = self.num_outputs(matrices)
-        if self.n_outputs is None:
-            self.n_outputs = columns
-        elif self.n_outputs != columns:
-            raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
-        return matrices
-
-    def member_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones."""
-        if self.weights is None or len(self.weights) == len(outputs):
-            return self.weights
-        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
-
     # --- steps
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -363,45 +278,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
         self._losses = MeanLoss()
         if mean is not None:
             self.log("train/loss", mean, sync_dist=True)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Evaluate the combined prediction."""
-        return self._evaluate(batch, "val")
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Evaluate the combined prediction."""
-        return self._evaluate(batch, "test")
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
-        if isinstance(batch, Tensor):
-            return cast(Tensor, self(batch))
-        return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
-
-    def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
-        *inputs, target = unpack(batch)
-        outputs = self.predict_members(*inputs)
-        if stage not in self._checked_stages and not torch.compiler.is_compiling():
-            self._check_first_batch(outputs, target.unsqueeze(0), stage)
-        preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
-        loss = self.prediction_loss(outputs, target)
-        values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
-        taken = self._keys_logged_by_callbacks(stage)
-        own = {key: value for key, value in values.items() if key not in taken}
-        self.log_dict(own, batch_size=len(target), sync_dist=True)
-        return {"loss": loss, "preds": preds, "target": target}
-
-    def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
-        """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
-        try:
-            trainer: Any = self.trainer
-        except RuntimeError:  # the step is called without a Trainer
-            return set()
-        counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
-        loaders = len(counts) if isinstance(counts, Sequence) else 1
-        callbacks = getattr(trainer, "callbacks", ())
-        tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
-        return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
 
     # --- the fit
 
@@ -489,17 +365,6 @@ class Ensemble(TorchensembleInterchange, LightningModule):
 
     def _is_stacked(self) -> bool:
         return not isinstance(self.trained_members(), SequentialMembers)
-
-    def _check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        if stage == "train" and self._is_stacked():
-            self._log_why_sequential()
-        self.check_batch(outputs, targets, stage)
-        self._checked_stages.add(stage)
-
-    def _as_input(self, x: Any) -> Tensor:
-        tensor = torch.as_tensor(x)
-        first = next(iter(self.parameters()), torch.empty(0))
-        return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def _log_why_sequential(self) -> None:
         if reason := self.trained_members().reason:

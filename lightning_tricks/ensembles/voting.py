@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._torch_compat.optimizers import takes_scale
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.members import Members
@@ -69,9 +70,7 @@ class IndependentMembers(Ensemble):
         """Clip the gradient norm of each member to `gradient_clip_val`, as if it were trained alone."""
         if not gradient_clip_val or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False) and getattr(
-            self.trainer.precision_plugin, "scaler", None
-        ):
+        elif takes_scale(optimizer) and getattr(self.trainer.precision_plugin, "scaler", None):
             raise MisconfigurationException(
                 f"gradient_clip_val={gradient_clip_val} with fp16 needs an optimizer that is not fused: gradients of a "
                 f"fused {type(optimizer).__name__} are unscaled in its step. Give the optimizer fused=False."

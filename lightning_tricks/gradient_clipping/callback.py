@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +18,8 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
-from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
-from lightning_tricks.gradient_clipping.core.clip_state import ClipState
+from lightning_tricks.gradient_clipping.core.clip_state import ClipState, load_states, states_to_dict
 from lightning_tricks.gradient_clipping.core.clipping import (
     GradientNorms,
     check_max_norm,
@@ -27,12 +27,6 @@ from lightning_tricks.gradient_clipping.core.clipping import (
     gradient_norms,
 )
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
-from lightning_tricks.gradient_clipping.core.step_skipping import (
-    HeldSchedulers,
-    skip_step_,
-    skip_step_on_device_,
-    skips_on_device,
-)
 from lightning_tricks.gradient_clipping.errors import lbfgs_error, nonfinite_error, unseen_step_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
@@ -121,7 +115,7 @@ class GradientClipping(TrickCallback):
             if getattr(self, name) and on_nonfinite != "skip":
                 raise ValueError(f'{name}={getattr(self, name)!r} needs on_nonfinite="skip", got {on_nonfinite!r}.')
         self._clip_groups = ClipGroups(check_groups(groups), self.method or ClipNorm(self.max_norm))
-        self._states: dict[int, ClipState] = {}  # by the optimizer's index
+        self._states: defaultdict[int, ClipState] = defaultdict(ClipState)  # by the optimizer's index
         self._names: dict[Tensor, str] = {}
         self._had_backward = False
         self._installed = ExitStack()  # the hooks of one fit
@@ -143,7 +137,7 @@ class GradientClipping(TrickCallback):
                 "gradients are clipped twice. Remove one."
             )
         self._close()
-        self._states = {}
+        self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the patterns match, and hook the optimizers to detect steps without Lightning."""
@@ -170,7 +164,7 @@ class GradientClipping(TrickCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Clip the gradients of an optimizer, log their norms, and handle those that are not finite."""
         index = trainer.optimizers.index(optimizer)
-        state = self._state_of(index)
+        state = self._states[index]
         state.is_announced = True
         state.restore_schedulers()
         scaler = active_scaler(trainer)
@@ -194,7 +188,8 @@ class GradientClipping(TrickCallback):
             finite = norms.per_parameter.isfinite()
             raise nonfinite_error(trainer, names_of(parameters), finite, 'on_nonfinite="raise"')
         if self.on_nonfinite == "skip":
-            is_known = self._skip(trainer, optimizer, state, nonfinite, by_scaler=scaler is not None)
+            held = _schedulers_of(trainer, optimizer) if self.hold_lr_on_skip else None
+            is_known = state.skip_step_(optimizer, nonfinite, by_scaler=scaler is not None, schedulers=held)
             limit = self.max_consecutive_skips
             if limit is not None and state.has_too_many_skips(limit, norms, is_known=is_known):
                 reason = f"more than max_consecutive_skips={limit} steps in a row were skipped"
@@ -211,7 +206,7 @@ class GradientClipping(TrickCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn about optimizers of which no step was seen."""
         batches = trainer.fit_loop.total_batch_idx + 1
-        unseen = [index for index in range(len(trainer.optimizers)) if not self._state_of(index).counts.steps]
+        unseen = [index for index in range(len(trainer.optimizers)) if not self._states[index].counts.steps]
         if batches and unseen:
             rank_zero_warn(
                 f"GradientClipping saw no step of the optimizers {unseen} in {batches} batches, and clipped none of "
@@ -236,63 +231,26 @@ class GradientClipping(TrickCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each optimizer, and what the thresholds have learnt."""
-        thresholds = {
-            f"{index}:{label}": learnt
-            for index, state in self._states.items()
-            for label, threshold in state.thresholds.items()
-            if (learnt := threshold.state_dict())
-        }
-        counts = {index: state.counts.state_dict() for index, state in self._states.items() if state.counts.steps}
-        return {"counts": counts, "thresholds": thresholds}
+        return states_to_dict(self._states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the counts and what the thresholds have learnt."""
-        for index, counts in state_dict["counts"].items():
-            self._state_of(index).counts.load_state_dict(counts)
-        for key, learnt in state_dict["thresholds"].items():
-            index, _, label = key.partition(":")
-            threshold = self._clip_groups.new_threshold(label)
-            if threshold.state_dict().keys() <= learnt.keys() and not isinstance(threshold, NoThreshold):
-                threshold.load_state_dict(learnt)
-                self._state_of(int(index)).thresholds[label] = threshold
-            else:
-                rank_zero_warn(
-                    f"GradientClipping has another method than in the checkpoint, so the statistics of {key!r} in the "
-                    "checkpoint are not restored."
-                )
-
-    def _state_of(self, index: int) -> ClipState:
-        return self._states.setdefault(index, ClipState())
+        for key in load_states(self._states, state_dict, self._clip_groups):
+            rank_zero_warn(
+                f"GradientClipping has another method than in the checkpoint, so the statistics of {key!r} in the "
+                "checkpoint are not restored."
+            )
 
     def _names_of(self, pl_module: LightningModule, parameters: Sequence[Tensor]) -> list[str]:
         if any(parameter not in self._names for parameter in parameters):
             self._names = _names(pl_module)  # some were added during the fit
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
 
-    def _skip(
-        self, trainer: Trainer, optimizer: Optimizer, state: ClipState, nonfinite: Tensor, *, by_scaler: bool
-    ) -> bool:
-        """Skip the step where the gradients are not finite; return whether the host knows that it is skipped."""
-        on_device = by_scaler or skips_on_device(optimizer)
-        if on_device and not self.hold_lr_on_skip:
-            if not by_scaler:  # a scaler skips it by itself
-                state.close_skip = skip_step_on_device_(optimizer, nonfinite)
-            return False
-        if not nonfinite:
-            return False
-        if self.hold_lr_on_skip:
-            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-            own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
-            state.held_schedulers = HeldSchedulers(optimizer, own)
-        if not by_scaler:
-            state.close_skip = skip_step_(optimizer)
-        return True
-
     def _refuse_unseen_step(self, index: int) -> Callable[..., None]:
         """Return a hook that raises an error after a step of the optimizer that Lightning did not announce."""
 
         def refuse(*_: Any) -> None:
-            state = self._state_of(index)
+            state = self._states[index]
             if not state.is_announced:
                 raise unseen_step_error(index)
             state.is_announced = False
@@ -320,6 +278,11 @@ class GradientClipping(TrickCallback):
         if self.log_layers and logs_at_this_step(trainer):
             layers = zip(names(), norms.per_parameter, strict=True)
             pl_module.log_dict({f"grad_norm/{name}": norm for name, norm in layers}, batch_size=1)
+
+
+def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
 
 
 def _names(pl_module: LightningModule) -> dict[Tensor, str]:

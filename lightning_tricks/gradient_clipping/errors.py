@@ -8,6 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks._shared.text import list_names
+
 _MOST_NAMES = 10
 
 
@@ -21,7 +23,7 @@ def nonfinite_error(trainer: Trainer, names: Sequence[str], finite: Tensor, reas
         reason: The argument that asks for the error.
     """
     bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
-    listed = ", ".join(bad[:_MOST_NAMES]) + ", ..." * (len(bad) > _MOST_NAMES)
+    listed = list_names(bad, _MOST_NAMES)
     if len(bad) == len(names):
         listed += "; since it is all of them, look at the loss itself and at its batch"
     return RuntimeError(

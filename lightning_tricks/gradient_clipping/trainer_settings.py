@@ -5,8 +5,10 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+
+from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of, takes_scale
 
 
 def active_scaler(trainer: Trainer) -> GradScaler | None:
@@ -17,13 +19,12 @@ def active_scaler(trainer: Trainer) -> GradScaler | None:
 
 def unscales_in_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether the gradients are still scaled because the (fused) optimizer unscales them in its step."""
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and stage is OptState.READY
+    return takes_scale(optimizer) and not is_unscaled(scaler, optimizer)
 
 
 def scale_may_have_overflowed(scaler: GradScaler) -> Tensor:
     """Whether the scale may have made the gradients overflow; the scaler then lowers it; a bool of shape ()."""
-    return scaler._scale > 1  # type: ignore[operator, return-value]
+    return scale_of(scaler) > 1
 
 
 def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:

@@ -8,30 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback
-from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
-from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.best_keys import BestKeys
 from lightning_tricks.metrics.core.expected_names import expected_names
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
 from lightning_tricks.metrics.core.metric_values import is_number
 from lightning_tricks.metrics.core.plots import history_figure
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
-from lightning_tricks.metrics.dataloader_checks import check_not_empty, num_batches, will_validate
-from lightning_tricks.metrics.dataloader_metrics import DataloaderMetrics, take_first_rows
-from lightning_tricks.metrics.key_conflicts import KeyConflicts, MetricsError, merge_logged_keys
+from lightning_tricks.metrics.dataloader_checks import check_not_empty, num_batches
+from lightning_tricks.metrics.dataloader_metrics import DataloaderMetrics
+from lightning_tricks.metrics.epoch_metrics import EpochMetrics
+from lightning_tricks.metrics.key_conflicts import KeyConflicts, MetricsError
 from lightning_tricks.metrics.plot_logging import PendingPlots
-from lightning_tricks.metrics.rank_merging import PartialEpoch, gather_parts
 from lightning_tricks.metrics.unmeasured_batches import UnmeasuredBatches
 
 if TYPE_CHECKING:
@@ -125,7 +122,7 @@ class MetricsMonitor(StepsCallback):
                 f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
             )
         self._keys = LoggedKeys(expected_names(metrics, class_names), prefix, tuple(stages))
-        self._keys.check_best(best or {})
+        self._best_keys = BestKeys(self._name, self._keys, best or {})
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
@@ -133,8 +130,7 @@ class MetricsMonitor(StepsCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._dataloaders: dict[tuple[str, int], DataloaderMetrics] = {}
-        self._resumed_epoch = PartialEpoch({})
+        self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._makes_plots)
         self._plots = PendingPlots()
         self._conflicts = KeyConflicts(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
@@ -152,9 +148,7 @@ class MetricsMonitor(StepsCallback):
     @property
     def best(self) -> dict[str, tuple[float, int]]:
         """The best value of each key of `best=` in a fit, and the optimizer steps done by then."""
-        start = "" if self.prefix is None else f"{self.prefix}/"
-        found = self._history.best({key.removeprefix(start): mode for key, mode in (self._best or {}).items()})
-        return {start + key: value for key, value in found.items()}
+        return self._best_keys.values(self._history)
 
     def logged_keys(self, stage: str, loaders: int = 1) -> set[str]:
         """Return the keys that a stage is sure to log, except that of its loss."""
@@ -188,27 +182,23 @@ class MetricsMonitor(StepsCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start with no data, and refuse what cannot be measured or would be logged twice."""
         super().setup(trainer, pl_module, stage)
+        self._makes_plots = self.plots is not False and self.has_image_logger(trainer)
         self._reset()
         self._check_other_monitors(trainer)
         if stage == "fit":
-            if not will_validate(trainer) and (keys := self._best_keys("val")):
-                raise MetricsError(
-                    f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate: give it validation "
-                    "data and a validation_step, let it validate within max_epochs, or use a key of train."
-                )
+            self._best_keys.check_fit(trainer)
             self._history, self.results = History(), {}
         self._outer_exception = id(sys.exc_info()[1])
-        self._makes_plots = self.plots is not False and self.has_image_logger(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a dataloader without batches, and keys of dataloaders that do not exist."""
         check_not_empty(trainer, self._function, self.stages, self._name)
-        self._check_best_dataloaders(trainer)
+        self._best_keys.check_dataloaders(trainer)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse keys of dataloaders that do not exist."""
         super().on_sanity_check_end(trainer, pl_module)
-        self._check_best_dataloaders(trainer)
+        self._best_keys.check_dataloaders(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare keys with what the module has logged last in the epoch before."""
@@ -239,9 +229,7 @@ class MetricsMonitor(StepsCallback):
         """Measure a batch; in sanity checking, only check it."""
         if stage not in self.stages:
             return
-        dataloader = self._dataloaders.get((stage, dataloader_idx))
-        if dataloader is None:
-            dataloader = self._add_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=batch_idx != 0)
+        dataloader = self._epoch.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=batch_idx != 0)
         if not dataloader.has_seen_batch:
             dataloader.has_seen_batch = True
             keys = self._keys.expected(stage, len(num_batches(trainer, stage)))
@@ -252,7 +240,9 @@ class MetricsMonitor(StepsCallback):
             return
         inputs, num_rows = returned if isinstance(returned, Mapping) else {}, None
         if stage != "train" and trainer.world_size > 1 and self.exact:
-            inputs, num_rows = self._drop_repeated(trainer, dataloader, inputs, stage, dataloader_idx, batch_idx)
+            if batch_idx == 0 or not dataloader.shard:
+                dataloader.find_shard(self._name, trainer, stage, dataloader_idx)
+            inputs, num_rows = dataloader.drop_repeated(self._name, inputs, stage, batch_idx)
         # with automatic optimization, Lightning has divided the loss of training and made a copy of it
         is_divided = stage == "train" and pl_module.automatic_optimization
         dataloader.update(
@@ -269,13 +259,11 @@ class MetricsMonitor(StepsCallback):
         check_not_empty(trainer, self._function, self.stages, self._name)
         if stage not in self.stages:
             return
-        for dataloader_idx in self._resumed_epoch.dataloaders_of(trainer, stage):
-            if (stage, dataloader_idx) not in self._dataloaders:  # it had no batch since the fit was resumed
-                self._add_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=True)
+        self._epoch.add_resumed(trainer, pl_module, stage)
         other_keys = self._conflicts.logged_by_others(trainer)
         if trainer.world_size > 1:
-            other_keys = self._merge_ranks(trainer, pl_module, stage, other_keys)
-        dataloaders = {index: self._dataloaders[of, index] for of, index in sorted(self._dataloaders) if of == stage}
+            other_keys = self._epoch.merge_ranks(trainer, pl_module, stage, other_keys)
+        dataloaders = self._epoch.of_stage(stage)
         num_unmeasured = sum(dataloader.num_unmeasured for dataloader in dataloaders.values())
         num_measured = sum(dataloader.suite.updates for dataloader in dataloaders.values())
         self._unmeasured.report_epoch(stage, num_unmeasured, num_measured)
@@ -285,8 +273,8 @@ class MetricsMonitor(StepsCallback):
                 self._log(trainer, pl_module, dataloader, stage, index if has_several else None, other_keys)
             dataloader.load([])
         if stage == "train":
-            self._resumed_epoch = PartialEpoch({})
-        self._check_best(stage, bool(num_unmeasured))
+            self._epoch.load_partial_state({})
+        self._best_keys.check_logged(stage, self.results, bool(num_unmeasured))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plot what was not plotted yet, and print the table."""
@@ -309,32 +297,14 @@ class MetricsMonitor(StepsCallback):
         """Restore the history, and what a checkpoint within an epoch holds of that epoch."""
         if self._function == "fit":
             self._history.load_state_dict(state_dict["history"])
-            self._resumed_epoch = PartialEpoch(state_dict.get("partial", {}))
+            self._epoch.load_partial_state(state_dict.get("partial", {}))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what each rank has measured of the epoch so far."""
-        own = {
-            f"{stage}/{index}": dataloader.state_dict()
-            for (stage, index), dataloader in self._dataloaders.items()
-            if dataloader.suite.updates
-        }
         in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
-        ranks = [own] if in_exception else gather_parts(trainer, own)
-        if not any(ranks) and self._resumed_epoch.is_of(trainer):
-            ranks = self._resumed_epoch.ranks  # the fit was just resumed
-        if any(ranks) and self.state_key in checkpoint.get("callbacks", {}):
-            partial = {"epoch": trainer.current_epoch, "ranks": ranks}
+        partial = self._epoch.partial_state(trainer, alone=in_exception)
+        if partial and self.state_key in checkpoint.get("callbacks", {}):
             checkpoint["callbacks"][self.state_key] = {**checkpoint["callbacks"][self.state_key], "partial": partial}
-
-    def _add_dataloader(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, dataloader_idx: int, *, resumes: bool
-    ) -> DataloaderMetrics:
-        """Make the metrics of a dataloader; with `resumes`, they start where the checkpoint was saved."""
-        suite = MetricSuite(self.metrics, self.class_names, curves=self._makes_plots and stage != "train")
-        dataloader = self._dataloaders[stage, dataloader_idx] = DataloaderMetrics(suite, MeanLoss())
-        if resumes and self._resumed_epoch.is_of(trainer):
-            dataloader.load(self._resumed_epoch.states_of(trainer, stage, dataloader_idx), pl_module.device)
-        return dataloader
 
     def _transform(self, outputs: Any, batch: Any, stage: str) -> Any:
         if self.output_transform is not None:
@@ -352,46 +322,8 @@ class MetricsMonitor(StepsCallback):
             except ValueError as error:
                 raise MetricsError(f"{self._name}, first batch of {stage}: {error}") from error
         if not is_complete:
-            self._unmeasured.report_batch(suite, inputs, stage, batch_idx, self._best_keys(stage))
+            self._unmeasured.report_batch(suite, inputs, stage, batch_idx, self._best_keys.of_stage(stage))
         return is_complete
-
-    def _drop_repeated(
-        self,
-        trainer: Trainer,
-        dataloader: DataloaderMetrics,
-        inputs: Mapping[str, Any],
-        stage: str,
-        dataloader_idx: int,
-        batch_idx: int,
-    ) -> tuple[Mapping[str, Any], int | None]:
-        """Return the inputs without the samples that other ranks count, and the number of those left; None for all."""
-        if batch_idx == 0 or not dataloader.shard:
-            before, dataloader.shard = dataloader.shard, get_sampler_shard(evaluation_loaders(trainer)[dataloader_idx])
-            if isinstance(dataloader.shard, str) and dataloader.shard != before:
-                rank_zero_warn(
-                    f"{self._name}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
-                    f"{dataloader.shard}."
-                )
-        if not isinstance(dataloader.shard, SamplerShard):
-            return inputs, None
-        size, num_own = dataloader.shard.batch_sizes(batch_idx)
-        if num_own == size:
-            return inputs, None
-        return take_first_rows(self._name, inputs, size, num_own, stage), num_own
-
-    def _merge_ranks(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, other_keys: dict[str, str]
-    ) -> dict[str, str]:
-        """Give each rank the states of all, and return which keys others log on any of them."""
-        own = {index: dataloader.state_dict() for (of, index), dataloader in self._dataloaders.items() if of == stage}
-        gathered = gather_parts(trainer, (own, other_keys))
-        parts = [part for part, _ in gathered]
-        for index in sorted({index for part in parts for index in part}):
-            dataloader = self._dataloaders.get((stage, index))
-            if dataloader is None:
-                dataloader = self._add_dataloader(trainer, pl_module, stage, index, resumes=False)
-            dataloader.load([part[index] for part in parts if index in part], pl_module.device)
-        return merge_logged_keys([keys for _, keys in gathered])
 
     def _log(
         self,
@@ -461,23 +393,3 @@ class MetricsMonitor(StepsCallback):
                         f"{self._name} and {other._name} would both log {key!r}: give one of them a prefix of its "
                         "own, such as prefix='ema', or different stages."
                     )
-
-    def _best_keys(self, stage: str) -> list[str]:
-        return self._keys.keys_of_stage(self._best or (), stage)
-
-    def _check_best(self, stage: str, has_unmeasured: bool) -> None:
-        """Refuse a key of `best` that was not logged at the end of its stage, where that was not known before."""
-        start = self._keys.key(stage, "")
-        logged = [key for key in self.results if key.startswith(start)]
-        for key in self._best_keys(stage):
-            if (logged or has_unmeasured) and key not in logged:
-                alternatives = self._keys.describe_alternatives(key, stage, logged)
-                raise MetricsError(f"{self._name}: best has the key {key!r}, {alternatives}")
-
-    def _check_best_dataloaders(self, trainer: Trainer) -> None:
-        """Refuse keys of `best` that name a dataloader where there is one, or none where there are several."""
-        try:
-            self._keys.check_loaders(self._best or (), "train", 1)
-            self._keys.check_loaders(self._best or (), "val", len(num_batches(trainer, "val")))
-        except ValueError as error:
-            raise MetricsError(f"{self._name}: {error}") from error

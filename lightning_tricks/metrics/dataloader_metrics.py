@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.tensors import tensors_in
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite
 
 
@@ -63,6 +66,26 @@ class DataloaderMetrics:
             samples = _count_rows(inputs, batch) if num_rows is None else num_rows
             self.loss.update(loss, samples, loss_factor, own=owns_loss)
 
+    def find_shard(self, monitor: str, trainer: Trainer, stage: str, dataloader_idx: int) -> None:
+        """Find which samples the sampler of an evaluation gives this rank; warn where that is not known."""
+        before, self.shard = self.shard, get_sampler_shard(evaluation_loaders(trainer)[dataloader_idx])
+        if isinstance(self.shard, str) and self.shard != before:
+            rank_zero_warn(
+                f"{monitor}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
+                f"{self.shard}."
+            )
+
+    def drop_repeated(
+        self, monitor: str, inputs: Mapping[str, Any], stage: str, batch_idx: int
+    ) -> tuple[Mapping[str, Any], int | None]:
+        """Return the inputs without the samples that other ranks count, and the number of those left; None for all."""
+        if not isinstance(self.shard, SamplerShard):
+            return inputs, None
+        size, num_own = self.shard.batch_sizes(batch_idx)
+        if num_own == size:
+            return inputs, None
+        return _take_first_rows(monitor, inputs, size, num_own, stage), num_own
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured so far, as tensors and plain values on the CPU."""
         return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), "passed_over": self.num_unmeasured}
@@ -74,7 +97,7 @@ class DataloaderMetrics:
         self.num_unmeasured = sum(state.get("passed_over", 0) for state in states)
 
 
-def take_first_rows(monitor: str, inputs: Mapping[str, Any], size: int, count: int, stage: str) -> Mapping[str, Any]:
+def _take_first_rows(monitor: str, inputs: Mapping[str, Any], size: int, count: int, stage: str) -> Mapping[str, Any]:
     """Return the first `count` of the `size` samples of a batch; all of them, with a warning, where that is not clear.
 
     Args:

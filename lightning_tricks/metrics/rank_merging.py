@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_tricks._shared.ranks import gather_objects
 
@@ -17,7 +18,7 @@ def data_part(trainer: Trainer) -> tuple[int, int]:
     """
     if trainer.world_size == 1:
         return 0, 1
-    arguments = trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+    arguments = cast(ParallelStrategy, trainer.strategy).distributed_sampler_kwargs
     return int(arguments["rank"]), int(arguments["num_replicas"])
 
 

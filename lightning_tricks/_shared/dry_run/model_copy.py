@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+
+from lightning_tricks._torch_compat.modules import COMPILED_CALL, compiled_module, refer_to_own_weights
 
 _IMMUTABLE = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -92,7 +93,7 @@ class ModelCopier(TorchFunctionMode):
         """Copy the tensors that `copy.deepcopy` finds inside other objects."""
         if func is Tensor.__deepcopy__:
             return self.copy_value(args[0])
-        if func is torch._C.TensorBase.clone:  # called by nn.Parameter.__deepcopy__
+        if func is Tensor.clone:  # called by nn.Parameter.__deepcopy__
             return self._copy_tensor(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -108,11 +109,11 @@ class ModelCopier(TorchFunctionMode):
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
                 value = OrderedDict((key, hook) for key, hook in value.items() if not _is_sharding_hook(hook))
-            elif name in ("_trainer", "_fabric", "_compiled_call_impl"):  # the copy belongs to no Trainer
+            elif name in ("_trainer", "_fabric", COMPILED_CALL):  # the copy belongs to no Trainer
                 value = None
             vars(module_copy)[name] = self.copy_value(value)
         if isinstance(module_copy, nn.RNNBase):  # the references still point to the weights of the original
-            module_copy._flat_weight_refs = [weakref.ref(weight) for weight in module_copy._flat_weights]  # type: ignore[arg-type]
+            refer_to_own_weights(module_copy)
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         """Copy a function with its defaults and the values in its closure, which may be the module itself."""
@@ -135,8 +136,8 @@ def unwrap_model(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        elif (compiled := compiled_module(module)) is not None:
+            module = compiled
         else:
             return module
 

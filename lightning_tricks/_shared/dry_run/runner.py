@@ -19,6 +19,7 @@ from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoD
 from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._torch_compat.modules import is_batch_norm
 
 T = TypeVar("T")
 TensorCopies = RealTensorCopies | FakeTensorCopies
@@ -124,7 +125,7 @@ def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: T
         copier.substitute(trainer, ReadOnlyTrainer(trainer))
     model_copy = copier.copy_module(original)
     for part in model_copy.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part.running_mean is not None:
+        if is_batch_norm(part) and part.training and part.running_mean is not None:
             part.training = False  # so that one image is enough, and SyncBatchNorm needs no other ranks
     device = common_device(original)
     if any(tensor.device == device for tensor in tensors_in((call.args, call.kwargs))):

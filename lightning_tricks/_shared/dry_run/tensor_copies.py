@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.tensors import is_sharded
+from lightning_tricks._torch_compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    mark_as_parameter,
+)
+from lightning_tricks._torch_compat.operators import OpOverload, changes_or_returns_arguments
 
 _COPYING_OPERATORS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.clone.default)
 
@@ -89,7 +95,7 @@ class FakeTensorCopies:
             return self._mode.from_tensor(tensor)
         fake = FakeTensor(self._mode, elem, fake_device)
         if isinstance(tensor, nn.Parameter):
-            fake._is_param = True  # isinstance(fake, nn.Parameter) reads this attribute
+            mark_as_parameter(fake)
         return fake.requires_grad_(tensor.requires_grad)
 
     def run_operator(self, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -169,13 +175,11 @@ def _argument_key(argument: Any) -> Hashable:
 
 def _operator_kind(operator: Any) -> str:
     """Return "view" for a view or a copy, "pure" for new tensors that depend on the arguments alone, else "other"."""
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return "other"
     if operator.is_view or operator in _COPYING_OPERATORS:
         return "view"
-    schema = operator._schema
-    aliases = schema.is_mutable or any(value.alias_info is not None for value in schema.returns)
-    return "other" if aliases else "pure"
+    return "other" if changes_or_returns_arguments(operator) else "pure"
 
 
 def _layout_of(tensor: Any) -> _Layout:

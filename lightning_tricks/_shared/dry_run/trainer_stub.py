@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_tricks._torch_compat.tensors import tree_map_only
+
 
 class NoOp:
     """Accepts every call and every attribute and does nothing; stands for loggers and logging methods."""
@@ -186,6 +188,6 @@ def _local_all_gather(world_size: int) -> Callable[..., Any]:
     def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         if world_size == 1:
             return data
-        return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: torch.stack([tensor] * world_size), data)
+        return tree_map_only(Tensor, lambda tensor: torch.stack([tensor] * world_size), data)
 
     return all_gather

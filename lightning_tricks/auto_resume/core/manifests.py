@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
     return found
 
 
-def installed_versions() -> dict[str, str]:
+@cache
+def installed_versions() -> Mapping[str, str]:
     """Return the versions on which exact results depend: of Python, torch, Lightning and this package."""
     from importlib.metadata import PackageNotFoundError, version
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import (
     AmbiguousAlignmentError,
     CheckpointError,
@@ -17,7 +18,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
 
 
 def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:

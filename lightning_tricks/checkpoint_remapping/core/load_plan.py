@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._shared.patterns import Pattern
-from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
@@ -20,7 +20,6 @@ from lightning_tricks.checkpoint_remapping.core.load_checks import Allowed, chec
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_alignment, shapes_of
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
 from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
 from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules

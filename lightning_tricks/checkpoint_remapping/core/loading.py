@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.load_plan import (
@@ -18,7 +20,6 @@ from lightning_tricks.checkpoint_remapping.core.load_plan import (
     Source,
     plan_loading,
 )
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
 
 
 def load_weights(
@@ -106,7 +107,7 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
         if part:
             # With the module's own versions, or it would convert tensors that have its names and shapes already
             state = OrderedDict(part)
-            state._metadata = getattr(module.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
+            set_state_dict_versions(state, state_dict_versions(module.state_dict()))
             module.load_state_dict(state, strict=False, assign=is_assigned)
 
 

@@ -7,7 +7,7 @@ saved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,16 @@ class SequentialMembers(Members):
     def __init__(self, members: Sequence[nn.Module], reason: str = "") -> None:
         super().__init__()
         self.reason = reason
+        self.n_members = len(members)
         for index, member in enumerate(members):
             self.add_module(str(index), member)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return self.n_members
 
     def member(self, index: int) -> nn.Module:
         """Return one member, itself."""
-        return cast(nn.Module, self._modules[str(index)])
+        return self.get_submodule(str(index))
 
     def only(self, indices: Sequence[int]) -> SequentialMembers:
         """Return some of the members, themselves, as a container of their own."""

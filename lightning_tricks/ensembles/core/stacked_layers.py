@@ -38,10 +38,9 @@ class StackedLayer(nn.Module):
             for name, parameter in layers[0].named_parameters(recurse=False):
                 stacked = torch.stack([self.to_stored(name, getattr(layer, name)) for layer in layers])
                 self.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-            for name, buffer in layers[0].named_buffers(recurse=False):
-                kept = name not in layers[0]._non_persistent_buffers_set
+            for name, _ in layers[0].named_buffers(recurse=False):
                 stacked = torch.stack([getattr(layer, name) for layer in layers])
-                self.register_buffer(name, stacked, persistent=kept and buffer is not None)
+                self.register_buffer(name, stacked, persistent=name in layers[0].state_dict())
         for name in ("weight", "bias"):
             if not hasattr(self, name):
                 self.register_parameter(name, None)

@@ -89,7 +89,7 @@ class StackedMembers(Members):
         """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
         cut = {}
         for path, layer in self.stacked_layers():
-            for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            for name, tensor in _own_tensors(layer):
                 cut[_key(path, name)] = layer.to_stored(name, tensor).unbind()
         return cut
 
@@ -154,10 +154,15 @@ def _stacked(members: Sequence[nn.Module]) -> nn.Module:
     memo: dict[int, Any] = {}  # what the copy shall not copy
     parts = [dict(member.named_modules()) for member in members]
     for path, part in parts[0].items():
-        if any(True for _ in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+        if _own_tensors(part):
             kind = cast(type[StackedLayer], stacked_type(part))
             memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
     return copy.deepcopy(members[0], memo)
+
+
+def _own_tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers that a layer itself holds, by name."""
+    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
 
 
 def _to_meta(member: nn.Module) -> nn.Module:
@@ -168,18 +173,15 @@ def _to_meta(member: nn.Module) -> nn.Module:
 def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, own = name.rpartition(".")
     part = module.get_submodule(path)
-    if own in part._parameters:
-        trained = cast(nn.Parameter, part._parameters[own]).requires_grad
-        part._parameters[own] = nn.Parameter(tensor, requires_grad=trained)
-    else:
-        part._buffers[own] = tensor
+    old = getattr(part, own)
+    setattr(part, own, nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor)
 
 
 def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Give a stack's state dict the keys and shapes of the members'."""
     cut: dict[str, Tensor] = {}
     for path, layer in stack.stacked_layers():
-        for name in layer._parameters.keys() | layer._buffers.keys():
+        for name, _ in _own_tensors(layer):
             stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
                 cut[_key(path, name)] = layer.to_stored(name, stored)
@@ -192,7 +194,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
 def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Turn the members' tensors back into the stacked ones."""
     for path, layer in stack.stacked_layers():
-        for name in layer._parameters.keys() | layer._buffers.keys():
+        for name, _ in _own_tensors(layer):
             keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
             tensors = [state.pop(key) for key in keys if key in state]
             if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:

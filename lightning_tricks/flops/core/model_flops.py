@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.input_advice import example_input_code
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
+from lightning_tricks._torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from lightning_tricks.flops.core.backends import count_with_thop, count_with_torch
 from lightning_tricks.flops.core.flops_count import FlopsCount
 
@@ -120,7 +120,7 @@ def _split_custom_ops(custom_ops: Mapping[Any, Callable[..., Any]]) -> tuple[dic
             raise TypeError(f"custom_ops: the rule of {key!r} must be callable, got {rule!r}.")
         if isinstance(key, type) and issubclass(key, nn.Module):
             modules[key] = rule
-        elif isinstance(key, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+        elif isinstance(key, OpOverload | OpOverloadPacket | HigherOrderOperator):
             operators[key] = rule
         else:
             raise TypeError(f"custom_ops: a key must be a module class or an operator of torch.ops, got {key!r}.")

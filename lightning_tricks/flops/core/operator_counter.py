@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._torch_compat.operators import TorchDispatchMode, without_dispatch_modes
 from lightning_tricks.flops.core.operator_rules import OperatorRule, find_rule
 
 
@@ -170,7 +170,7 @@ class OperatorCounter(TorchDispatchMode):
 
 def _apply_thop_rule(rule: Callable[..., Any], module: nn.Module, inputs: Any, output: Any) -> float:
     """Return the MACs that a rule with thop's signature adds to `module.total_ops` for one call."""
-    with _disable_current_modes():
+    with without_dispatch_modes():
         module.total_ops = torch.zeros(1, dtype=torch.float64)
         rule(module, inputs, output)
         counted = float(module.total_ops)

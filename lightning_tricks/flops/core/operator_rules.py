@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lightning_tricks._torch_compat.operators import OpOverload, is_composite
+from lightning_tricks._torch_compat.tensors import tree_map
 from lightning_tricks.flops.core.estimated_costs import ESTIMATED_COSTS, FREE_OPERATORS, elements_written
 from lightning_tricks.flops.core.matmul_costs import MATMUL_COSTS, Cost
 
@@ -41,7 +43,7 @@ def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Oper
     for key in (operator, packet):
         if key in custom:
             return OperatorRule("matmul", _from_shape_formula(custom[key]))
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return _registered_rule(packet) or OperatorRule("unknown")
     name = operator.name().partition(".")[0]
     if name in MATMUL_COSTS:
@@ -59,7 +61,7 @@ def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Oper
         return OperatorRule("free")
     if torch.Tag.pointwise in operator.tags:
         return OperatorRule("other", elements_written)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
+    if is_composite(operator):
         return OperatorRule("composite")
     return OperatorRule("unknown")
 
@@ -74,7 +76,7 @@ def _registered_rule(packet: Any) -> OperatorRule | None:
 
 def _from_shape_formula(formula: Callable[..., float]) -> Cost:
     def cost(out: Any, /, *args: Any, **kwargs: Any) -> float:
-        args, kwargs, shape = torch.utils._pytree.tree_map(
+        args, kwargs, shape = tree_map(
             lambda leaf: leaf.shape if isinstance(leaf, Tensor) else leaf, (args, kwargs, out)
         )
         return formula(*args, **kwargs, out_shape=shape) / 2

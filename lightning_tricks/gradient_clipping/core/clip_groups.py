@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
 from lightning_tricks.gradient_clipping.core.clipping import GradientNorms
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod
@@ -83,7 +84,7 @@ class ClipGroups:
                 if (label, excluded) not in labels.values() or not any(map(Pattern(pattern).matches, sizes)):
                     raise ValueError(
                         f"pattern {pattern!r} matches none of the {len(sizes)} parameters that no earlier pattern "
-                        f"matches: {', '.join(list(sizes)[:5])}, ..."
+                        f"matches: {list_names(sizes, 5)}"
                     )
         said = []
         for label, method in self._methods.items():

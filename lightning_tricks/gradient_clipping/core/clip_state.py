@@ -1,17 +1,23 @@
-"""What clipping remembers of one optimizer, from step to step."""
+"""What clipping remembers of each optimizer, from step to step and in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_tricks.gradient_clipping.core.adaptive_thresholds import Threshold
+from lightning_tricks.gradient_clipping.core.adaptive_thresholds import NoThreshold, Threshold
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroup, ClipGroups
 from lightning_tricks.gradient_clipping.core.clipping import GradientNorms, gradient_norms
-from lightning_tricks.gradient_clipping.core.step_skipping import HeldSchedulers
+from lightning_tricks.gradient_clipping.core.step_skipping import (
+    HeldSchedulers,
+    skip_step_,
+    skip_step_on_device_,
+    skips_on_device,
+)
 
 
 class StepCounts:
@@ -83,6 +89,33 @@ class ClipState:
         if self.close_skip is not None:
             self.close_skip()
         self._forget_fit()
+
+    def skip_step_(
+        self, optimizer: Optimizer, nonfinite: Tensor, *, by_scaler: bool, schedulers: list[Any] | None
+    ) -> bool:
+        """Skip the optimizer's next step where its gradients are not finite.
+
+        Args:
+            optimizer: The optimizer.
+            nonfinite: Whether a gradient is not finite; shape ().
+            by_scaler: Whether a GradScaler skips it by itself.
+            schedulers: The schedulers that are restored after a skipped step; None for none.
+
+        Returns:
+            Whether the host knows that the step is skipped.
+        """
+        on_device = by_scaler or skips_on_device(optimizer)
+        if on_device and schedulers is None:
+            if not by_scaler:
+                self.close_skip = skip_step_on_device_(optimizer, nonfinite)
+            return False
+        if not nonfinite:
+            return False
+        if schedulers is not None:
+            self.held_schedulers = HeldSchedulers(optimizer, schedulers)
+        if not by_scaler:
+            self.close_skip = skip_step_(optimizer)
+        return True
 
     def restore_schedulers(self) -> None:
         """Restore the schedulers of a skipped step."""
@@ -157,3 +190,40 @@ class ClipState:
         copy = ClipState()
         copy.counts, copy.thresholds = self.counts, self.thresholds
         return vars(copy)
+
+
+def states_to_dict(states: Mapping[int, ClipState]) -> dict[str, Any]:
+    """Return the counts of each optimizer, and what the thresholds have learnt, for a checkpoint."""
+    thresholds = {
+        f"{index}:{label}": learnt
+        for index, state in states.items()
+        for label, threshold in state.thresholds.items()
+        if (learnt := threshold.state_dict())
+    }
+    counts = {index: state.counts.state_dict() for index, state in states.items() if state.counts.steps}
+    return {"counts": counts, "thresholds": thresholds}
+
+
+def load_states(states: Mapping[int, ClipState], saved: Mapping[str, Any], clip_groups: ClipGroups) -> list[str]:
+    """Restore what `states_to_dict` returned.
+
+    Args:
+        states: The states to restore; each index gives one.
+        saved: What was returned.
+        clip_groups: How the groups are clipped now.
+
+    Returns:
+        The keys of thresholds that were learnt by another method, and are dropped.
+    """
+    dropped = []
+    for index, counts in saved["counts"].items():
+        states[index].counts.load_state_dict(counts)
+    for key, learnt in saved["thresholds"].items():
+        index, _, label = key.partition(":")
+        threshold = clip_groups.new_threshold(label)
+        if threshold.state_dict().keys() <= learnt.keys() and not isinstance(threshold, NoThreshold):
+            threshold.load_state_dict(learnt)
+            states[int(index)].thresholds[label] = threshold
+        else:
+            dropped.append(key)
+    return dropped

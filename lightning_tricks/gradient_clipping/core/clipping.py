@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
+from lightning_tricks._torch_compat.foreach import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 from lightning_tricks.gradient_clipping.core.foreach import foreach_batches, gradients_of, refuse_sparse, stacked_norms
 
 NEUTRAL = 'float("inf"), in YAML .inf, clips nothing'
@@ -118,7 +119,7 @@ def clip_grads_with_norm_(
             return torch.ones_like(total_norm)
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     for batch, _ in foreach_batches(gradients_of(parameters)):
-        torch._foreach_mul_(batch, factor.to(batch[0].device))
+        foreach_mul_(batch, factor.to(batch[0].device))
     return factor
 
 
@@ -147,8 +148,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     gradients = gradients_of(parameters)
     refuse_sparse("clip_grad_value_", gradients)
     for batch, _ in foreach_batches(gradients):
-        torch._foreach_clamp_min_(batch, -clip_value)
-        torch._foreach_clamp_max_(batch, clip_value)
+        foreach_clamp_min_(batch, -clip_value)
+        foreach_clamp_max_(batch, clip_value)
 
 
 def check_max_norm(value: object) -> float:

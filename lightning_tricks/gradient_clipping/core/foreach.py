@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_tricks._shared.tensors import full_tensor, is_sharded
+from lightning_tricks._torch_compat.foreach import foreach_norm, group_by_device_and_dtype
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -33,7 +33,7 @@ def foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Seq
     """Split gradients into batches for foreach calls, each of one device, dtype and mesh; with their positions."""
     if not gradients:
         return
-    grouped: dict[Any, Any] = _group_tensors_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
+    grouped: dict[Any, Any] = group_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
     for (tensors,), indices in grouped.values():
         if all(type(tensor) is Tensor for tensor in tensors):
             yield tensors, indices
@@ -53,5 +53,5 @@ def stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
         # DTensor's _foreach_norm takes no dtype
         stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])
     else:
-        stacked = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype))
+        stacked = torch.stack(foreach_norm(gradients, norm_type, dtype=dtype))
     return full_tensor(stacked)  # one collective for a whole mesh, not one for each gradient

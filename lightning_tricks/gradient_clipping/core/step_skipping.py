@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+
+from lightning_tricks._torch_compat.optimizers import takes_scale
 
 
 def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
@@ -51,7 +54,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     It works for torch's fused optimizers, except for the first step of an SGD with momentum: a fused kernel that skips
     this step keeps uninitialised memory as its momentum.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not takes_scale(optimizer):
         return False
     groups = optimizer.param_groups
     if not all(group.get("fused") for group in groups):
@@ -76,16 +79,12 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
         A function for a step that never comes: it takes the condition back. After the step it does nothing.
     """
     # a GradScaler sets the same attributes to tell a fused optimizer that it found an overflow
-    optimizer.found_inf = condition.float()  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-
-    def close(*_: Any) -> None:
-        if handle.id in optimizer._optimizer_step_post_hooks:
-            handle.remove()
-            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-
-    handle = optimizer.register_step_post_hook(close)
-    return close
+    installed = ExitStack()
+    for name, value in (("found_inf", condition.float()), ("grad_scale", None)):
+        setattr(optimizer, name, value)
+        installed.callback(delattr, optimizer, name)
+    installed.enter_context(optimizer.register_step_post_hook(lambda *_: installed.close()))
+    return installed.close
 
 
 def copy_group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

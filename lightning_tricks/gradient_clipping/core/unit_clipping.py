@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
 from lightning_tricks._shared.tensors import full_tensor, is_sharded
+from lightning_tricks._torch_compat.foreach import foreach_mul_
 from lightning_tricks.gradient_clipping.core.clipping import NEUTRAL
 from lightning_tricks.gradient_clipping.core.foreach import (
     HALF_DTYPES,
@@ -112,7 +113,7 @@ def _clip_vectors_(
 ) -> tuple[Tensor, Tensor]:
     norms = stacked_norms(gradients, 2.0)
     factors = _unit_factors(norms, stacked_norms(weights, 2.0), clip_factor, eps)
-    torch._foreach_mul_(gradients, factors.unbind())
+    foreach_mul_(gradients, factors.unbind())
     after = norms * factors
     return after, after < norms
 
@@ -125,7 +126,7 @@ def _clip_units_foreach_(
     weight_norms = torch.cat([_unit_norms(weight).flatten() for weight in weights])
     factors = _unit_factors(norms, weight_norms, clip_factor, eps)
     parts = factors.split([norm.numel() for norm in by_tensor])
-    torch._foreach_mul_(gradients, [part.view_as(norm) for part, norm in zip(parts, by_tensor, strict=True)])
+    foreach_mul_(gradients, [part.view_as(norm) for part, norm in zip(parts, by_tensor, strict=True)])
     after = norms * factors
     return after, after < norms
 

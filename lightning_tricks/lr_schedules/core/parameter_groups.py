@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.lr_schedules.core.optimizer_spec import NO_DECAY_WORDS, OptimizerSpec
 
 _PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -132,8 +133,7 @@ def _check_patterns_match(patterns: list[Pattern], names: list[str]) -> None:
     for pattern in patterns:
         if not any(map(pattern.matches, names)):
             raise ValueError(
-                f"pattern {pattern.text!r} matches none of the {len(names)} parameters: "
-                f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+                f"pattern {pattern.text!r} matches none of the {len(names)} parameters: {list_names(names, 5)}"
             )
 
 

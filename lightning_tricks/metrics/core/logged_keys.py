@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tricks._shared.checks import check_choice, did_you_mean
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.metrics.core.expected_names import ExpectedNames
 
 STAGES = ("train", "val", "test")
@@ -88,7 +89,7 @@ class LoggedKeys:
             if numbered != (loaders > 1) or (numbered and int(number) >= loaders):
                 rest = rest if numbered else name
                 there = [stage] if loaders == 1 else [f"{stage}/{number}" for number in range(loaders)]
-                keys = ", ".join(self.key(folder, rest) for folder in there[:_MAX_SHOWN])
+                keys = list_names((self.key(folder, rest) for folder in there), _MAX_SHOWN)
                 raise ValueError(f"best has the key {key!r}, but {stage} has {loaders} loader(s): use one of {keys}.")
 
     def keys_of_stage(self, best: Iterable[str], stage: str) -> list[str]:
@@ -99,8 +100,8 @@ class LoggedKeys:
         """Return the end of an error message: which keys exist instead of `key`."""
         listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.key(stage, name) for name in listed)) if there is None else list(there)
-        more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
-        return f"but the keys are {', '.join(keys[:_MAX_SHOWN]) or 'not logged at all'}{more}.{did_you_mean(key, keys)}"
+        listed = list_names(keys, _MAX_SHOWN) if keys else "not logged at all"
+        return f"but the keys are {listed}.{did_you_mean(key, keys)}"
 
     def _split(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; the stage is empty if the prefix is missing."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_tricks._shared.tensors import clone_tensors, outside_inference_mode
+from lightning_tricks._torch_compat.tensors import tree_map_only
 from lightning_tricks.metrics.core.batch_buffer import BatchBuffer
 from lightning_tricks.metrics.core.groups.base import MetricGroup
 from lightning_tricks.metrics.core.groups.confusion_matrix import ConfusionMatrixGroup

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
+
 # in evaluation these take a fast path, unless a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
@@ -42,13 +44,13 @@ def _layers_in(
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """Yield names and layers, and around each of them the modules with a fast path."""
     met = set() if met is None else met
-    if module in met or isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+    if module in met or isinstance(module, torch.jit.ScriptModule) or compiles_in_place(module):
         return
     met.add(module)
     if isinstance(module, _WITH_FAST_PATH):
         with_fast_path = (*with_fast_path, module)
-    children = {} if "_orig_mod" in module._modules else dict(module.named_children())
-    if name and not (children and not module._parameters and not module._buffers):
+    children = {} if compiled_module(module) is not None else dict(module.named_children())
+    if name and not (children and not own_parameters(module) and not own_buffers(module)):
         yield name, module, with_fast_path
     for key, child in children.items():
         yield from _layers_in(child, f"{name}.{key}" if name else key, with_fast_path, met)

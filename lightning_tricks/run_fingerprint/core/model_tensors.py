@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._torch_compat.modules import own_buffers, own_parameters
 
 
 class ModelTensors:
@@ -23,7 +24,7 @@ class ModelTensors:
         self._holders: dict[str, tuple[dict[str, Any], str]] = {}
         seen: set[int] = set()
         for prefix, module in model.named_modules():
-            for holder in (module._parameters, module._buffers):
+            for holder in (own_parameters(module), own_buffers(module)):
                 for name, value in holder.items():
                     if value is not None and id(value) not in seen:
                         seen.add(id(value))

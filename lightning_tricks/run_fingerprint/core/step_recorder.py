@@ -27,7 +27,7 @@ class StepRecorder:
         self.writer, self.model = writer, model
         self._by_layer = writer.header.detail == "layer"
         self._stepped = False
-        self._hooks = ExitStack()
+        self._installed = ExitStack()
         self.find_layers()
 
     def find_layers(self) -> None:
@@ -49,7 +49,9 @@ class StepRecorder:
         self.writer.start_row(step, epoch, number)
         self._add("data", children_of(batch))
         if self._outputs is not None:
-            self._hooks.enter_context(self._outputs.hooked(lambda name, output: self._add("forward", {name: output})))
+            self._installed.enter_context(
+                self._outputs.hooked(lambda name, output: self._add("forward", {name: output}))
+            )
 
     def on_backward_start(self, loss: Any) -> None:
         """Record a loss."""
@@ -91,7 +93,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove the hooks from the layers."""
-        self._hooks.close()
+        self._installed.close()
 
     def _add(self, kind: str, values: Mapping[str, Any]) -> None:
         if not self._by_layer:

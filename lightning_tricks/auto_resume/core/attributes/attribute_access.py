@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lightning_tricks._torch_compat.modules import REGISTRIES
 from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, CannotRestoreError, is_subclass
 
 _slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
@@ -47,9 +48,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     own = attribute_dict(owner)
     if name.startswith("__") or _is_method(owner, name):
         raise CannotRestoreError("it is a method of the class")
-    if is_subclass(type(owner), nn.Module) and any(
-        name in (own or {}).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
-    ):
+    if is_subclass(type(owner), nn.Module) and any(name in (own or {}).get(kind, ()) for kind in REGISTRIES):
         raise CannotRestoreError("it is registered in the module here")
     if is_subclass(type(owner), type):
         type.__setattr__(owner, name, value)

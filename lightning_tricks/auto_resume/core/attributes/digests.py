@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_tricks._torch_compat import loader_iterator_type, num_yielded, tensor_version
+from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.generators import generator_state
 from lightning_tricks.auto_resume.core.attributes.value_types import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from lightning_tricks._torch_compat import own_buffers, own_parameters, pruned_parameters
+from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
 
 
 class ModelStructure:

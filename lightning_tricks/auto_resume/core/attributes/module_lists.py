@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._torch_compat import own_modules
+from lightning_tricks._torch_compat.modules import own_modules
 
 
 def module_list_types(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:

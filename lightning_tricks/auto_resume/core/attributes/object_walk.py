@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks._torch_compat import module_internals
+from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict, attributes, has_attributes
 from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
@@ -139,9 +139,10 @@ class ObjectWalk:
 
     def _visit_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
         own = attribute_dict(module) or {}
-        for kind in ("_parameters", "_buffers"):
-            self.registered.update(id(part) for part in own.get(kind, {}).values() if part is not None)
-        for name, child in own.get("_modules", {}).items():
+        *tensors, modules = (own.get(kind, {}) for kind in REGISTRIES)
+        for registry in tensors:
+            self.registered.update(id(part) for part in registry.values() if part is not None)
+        for name, child in modules.items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
                 if self._visit(child, inner, depth + 1, is_part=True) == inner:

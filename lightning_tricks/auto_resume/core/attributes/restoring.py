@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._torch_compat import own_modules
+from lightning_tricks._torch_compat.modules import own_modules
 from lightning_tricks.auto_resume.core.attributes.attribute_access import delete_attribute, set_attribute
 from lightning_tricks.auto_resume.core.attributes.decoding import ObjectResolver, decode
 from lightning_tricks.auto_resume.core.attributes.in_place import replace_contents

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import (
     AttributeSnapshot,
     state_digest,
@@ -169,8 +170,8 @@ class AttributeTracker:
         elif snapshot.is_opaque and not is_copied:
             found.lost[path] = type_name(type(slot.value))
         elif new:
-            location, kind = min(new)
-            found.lost[".".join((path, *location))] = kind if len(new) == 1 else f"{kind} and {len(new) - 1} more"
+            locations, kinds = zip(*sorted(new), strict=True)
+            found.lost[".".join((path, *locations[0]))] = list_names(kinds, 1)
         elif not snapshot.is_opaque:
             in_place = before is not None and before.is_value(slot.value)
             found.add(path, slot, encoded, MAX_BYTES - budget.bytes_left, in_place)

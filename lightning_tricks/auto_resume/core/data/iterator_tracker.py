@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks import _torch_compat as private
+from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.data.iterator_parts import DeferredSampler, TrackedFetcher
 from lightning_tricks.auto_resume.core.data.loader_position import (
     POSITION_ATTRIBUTE,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_tricks import _torch_compat as private
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.data.iterator_parts import TrackedFetcher
 from lightning_tricks.auto_resume.core.data.iterator_tracker import IteratorTracker
 from lightning_tricks.auto_resume.core.data.loader_objects import DATA_PARTS, changed_paths

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_tricks._torch_compat import call_on_iteration_start
+from lightning_tricks._torch_compat.loaders import call_on_iteration_start
 from lightning_tricks.auto_resume.core.data.worker_state import TrackedWorkerData
 from lightning_tricks.auto_resume.core.signals import LEAVING, STOPPING
 

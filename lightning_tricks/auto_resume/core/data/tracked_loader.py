@@ -7,13 +7,14 @@ restored. An iterable dataset is read again up to the position, as only it knows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tricks import _torch_compat as private
+from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.data.iterator_tracker import create_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects, ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import LoaderPosition, has_persistent_workers
@@ -67,7 +68,8 @@ class TrackedDataLoader:
         self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
         self._resume_position: LoaderPosition | None = None
         self._iterator_deferred = False
-        private.override_iterator_factory(loader, self._create_iterator)
+        self._installed = ExitStack()
+        self._installed.enter_context(private.overridden_iterator_factory(loader, self._create_iterator))
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -83,9 +85,7 @@ class TrackedDataLoader:
 
     def close(self) -> None:
         """Stop tracking the loader; iterators that exist keep working."""
-        loader = self._loader()
-        if loader is not None:
-            private.restore_iterator_factory(loader)
+        self._installed.close()
 
     def generator_states(self) -> list[torch.Tensor]:
         """Return the states of the generators from which the loader and its samplers draw."""

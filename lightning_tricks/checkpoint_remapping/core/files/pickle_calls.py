@@ -1,18 +1,25 @@
-"""The calls that a pickle may ask for: constructors of plain values, reimplemented, and what no checkpoint needs."""
+"""The calls that a pickle asks for: constructors of plain values, reimplemented, placeholders, and what is refused."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, check_key, describe_value
+from lightning_tricks.checkpoint_remapping.core.errors import UnsafeCheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
+    Global,
+    Placeholder,
+    check_key,
+    describe_value,
+)
 
 Constructor = Callable[..., Any]
+_SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
 
 
 def update_in_chunks(add: Callable[[Any], object], values: Iterable[Any], budget: Budget) -> None:
@@ -163,3 +170,52 @@ def is_never_needed(function: Global) -> bool:
     if package in _LIBRARIES and looks_like_a_function:
         return True
     return function.name.rpartition(".")[2] in CODE_RUNNERS
+
+
+class Calls:
+    """What becomes of the calls that a pickle asks for: a plain value, a `Placeholder`, or an error.
+
+    Args:
+        constructors: Our functions by the qualified names of the functions that they stand for.
+        budget: Limits on memory and time.
+    """
+
+    def __init__(self, constructors: Mapping[str, Constructor], budget: Budget) -> None:
+        self.constructors, self.budget = constructors, budget
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Return what stands for the result of a call."""
+        if isinstance(function, Placeholder) and function.name == "builtins.getattr":
+            self.budget.spend(512)
+            name = ".".join(describe_value(part).strip("'") for part in function.args)
+            return Placeholder(name, arguments)  # of a class inside of a class
+        if not isinstance(function, Global):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"it calls {function} without a tuple of arguments")
+        self.charge(arguments)
+        name = str(function)
+        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
+            return self.call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
+        make = self.constructors.get(name)
+        if make is not None:
+            for part in arguments:
+                self.charge(part)
+            return make(*arguments)
+        if is_never_needed(function):
+            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
+        self.budget.spend(512)
+        return Placeholder(name, arguments)
+
+    def charge(self, value: Any) -> None:
+        """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
+        if type(value) in _SIZED and len(value) > 32:
+            self.budget.spend(sys.getsizeof(value))
+
+    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if function == "__newobj__":
+            return arguments
+        if function == "__newobj_ex__":
+            self.charge(arguments[0])
+            return (*arguments[0], arguments[1])
+        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickletools
 import sys
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
+from lightning_tricks._torch_compat.modules import set_state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     NotACheckpointError,
@@ -25,6 +26,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import (
     CODE_RUNNERS,
+    Calls,
     Constructor,
     check_keys,
     is_never_needed,
@@ -90,7 +92,6 @@ _COSTS = {
     **dict.fromkeys(("EMPTY_SET", "FROZENSET"), 256),
     **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), 512),
 }
-_SIZED = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset, str, bytes, bytearray, torch.Size})
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -103,7 +104,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # where MARK was
         self.memo: dict[int, Any] = {}
-        self.constructors = plain_constructors(budget) | constructors
+        self.calls = Calls(plain_constructors(budget) | constructors, budget)
         self.persistent = persistent
         self.budget = budget
 
@@ -200,7 +201,7 @@ class _Machine:
         self.stack.append(tuple(self._to_mark()))
 
     def _frozenset(self) -> None:
-        self.stack.append(self.constructors["builtins.frozenset"](self._to_mark()))
+        self.stack.append(self.calls.constructors["builtins.frozenset"](self._to_mark()))
 
     def _tuple_of(self, count: int) -> None:
         values = tuple(self.stack[-count:])
@@ -273,58 +274,22 @@ class _Machine:
     def _inst(self, argument: str) -> None:
         arguments = self._to_mark()
         self._global(argument)
-        self.stack.append(self._call(self.stack.pop(), tuple(arguments)))
+        self.stack.append(self.calls.call(self.stack.pop(), tuple(arguments)))
 
     def _obj(self) -> None:
         function, *arguments = self._to_mark()
-        self.stack.append(self._call(function, tuple(arguments)))
+        self.stack.append(self.calls.call(function, tuple(arguments)))
 
     def _reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        self.stack.append(self._call(function, arguments))
+        self.stack.append(self.calls.call(function, arguments))
 
     _newobj = _reduce
 
     def _newobj_ex(self) -> None:
         keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        self._charge(arguments)
-        self.stack.append(self._call(function, (*arguments, *([keywords] if keywords else ()))))
-
-    def _call(self, function: Any, arguments: Any) -> Any:
-        if isinstance(function, Placeholder) and function.name == "builtins.getattr":
-            self.budget.spend(512)
-            name = ".".join(describe_value(part).strip("'") for part in function.args)
-            return Placeholder(name, arguments)  # of a class inside of a class
-        if not isinstance(function, Global):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {describe_value(function)}")
-        if not isinstance(arguments, tuple):
-            raise TypeError(f"it calls {function} without a tuple of arguments")
-        self._charge(arguments)
-        name = str(function)
-        if name in ("copyreg.__newobj__", "copyreg._reconstructor", "copyreg.__newobj_ex__"):
-            return self._call(arguments[0], self._constructor_arguments(function.name, arguments[1:]))
-        make = self.constructors.get(name)
-        if make is not None:
-            for part in arguments:
-                self._charge(part)
-            return make(*arguments)
-        if is_never_needed(function):
-            raise UnsafeCheckpointError(f"a pickle that asks for a call of {name}")
-        self.budget.spend(512)
-        return Placeholder(name, arguments)
-
-    def _charge(self, value: Any) -> None:
-        """Charge a copy of a value: one value of the memo can be an argument of any number of calls."""
-        if type(value) in _SIZED and len(value) > 32:
-            self.budget.spend(sys.getsizeof(value))
-
-    def _constructor_arguments(self, function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        if function == "__newobj__":
-            return arguments
-        if function == "__newobj_ex__":
-            self._charge(arguments[0])
-            return (*arguments[0], arguments[1])
-        return tuple(part for part in arguments[1:] if part is not None)  # _reconstructor(class, base, state of base)
+        self.calls.charge(arguments)
+        self.stack.append(self.calls.call(function, (*arguments, *([keywords] if keywords else ()))))
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -332,7 +297,7 @@ class _Machine:
             target.state = state
         elif isinstance(target, OrderedDict):
             if isinstance(state, dict) and "_metadata" in state:
-                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+                set_state_dict_versions(target, state["_metadata"])
         elif not isinstance(target, torch.Tensor):
             raise UnsafeCheckpointError(f"a pickle that asks for changes to {describe_value(target)}")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._shared.files import atomic_write
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 

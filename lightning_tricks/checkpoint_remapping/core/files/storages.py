@@ -13,6 +13,7 @@ import torch
 
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._torch_compat.tensors import untyped_storage
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, describe_value
 
@@ -124,8 +125,7 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
     if callable(map_location):
         placed: Any = map_location(storage, location)
         if placed is not None:
-            untyped: torch.UntypedStorage = getattr(placed, "_untyped_storage", placed)
-            return untyped
+            return untyped_storage(placed)
     elif isinstance(map_location, Mapping):
         location = map_location.get(location, location)
     elif map_location is not None:

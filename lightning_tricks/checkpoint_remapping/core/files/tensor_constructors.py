@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._torch_compat.tensors import negative_view
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import Constructor
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, describe_value
@@ -48,7 +49,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Constructor]:
     def of_storage(*parts: Any) -> torch.Tensor:
         made = strided_tensor(budget, *parts)
         bits = parts[6] if len(parts) > 6 and isinstance(parts[6], dict) else {}
-        made = torch._neg_view(made) if bits.get("neg") else made
+        made = negative_view(made) if bits.get("neg") else made
         return made.conj() if bits.get("conj") else made
 
     def of_dtype(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
@@ -227,8 +228,7 @@ def _value_at(value: Any, key_path: KeyPath) -> Any:
 
 
 def _list_key_paths(key_paths: list[str]) -> str:
-    more = f" and {len(key_paths) - 8:,} more" if len(key_paths) > 8 else ""
-    return ", ".join(key_path[:200] for key_path in key_paths[:8]) + more
+    return list_names((key_path[:200] for key_path in key_paths), 8)
 
 
 def _several_candidates(found: Mapping[KeyPath, Any]) -> str:
@@ -241,6 +241,6 @@ def _without_weights(value: Any) -> str:
         if "param_groups" in value or any("optim" in key for key in value if isinstance(key, str)):
             return "a checkpoint of an optimizer, without a model's weights. Use the file that holds the model."
         keys = _list_key_paths([key if isinstance(key, str) else describe_value(key) for key in value])
-        return f"a checkpoint without weights: it holds {keys or 'nothing'}."
+        return f"a checkpoint without weights: it holds {keys}."
     what = value.name if isinstance(value, Placeholder) else type(value).__name__
     return f"a pickled {what}, not a state dict. Save model.state_dict() instead."

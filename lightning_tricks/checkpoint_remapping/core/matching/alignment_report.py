@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.name_lists import list_names
 from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS
 
 if TYPE_CHECKING:

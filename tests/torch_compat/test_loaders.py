@@ -1,17 +1,14 @@
-"""A probe for each private torch symbol; run with the oldest and the newest supported torch."""
+"""A probe for each private symbol of DataLoaders; run with the oldest and the newest supported torch."""
 
 import gc
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.utils import prune
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils import fetch
 
-from lightning_tricks import _torch_compat as private
+from lightning_tricks._torch_compat import loaders as private
 
 
 def loader(num_workers=0, size=6, **options):
@@ -20,18 +17,16 @@ def loader(num_workers=0, size=6, **options):
 
 def test_a_loader_creates_its_iterators_by_a_function_for_a_while():
     data = loader()
-    private.override_iterator_factory(data, lambda: iter("ab"))
-    assert list(data) == ["a", "b"]
-    assert [batch.tolist() for batch in private.class_iterator(data)] == [[0, 1], [2, 3], [4, 5]]
-    private.restore_iterator_factory(data)
-    private.restore_iterator_factory(data)
+    with private.overridden_iterator_factory(data, lambda: iter("ab")):
+        assert list(data) == ["a", "b"]
+        assert [batch.tolist() for batch in private.class_iterator(data)] == [[0, 1], [2, 3], [4, 5]]
     assert len(list(data)) == 3
 
 
 def test_a_loader_with_persistent_workers_creates_an_iterator_again():
     data = loader(num_workers=1, persistent_workers=True)
     first = iter(data)
-    assert iter(data) is first
+    assert iter(data) is first is private.persistent_iterator(data)
     private.set_persistent_iterator(data, None)
     assert iter(data) is not first
 
@@ -120,30 +115,6 @@ def test_the_start_of_an_iteration_over_an_iterable_is_seen():
     assert calls == ["start", "start"]
 
 
-def test_what_a_module_registers():
-    module = nn.BatchNorm1d(2)
-    module.part = nn.Linear(1, 1)
-    assert {"weight", "bias"} == private.own_parameters(module).keys()
-    assert {"running_mean", "running_var", "num_batches_tracked"} == private.own_buffers(module).keys()
-    assert private.own_modules(module) == {"part": module.part}
-    assert {"_parameters", "_buffers", "_modules", "training"} <= private.module_internals()
-
-
-def test_parameters_that_are_pruned():
-    module = nn.Linear(2, 2)
-    module.register_forward_pre_hook(lambda *_: None)
-    assert list(private.pruned_parameters(module)) == []
-    prune.l1_unstructured(module, "weight", amount=1)
-    assert list(private.pruned_parameters(module)) == ["weight"]
-
-
-def test_changes_in_place_are_counted():
-    tensor = torch.zeros(2)
-    before = private.tensor_version(tensor)
-    tensor += 1
-    assert private.tensor_version(tensor) == before + 1
-
-
 CALLS = {
     "_num_yielded": lambda bare: private.num_yielded(bare),
     "_num_yielded, set": lambda bare: private.set_num_yielded(bare, 1),
@@ -154,7 +125,8 @@ CALLS = {
     "_dataset_fetcher": lambda bare: private.dataset_fetcher(bare),
     "_dataset_fetcher, set": lambda bare: private.set_dataset_fetcher(bare, None),
     "_iterator": lambda bare: private.set_persistent_iterator(bare, None),
-    "_get_iterator": lambda bare: private.override_iterator_factory(bare, iter),
+    "_iterator, read": lambda bare: private.persistent_iterator(bare),
+    "_get_iterator": lambda bare: private.overridden_iterator_factory(bare, iter).__enter__(),
     "_get_iterator, called": lambda bare: private.class_iterator(bare),
     "_reset": lambda bare: private.override_reset(bare, print),
     "_try_put_index": lambda bare: private.request_batch(bare),
@@ -163,11 +135,6 @@ CALLS = {
     "_next_data": lambda bare: private.call_before_each_batch(bare, print),
     "_next_data, once": lambda bare: private.call_before_next_batch(bare, print),
     "_next_data, after": lambda bare: private.call_after_next_batch(bare, print),
-    "_parameters": lambda bare: private.own_parameters(bare),
-    "_buffers": lambda bare: private.own_buffers(bare),
-    "_modules": lambda bare: private.own_modules(bare),
-    "_forward_pre_hooks": lambda bare: list(private.pruned_parameters(bare)),
-    "_version": lambda bare: private.tensor_version(bare),
 }
 
 

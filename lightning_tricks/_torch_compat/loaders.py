@@ -1,50 +1,53 @@
-"""Every use of a private torch symbol, guarded: where torch renamed one, an error names the trick and the remedy.
+"""DataLoaders and their iterators.
 
-Reads and writes are guarded alike: an attribute that torch renamed is never added as a new one that nobody reads.
+An attribute that torch renamed is never added as a new one that nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._shared.guards import PrivateSymbolGuard, set_private
+from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 _RESUME = "AutoResume"
-
-
-class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager
-    """The guard of a private torch symbol."""
-
-    library = "torch"
-    supported = "2.6 to 2.15"
 
 
 # -- a DataLoader
 
 
-def override_iterator_factory(loader: DataLoader[Any], factory: Callable[[], Any]) -> None:
-    """Let a loader make its iterators by a function, until `restore_iterator_factory`."""
+@contextmanager
+def overridden_iterator_factory(loader: DataLoader[Any], factory: Callable[[], Any]) -> Iterator[None]:
+    """Let a loader make its iterators by a function, for a while."""
     with needs_private(_RESUME):
         _ = type(loader)._get_iterator
     vars(loader)["_get_iterator"] = factory  # past the loader's `__setattr__`, which Lightning replaces
-
-
-def restore_iterator_factory(loader: DataLoader[Any]) -> None:
-    """Let a loader make its iterators by its class again."""
-    vars(loader).pop("_get_iterator", None)
+    reference = ref(loader)
+    del loader, factory  # whoever keeps this open may be kept by them
+    try:
+        yield
+    finally:
+        remaining = reference()
+        if remaining is not None:
+            vars(remaining).pop("_get_iterator", None)
 
 
 def class_iterator(loader: DataLoader[Any]) -> Any:
-    """Return a new iterator, made by the loader's class also where `override_iterator_factory` was called."""
+    """Return a new iterator, made by the loader's class also within `overridden_iterator_factory`."""
     with needs_private(_RESUME):
         factory = type(loader)._get_iterator
     return factory(loader)
+
+
+def persistent_iterator(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that a loader with persistent workers uses again; None for none."""
+    with needs_private(_RESUME):
+        return loader._iterator
 
 
 def set_persistent_iterator(loader: DataLoader[Any], iterator: Any) -> None:
@@ -204,53 +207,3 @@ def call_on_iteration_start(dataset: Any, call: Callable[[], object]) -> None:
             super().__init__(which, *args, **kwargs)
 
     set_private(fetch, _IterableDatasetFetcher=Fetcher)  # in the worker's process alone
-
-
-# -- modules and tensors
-
-
-@cache
-def module_internals() -> frozenset[str]:
-    """Return the attributes in which every module keeps what torch knows of it."""
-    internals = frozenset(vars(nn.Module()))
-    with needs_private(_RESUME):
-        for name in ("_parameters", "_buffers", "_modules"):
-            getattr(nn.Module(), name)
-    return internals
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_RESUME):
-        return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_RESUME):
-        return module._buffers
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the modules that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_RESUME):
-        return module._modules
-
-
-def pruned_parameters(module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
-    from torch.nn.utils.prune import BasePruningMethod
-
-    with needs_private(_RESUME):
-        hooks = list(module._forward_pre_hooks.values())
-    for hook in hooks:
-        if isinstance(hook, BasePruningMethod):
-            with needs_private(_RESUME):
-                name = str(hook._tensor_name)
-            yield name
-
-
-def tensor_version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
-    with needs_private(_RESUME):
-        return tensor._version

@@ -1,0 +1,1 @@
+"""Every use of a private torch symbol, one guarded function each, in files by topic."""

@@ -1,0 +1,17 @@
+"""Operators that take many tensors at once. They run at each step, so they are looked up, guarded, only once."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_tricks._torch_compat.guards import needs_private
+
+with needs_private("GradientClipping"):
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_by_device_and_dtype
+
+    foreach_norm = torch._foreach_norm
+    foreach_mul_ = torch._foreach_mul_
+    foreach_clamp_min_ = torch._foreach_clamp_min_
+    foreach_clamp_max_ = torch._foreach_clamp_max_
+
+__all__ = ["foreach_clamp_max_", "foreach_clamp_min_", "foreach_mul_", "foreach_norm", "group_by_device_and_dtype"]

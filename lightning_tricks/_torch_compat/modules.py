@@ -1,0 +1,92 @@
+"""What modules register, how torch compiles and prunes them, and the versions in their state dicts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks._torch_compat.guards import needs_private, set_private
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")  # the attributes that hold what a module registers
+COMPILED_CALL = "_compiled_call_impl"  # the attribute that `nn.Module.compile` sets
+_COMPILED_MODULE = "_orig_mod"  # the name of the module inside the one that `torch.compile` returns
+_USERS = "AutoResume or RunFingerprint"
+
+
+@cache
+def module_internals() -> frozenset[str]:
+    """Return the attributes in which every module keeps what torch knows of it."""
+    internals = frozenset(vars(nn.Module()))
+    with needs_private(_USERS):
+        for name in REGISTRIES:
+            getattr(nn.Module(), name)
+    return internals
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_USERS):
+        return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_USERS):
+        return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules that a module itself registers; what is set in the dict is set in the module."""
+    with needs_private(_USERS):
+        return module._modules
+
+
+def pruned_parameters(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
+    from torch.nn.utils.prune import BasePruningMethod
+
+    with needs_private(_USERS):
+        hooks = list(module._forward_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, BasePruningMethod):
+            with needs_private(_USERS):
+                name = str(hook._tensor_name)
+            yield name
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that `torch.compile` has wrapped into a module; None for any other module."""
+    return dict(module.named_children()).get(_COMPILED_MODULE)
+
+
+def compiles_in_place(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` was called on a module."""
+    with needs_private("RunFingerprint"):
+        return getattr(module, COMPILED_CALL) is not None
+
+
+def refer_to_own_weights(rnn: nn.RNNBase) -> None:
+    """Let the weak references of a copied recurrent layer point to its own weights, not to those of the original."""
+    with needs_private("FlopsReport or ModelReport"):
+        references = [weight if weight is None else weakref.ref(weight) for weight in rnn._flat_weights]
+        set_private(rnn, _flat_weight_refs=references)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch normalization, of any number of dimensions."""
+    with needs_private("FlopsReport or ModelReport"):
+        return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def state_dict_versions(state_dict: Any) -> Any:
+    """Return the versions of the modules that made a state dict; None for a plain dict."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_state_dict_versions(state_dict: Any, versions: Any) -> None:
+    """Set the versions of the modules that made a state dict, by which modules convert what older ones have saved."""
+    state_dict._metadata = versions

@@ -1,0 +1,40 @@
+"""Operators below autograd, and the modes that see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_tricks._torch_compat.guards import needs_private
+
+_USERS = "FlopsReport or ModelReport"
+
+with needs_private(_USERS):
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "changes_or_returns_arguments",
+    "is_composite",
+    "without_dispatch_modes",
+]
+
+
+def changes_or_returns_arguments(operator: OpOverload) -> bool:
+    """Whether an operator changes an argument, or returns one or a view of one."""
+    with needs_private(_USERS):
+        schema: Any = operator._schema
+    return schema.is_mutable or any(value.alias_info is not None for value in schema.returns)
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Whether an operator is made of others, below which autograd needs no rule of its own."""
+    with needs_private(_USERS):
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel(operator.name(), "CompositeImplicitAutograd"))

@@ -1,0 +1,162 @@
+"""What an ensemble does with the outputs of its members: the combined prediction, its uncertainty and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
+from lightning_tricks.ensembles.core.members import Members
+from lightning_tricks.ensembles.training_data import unpack
+
+
+class CombinedPrediction(LightningModule):
+    """The part of an `Ensemble` that predicts and evaluates; all but the training of its members.
+
+    Attributes:
+        estimators_: The members.
+        weights: The weights of the members; None for equal ones.
+        n_outputs: Number of classes or of regression outputs; None until the members have first been run.
+    """
+
+    estimators_: Members
+    weights: Tensor | None
+    n_outputs: int | None
+    _checked_stages: set[str]
+
+    # --- what a family overrides: the prediction
+
+    def default_criterion(self) -> Criterion:
+        """Return the loss that is used where none is given."""
+        raise NotImplementedError
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Combine the members' outputs (n, B, n_outputs) into the prediction, (B, n_outputs)."""
+        raise NotImplementedError
+
+    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of the combined prediction of the members' outputs (n, B, ...)."""
+        raise NotImplementedError
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Split the uncertainty of the members' outputs (n, B, n_outputs)."""
+        raise NotImplementedError
+
+    def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        """Check the first batch of a stage for what would give a wrong result without an error.
+
+        Raises:
+            ValueError: If outputs (n, B, ...) and targets (n, B, ...) do not belong together.
+        """
+        raise NotImplementedError
+
+    def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return what an evaluation logs beside its loss."""
+        return {}
+
+    def num_outputs(self, outputs: Tensor) -> int:
+        """Return the number of outputs of the ensemble, for outputs of members (n, B, columns)."""
+        return outputs.shape[-1]
+
+    def shape_like(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the prediction in the shape in which metrics compare it with the target."""
+        return prediction
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return what each member that predicts gives for the same rows, (n, B, ...)."""
+        return self.estimators_.forward_shared(*x)
+
+    # --- prediction
+
+    def member_outputs(self, *x: Tensor) -> Tensor:
+        """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""
+        return self.as_matrices(self.predict_members(*x))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        """Return the combined prediction: class probabilities or regression outputs, (B, n_outputs)."""
+        return self.combine(self.member_outputs(*x))
+
+    def predict(self, *x: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Predict in evaluation mode and without gradients, whatever the mode; the result is on the CPU."""
+        with eval_mode(self), torch.no_grad():
+            return cast(Tensor, self(*map(self._as_input, x))).cpu()
+
+    def predict_uncertainty(self, *x: Tensor | np.ndarray[Any, Any]) -> Uncertainty:
+        """Return the prediction and its uncertainty, in evaluation mode and without gradients."""
+        with eval_mode(self), torch.no_grad():
+            return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
+
+    def as_matrices(self, outputs: Tensor) -> Tensor:
+        """Return outputs as (n, B, columns), and set or check `n_outputs`."""
+        matrices = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
+        if matrices.ndim != 3:
+            raise ValueError(f"members must return outputs (B, n_outputs), got {tuple(outputs.shape[1:])}.")
+        columns = self.num_outputs(matrices)
+        if self.n_outputs is None:
+            self.n_outputs = columns
+        elif self.n_outputs != columns:
+            raise ValueError(f"n_outputs={self.n_outputs}, but members return {columns} columns.")
+        return matrices
+
+    def member_weights(self, outputs: Tensor) -> Tensor | None:
+        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones."""
+        if self.weights is None or len(self.weights) == len(outputs):
+            return self.weights
+        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
+
+    # --- evaluation
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Evaluate the combined prediction."""
+        return self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Evaluate the combined prediction."""
+        return self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
+        if isinstance(batch, Tensor):
+            return cast(Tensor, self(batch))
+        return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
+
+    def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
+        *inputs, target = unpack(batch)
+        outputs = self.predict_members(*inputs)
+        if stage not in self._checked_stages and not torch.compiler.is_compiling():
+            self._check_first_batch(outputs, target.unsqueeze(0), stage)
+        preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
+        loss = self.prediction_loss(outputs, target)
+        values = {f"{stage}/{name}": value for name, value in {"loss": loss, **self.metrics(preds, target)}.items()}
+        taken = self._keys_logged_by_callbacks(stage)
+        own = {key: value for key, value in values.items() if key not in taken}
+        self.log_dict(own, batch_size=len(target), sync_dist=True)
+        return {"loss": loss, "preds": preds, "target": target}
+
+    def _keys_logged_by_callbacks(self, stage: str) -> set[str]:
+        """Return the keys that callbacks such as MetricsMonitor log, whose accuracy is the more exact one."""
+        try:
+            trainer: Any = self.trainer
+        except RuntimeError:  # the step is called without a Trainer
+            return set()
+        counts = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
+        loaders = len(counts) if isinstance(counts, Sequence) else 1
+        callbacks = getattr(trainer, "callbacks", ())
+        tricks = (callback for callback in callbacks if isinstance(callback, TrickCallback))
+        return {key for trick in tricks for key in trick.logged_keys(stage, loaders)}
+
+    def _check_first_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
+        self.check_batch(outputs, targets, stage)
+        self._checked_stages.add(stage)
+
+    def _as_input(self, x: Any) -> Tensor:
+        tensor = torch.as_tensor(x)
+        first = next(iter(self.parameters()), torch.empty(0))
+        return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)

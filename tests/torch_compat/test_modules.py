@@ -1,0 +1,104 @@
+"""A probe for each private symbol of modules; run with the oldest and the newest supported torch."""
+
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from lightning_tricks._torch_compat.modules import (
+    COMPILED_CALL,
+    REGISTRIES,
+    compiled_module,
+    compiles_in_place,
+    is_batch_norm,
+    module_internals,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    pruned_parameters,
+    refer_to_own_weights,
+    set_state_dict_versions,
+    state_dict_versions,
+)
+
+
+def test_what_a_module_registers():
+    module = nn.BatchNorm1d(2)
+    module.part = nn.Linear(1, 1)
+    assert {"weight", "bias"} == own_parameters(module).keys()
+    assert {"running_mean", "running_var", "num_batches_tracked"} == own_buffers(module).keys()
+    assert own_modules(module) == {"part": module.part}
+    assert {*REGISTRIES, "training"} <= module_internals()
+
+
+def test_parameters_that_are_pruned():
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert list(pruned_parameters(module)) == []
+    prune.l1_unstructured(module, "weight", amount=1)
+    assert list(pruned_parameters(module)) == ["weight"]
+
+
+def test_compiled_modules():
+    module = nn.Linear(1, 1)
+    assert compiled_module(torch.compile(module)) is module
+    assert compiled_module(nn.Sequential(module)) is None
+    assert not compiles_in_place(module)
+    module.compile()
+    assert compiles_in_place(module)
+    assert COMPILED_CALL in vars(module)
+
+
+def test_a_recurrent_layer_refers_to_its_own_weights():
+    original = nn.LSTM(2, 3)
+    part = copy.copy(original)
+    part._flat_weights = [torch.zeros_like(weight) for weight in original._flat_weights]
+    refer_to_own_weights(part)
+    assert all(ref() is weight for ref, weight in zip(part._flat_weight_refs, part._flat_weights, strict=True))
+
+
+def test_batch_normalizations():
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.InstanceNorm1d)
+    assert [is_batch_norm(kind(2)) for kind in kinds] == [True, True, True, True, False, False]
+
+
+def test_a_state_dict_has_versions_by_which_modules_convert_it():
+    """A batch normalization of version 1 counted no batches."""
+    module = nn.BatchNorm1d(2)
+    saved = module.state_dict()
+    assert state_dict_versions(saved) == {"": {"version": 2}}
+    assert state_dict_versions({}) is None
+    older = OrderedDict((name, value) for name, value in saved.items() if name != "num_batches_tracked")
+    set_state_dict_versions(older, {"": {"version": 1}})
+    module.load_state_dict(older)
+    set_state_dict_versions(older, {"": {"version": 2}})
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        module.load_state_dict(older)
+
+
+CALLS = {
+    "_parameters": own_parameters,
+    "_buffers": own_buffers,
+    "_modules": own_modules,
+    "_forward_pre_hooks": lambda bare: list(pruned_parameters(bare)),
+    "_compiled_call_impl": compiles_in_place,
+    "_flat_weights": refer_to_own_weights,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_renamed_symbol_is_named_and_no_attribute_is_added(name):
+    bare = SimpleNamespace()
+    with pytest.raises(RuntimeError, match=rf"^\w+ (or \w+ )?does not work with torch .*{name}.*2\.6 to"):
+        CALLS[name](bare)
+    assert vars(bare) == {}
+
+
+def test_a_renamed_class_is_named(monkeypatch):
+    monkeypatch.delattr("torch.nn.modules.batchnorm._BatchNorm")
+    with pytest.raises(RuntimeError, match=r"ModelReport does not work with torch .*_BatchNorm"):
+        is_batch_norm(nn.Linear(1, 1))

@@ -1,0 +1,155 @@
+"""A probe for each private symbol of tensors, operators and optimizers; run with the oldest and the newest torch."""
+
+from importlib.util import find_spec, module_from_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks._torch_compat import fake_tensors, foreach, operators, optimizers, tensors
+
+ATEN = torch.ops.aten
+
+
+def test_changes_in_place_are_counted():
+    tensor = torch.zeros(2)
+    before = tensors.tensor_version(tensor)
+    tensor += 1
+    assert tensors.tensor_version(tensor) == before + 1
+
+
+def test_negative_views():
+    tensor = torch.ones(2)
+    assert tensors.negative_view(tensor).tolist() == [-1, -1]
+    assert tensors.negative_view(tensor).data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_the_storage_in_a_typed_one():
+    typed = torch.ones(2).storage()
+    assert type(tensors.untyped_storage(typed)) is torch.UntypedStorage
+    assert tensors.untyped_storage(typed).data_ptr() == typed.data_ptr()
+    assert tensors.untyped_storage(untyped := torch.UntypedStorage(4)) is untyped
+
+
+def test_nested_containers():
+    assert tensors.tree_map(str, {"a": (1, [2])}) == {"a": ("1", ["2"])}
+    assert tensors.tree_map_only(int, str, {"a": (1, [2.5])}) == {"a": ("1", [2.5])}
+
+
+def test_many_tensors_at_once():
+    values = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0])]
+    assert torch.stack(foreach.foreach_norm(values, 2.0, dtype=torch.float32)).tolist() == [5, 2]
+    foreach.foreach_mul_(values, torch.tensor(2.0))
+    foreach.foreach_clamp_min_(values, -1)
+    foreach.foreach_clamp_max_(values, 7)
+    assert [value.tolist() for value in values] == [[6, 7], [-1]]
+
+
+def test_tensors_by_device_and_dtype():
+    values = [torch.ones(1), torch.ones(1, dtype=torch.float64), torch.zeros(2)]
+    grouped = foreach.group_by_device_and_dtype([values], with_indices=True)
+    found = {dtype: ([len(one) for one in part], list(places)) for (_, dtype), ((part,), places) in grouped.items()}
+    assert found == {torch.float32: ([1, 2], [0, 2]), torch.float64: ([1], [1])}
+
+
+def test_kinds_of_operators():
+    assert isinstance(ATEN.add.Tensor, operators.OpOverload)
+    assert isinstance(ATEN.add, operators.OpOverloadPacket)
+    assert isinstance(torch.ops.higher_order.cond, operators.HigherOrderOperator)
+    assert not operators.changes_or_returns_arguments(ATEN.add.Tensor)
+    assert operators.changes_or_returns_arguments(ATEN.add_.Tensor)
+    assert operators.changes_or_returns_arguments(ATEN.view.default)
+    assert operators.is_composite(ATEN.linear.default)
+    assert not operators.is_composite(ATEN.mm.default)
+
+
+def test_a_mode_sees_operators_and_can_be_left():
+    class Names(operators.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names, tensor = [], torch.ones(1)
+    with Names():
+        torch.neg(tensor)
+        with operators.without_dispatch_modes():
+            torch.abs(tensor)
+    assert names == ["aten::neg"]
+
+
+def test_tensors_without_data():
+    mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_tensors.FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    assert not isinstance(fake, nn.Parameter)
+    fake_tensors.mark_as_parameter(fake)
+    assert isinstance(fake, nn.Parameter)
+    with fake_tensors.in_kernel_invocation_manager(mode):
+        assert fake.device.type == "meta"
+    assert fake.device.type == "cpu"
+
+
+def test_a_fused_optimizer_unscales_by_itself():
+    weight = nn.Parameter(torch.ones(1))
+    assert optimizers.takes_scale(torch.optim.AdamW([weight], fused=True))
+    optimizer = torch.optim.AdamW([weight])
+    assert not optimizers.takes_scale(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    assert optimizers.scale_of(scaler).item() == 4
+    assert not optimizers.is_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert optimizers.is_unscaled(scaler, optimizer)
+    assert weight.grad.item() == 1
+
+
+BARE = SimpleNamespace()
+CALLS = {
+    "_version": lambda: tensors.tensor_version(BARE),
+    "_per_optimizer_states": lambda: optimizers.is_unscaled(BARE, BARE),
+    "_scale": lambda: optimizers.scale_of(BARE),
+    "_schema": lambda: operators.changes_or_returns_arguments(BARE),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_renamed_symbol_is_named(name):
+    with pytest.raises(RuntimeError, match=rf"^\w+ (or \w+ )?does not work with torch .*{name}.*2\.6 to"):
+        CALLS[name]()
+
+
+def test_a_renamed_function_is_named(monkeypatch):
+    monkeypatch.delattr("torch._neg_view")
+    with pytest.raises(RuntimeError, match=r"^CheckpointRemapping does not work with torch .*_neg_view"):
+        tensors.negative_view(torch.ones(1))
+    monkeypatch.delattr("torch._C._dispatch_has_kernel_for_dispatch_key")
+    with pytest.raises(RuntimeError, match=r"ModelReport does not work with torch .*_dispatch_has_kernel"):
+        operators.is_composite(ATEN.mm.default)
+
+
+IMPORTED = {
+    "torch._foreach_norm": foreach,
+    "torch._foreach_mul_": foreach,
+    "torch._foreach_clamp_min_": foreach,
+    "torch._foreach_clamp_max_": foreach,
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype": foreach,
+    "torch.utils._pytree.tree_map": tensors,
+    "torch.utils._pytree.tree_map_only": tensors,
+    "torch._ops.HigherOrderOperator": operators,
+    "torch._ops.OpOverload": operators,
+    "torch._ops.OpOverloadPacket": operators,
+    "torch.utils._python_dispatch.TorchDispatchMode": operators,
+    "torch.utils._python_dispatch._disable_current_modes": operators,
+    "torch._subclasses.fake_tensor.FakeTensor": fake_tensors,
+    "torch._subclasses.fake_tensor.FakeTensorMode": fake_tensors,
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager": fake_tensors,
+}
+
+
+@pytest.mark.parametrize("symbol", IMPORTED)
+def test_a_renamed_symbol_is_named_on_import(symbol, monkeypatch):
+    spec = find_spec(IMPORTED[symbol].__name__)
+    monkeypatch.delattr(symbol)
+    with pytest.raises(RuntimeError, match=rf"^\w+ (or \w+ )?does not work with torch .*{symbol.rpartition('.')[2]}"):
+        spec.loader.exec_module(module_from_spec(spec))
