@@ -100,8 +100,8 @@ class LoggedKeys:
         """Return the end of an error message: which keys exist instead of `key`."""
         listed = [*self.names.known, *self.names.undetermined, "loss"]
         keys = list(dict.fromkeys(self.key(stage, name) for name in listed)) if there is None else list(there)
-        listed = list_names(keys, _MAX_SHOWN) if keys else "not logged at all"
-        return f"but the keys are {listed}.{did_you_mean(key, keys)}"
+        named = list_names(keys, _MAX_SHOWN) if keys else "not logged at all"
+        return f"but the keys are {named}.{did_you_mean(key, keys)}"
 
     def _split(self, key: str) -> tuple[str, str]:
         """Return stage and name of a key; the stage is empty if the prefix is missing."""
