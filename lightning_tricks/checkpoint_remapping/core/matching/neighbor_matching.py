@@ -25,7 +25,7 @@ class NeighborMatching:
         self.ordered = ordered
         self.matched: dict[Layer, Layer] = {}
         self.ambiguous_norms: set[Layer] = set()
-        self._source_norms, self._target_norms = map(_norms_of_convolutions, sides, ordered)
+        self.norms = self._source_norms, self._target_norms = tuple(map(_norms_of_convolutions, sides, ordered))
         self._source_containers, self._target_containers = map(_layers_by_container, sides)
 
     def pair_norms_of_convolutions(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:

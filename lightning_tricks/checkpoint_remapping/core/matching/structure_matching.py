@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lightning_tricks.checkpoint_remapping.core.matching.candidates import equal_groups
+from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification, Side
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape, group_layers
 from lightning_tricks.checkpoint_remapping.core.matching.layer_order import is_ordered, sort_naturally
 from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
@@ -37,6 +38,7 @@ class _StructureMatcher:
         self._prepare(self.source_layers, self.target_layers, source_ordered)
         self._prepare(self.target_layers, self.source_layers, target_ordered)
         self.neighbors = NeighborMatching((self.source_layers, self.target_layers), (source_ordered, target_ordered))
+        self.sides = Side(self.source_layers, source_ordered), Side(self.target_layers, target_ordered)
         self.found = Matching()
 
     @staticmethod
@@ -53,11 +55,20 @@ class _StructureMatcher:
         by_neighbors = (self.neighbors.pair_norms_of_convolutions, self.neighbors.pair_in_containers)
         self._pair_until_stable((*by_neighbors, *PAIRINGS, pair_flattened), lambda _: True)
         self._pair(pair_last, lambda _: True)
+        justification = Justification(*self.sides, self.neighbors.matched, self.neighbors.norms)
+        left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
+        indistinct = justification.indistinct()
+        self._remove({layer for sources, _ in indistinct for layer in sources})
         self.found.ambiguous = [
             ([layer.path for layer in sources], [layer.path for layer in targets])
-            for sources, targets in equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
+            for sources, targets in [*left, *indistinct]
         ]
         return self.found
+
+    def _remove(self, layers: set[Layer]) -> None:
+        """Remove the matches of layers of the file."""
+        names = {name for layer in layers for names, _ in layer.tensors.values() for name in names}
+        self.found.matches = [match for match in self.found.matches if names.isdisjoint(match.sources)]
 
     def _pair_until_stable(self, pairings: tuple[Pairing, ...], considered: Callable[[Layer], bool]) -> None:
         """Repeat all ways until none finds more: each match leaves fewer candidates for the others."""

@@ -1,0 +1,238 @@
+"""Check matches of equal sizes: what says that two layers belong as they were matched, and not the other way round.
+
+A match is evidence, or it is refused. For any two matches whose layers could be exchanged, because they have the same
+sizes, something must tell them apart: words of one meaning, numbers that count the same way, the layers beside them,
+or, for norms, the convolution that they belong to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations, pairwise
+from os.path import commonprefix
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
+
+Parts = tuple[str, ...]
+
+
+@lru_cache(maxsize=65536)
+def parts_of(path: str) -> Parts:
+    """Split a path at dots, underscores and numbers.
+
+    Example:
+        >>> parts_of("layer1.0.conv_2")
+        ('layer', '1', '.0', '.conv', '2')
+    """
+    return tuple(re.findall(r"\.?(?:\d+|[^\d._]+)", path))
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where the paths of two layers part: their common container, and what follows in each."""
+
+    container: Parts
+    first: Parts
+    second: Parts
+
+    @classmethod
+    def of(cls, one: Layer, other: Layer) -> Fork:
+        """Return the fork of two layers."""
+        parts = parts_of(one.path), parts_of(other.path)
+        depth = len(commonprefix(parts))
+        return cls(parts[0][:depth], parts[0][depth:], parts[1][depth:])
+
+    @cached_property
+    def numbers(self) -> tuple[int, int] | None:
+        """The numbers, or letters from a to h, in which the two differ; None if they differ in words."""
+        found = [_number(rest[0].removeprefix(".")) if rest else None for rest in (self.first, self.second)]
+        return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+
+    @property
+    def branches(self) -> tuple[Parts, Parts]:
+        """The parts of the model that hold the first and the second layer."""
+        return (*self.container, *self.first[:1]), (*self.container, *self.second[:1])
+
+
+def _number(part: str) -> int | None:
+    if part.isdecimal():
+        return int(part)
+    return ord(part) if re.fullmatch("[a-h]", part) else None
+
+
+class Side:
+    """The layers of the file or of the model, and what their names and their order say about them.
+
+    Args:
+        layers: The layers.
+        ordered: Whether they come in the order in which the model registers them.
+    """
+
+    def __init__(self, layers: list[Layer], ordered: bool) -> None:
+        self.ordered = ordered
+        self.branches: dict[Parts, list[Layer]] = defaultdict(list)
+        self._in_block: Counter[tuple[Parts, object]] = Counter()
+        for layer in layers:
+            parts = parts_of(layer.path)
+            for depth in range(len(parts) + 1):
+                self.branches[parts[:depth]].append(layer)
+        # Of matrices, attention has more of the same size
+        counted = [layer for layer in layers if not layer.has_matrix or layer.words & ORDINAL_ROLES]
+        self._in_block.update((self._block(layer), layer.signature) for layer in counted)
+
+    def words(self, layer: Layer) -> frozenset[str]:
+        """Return the words that say what a layer is; first and second mean something where there are two."""
+        is_one_of_two = self._in_block[self._block(layer), layer.signature] == 2
+        words = layer.words - VAGUE_WORDS
+        return words if is_one_of_two else words - ORDINAL_ROLES
+
+    def _block(self, layer: Layer) -> Parts:
+        """Return the innermost numbered part that holds a layer and several matrices: a block of a transformer."""
+        parts = parts_of(layer.path)
+        for depth in range(len(parts) - 1, 0, -1):
+            numbered = parts[depth - 1].removeprefix(".").isdecimal()
+            if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
+                return parts[:depth]
+        return ()
+
+    def signatures(self, branch: Parts) -> Counter[object]:
+        """Return how many layers of each size are in a part of the model."""
+        return Counter(layer.signature for layer in self.branches[branch])
+
+    def is_registered_as_numbered(self, container: Parts) -> bool:
+        """Whether what a container numbers is registered in the order of the numbers, as far as that is known."""
+        if not self.ordered:
+            return True
+        numbered = [parts_of(layer.path)[len(container)] for layer in self._numbered(container)]
+        numbers = [_number(part.removeprefix(".")) or 0 for part in numbered]
+        return all(one <= other for one, other in pairwise(numbers))
+
+    def _numbered(self, container: Parts) -> Iterable[Layer]:
+        depth = len(container)
+        for layer in self.branches[container]:
+            rest = parts_of(layer.path)[depth:]
+            if rest and _number(rest[0].removeprefix(".")) is not None:
+                yield layer
+
+    def may_count_backwards(self, container: Parts) -> bool:
+        """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
+        return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
+
+
+def _component(container: Parts) -> Parts:
+    """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
+    starts = [i for i, part in enumerate(container) if part.startswith(".")]
+    return container[starts[-1] :] if starts else container
+
+
+class Justification:
+    """What tells layers of equal sizes apart.
+
+    Args:
+        source: The layers of the file.
+        target: The layers of the model.
+        matched: The layers of the model by those of the file.
+        norms: For both sides, the norm that follows each convolution.
+    """
+
+    def __init__(
+        self, source: Side, target: Side, matched: Mapping[Layer, Layer], norms: tuple[Mapping[Layer, Layer], ...]
+    ) -> None:
+        self.source, self.target, self.matched = source, target, matched
+        self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
+        self._directions: dict[tuple[Parts, Parts], bool] = {}
+
+    def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
+        """Return the groups of (layers of the file, layers of the model) that nothing tells apart."""
+        alike: dict[tuple[object, object], list[Layer]] = defaultdict(list)
+        for source, target in self.matched.items():
+            alike[source.signature, target.signature].append(source)
+        groups: dict[Layer, list[Layer]] = {}
+        for layers in alike.values():
+            for one, other in combinations(layers, 2):
+                if not self.tell_apart(one, other):
+                    merged = groups.get(one, [one]) + [
+                        layer for layer in groups.get(other, [other]) if layer not in groups.get(one, [one])
+                    ]
+                    groups |= dict.fromkeys(merged, merged)
+        distinct = {id(group): group for group in groups.values()}
+        return [(group, [self.matched[layer] for layer in group]) for group in distinct.values()]
+
+    def tell_apart(self, one: Layer, other: Layer) -> bool:
+        """Whether something says that two layers of the file belong as they were matched."""
+        matches = self.matched[one], self.matched[other]
+        balance = self._words(one, other, *matches)
+        if balance:
+            return balance > 0
+        forks = Fork.of(one, other), Fork.of(*matches)
+        return self._beside_others(*forks) or self._numbers(*forks) or self._norms(one, other)
+
+    def _words(self, one: Layer, other: Layer, first: Layer, second: Layer) -> int:
+        """Return how many words speak for the matches, less those that speak for the exchange."""
+        words = self.source.words(one), self.source.words(other)
+        wanted = self.target.words(first), self.target.words(second)
+        own, others = words[0] - words[1], words[1] - words[0]
+        theirs, those = wanted[0] - wanted[1], wanted[1] - wanted[0]
+        return len(own & theirs) + len(others & those) - len(own & those) - len(others & theirs)
+
+    def _beside_others(self, source: Fork, target: Fork) -> bool:
+        """Whether the branches of the two hold other layers, of sizes that the other branch has not, matched likewise."""
+        branches, wanted = source.branches, target.branches
+        if () in (source.first, source.second, target.first, target.second):
+            return False
+        inside = [[set(side.branches[branch]) for branch in sides] for side, sides in self._sides(branches, wanted)]
+        sizes = [self.source.signatures(branch) for branch in branches]
+        for mine, others in ((0, 1), (1, 0)):
+            if any(self.matched.get(layer) in inside[1][others] for layer in inside[0][mine]):
+                return False
+        return any(
+            self.matched.get(layer) in inside[1][mine]
+            for mine, others in ((0, 1), (1, 0))
+            for layer in inside[0][mine]
+            if layer.signature not in sizes[others]
+        )
+
+    def _sides(self, source: object, target: object):
+        return (self.source, source), (self.target, target)
+
+    def _numbers(self, source: Fork, target: Fork) -> bool:
+        """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
+        if source.numbers is None or target.numbers is None:
+            return False
+        containers = source.container, target.container
+        if containers not in self._directions:
+            self._directions[containers] = self._count_the_same_way(*containers)
+        rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
+        return rising and self._directions[containers]
+
+    def _count_the_same_way(self, source: Parts, target: Parts) -> bool:
+        if source[-1:] != target[-1:] and (
+            self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
+        ):
+            return False
+        if self.source.is_registered_as_numbered(source) != self.target.is_registered_as_numbered(target):
+            return False
+        inside = set(self.target.branches[target])
+        numbers = set()
+        for layer in self.source.branches[source]:
+            match = self.matched.get(layer)
+            if match in inside:
+                pair = [p[len(c) :][:1] for p, c in ((parts_of(layer.path), source), (parts_of(match.path), target))]
+                found = [_number(part[0].removeprefix(".")) if part else None for part in pair]
+                if None not in found:
+                    numbers.add(tuple(found))
+        return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
+
+    def _norms(self, one: Layer, other: Layer) -> bool:
+        """Whether the two are the norms of convolutions that were matched likewise."""
+        for layer in (one, other):
+            convolution = self._convolutions[0].get(layer)
+            wanted = self._convolutions[1].get(self.matched[layer])
+            if convolution is None or wanted is None or self.matched.get(convolution) is not wanted:
+                return False
+        return True
