@@ -103,10 +103,10 @@ class _AlignmentSearch:
         completed = by_names
         if rest.matches or rest.ambiguous:
             completed = Matching(by_names.matches + rest.matches, rest.ambiguous)
-        # Some names are equal by chance; names that fit half of the model are trusted before structure
-        trusted = 2 * len(by_names.targets()) >= len(self.target_shapes)
-        candidates = (completed, by_structure) if trusted else (by_structure, completed)
-        return max(candidates, key=lambda matching: len(matching.targets()))  # the first of equals
+        # Some names are equal by chance, and say nothing unless they fit half of the model
+        if 2 * len(by_names.targets()) < len(self.target_shapes):
+            return by_structure
+        return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
         """Return the tensors of the file and of the model that are not among these."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
@@ -77,21 +77,23 @@ class Side:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
+        self._siblings: dict[str, list[Layer]] = defaultdict(list)
         for layer in layers:
+            self._siblings[layer.path.rpartition(".")[0]].append(layer)
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
         # Of matrices, attention has more of the same size
         counted = [layer for layer in layers if not layer.has_matrix or layer.words & ORDINAL_ROLES]
-        self._in_block.update((self._block(layer), layer.signature) for layer in counted)
+        self._in_block.update((self.block(layer), layer.signature) for layer in counted)
 
-    def words(self, layer: Layer) -> frozenset[str]:
+    def words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
-        is_one_of_two = self._in_block[self._block(layer), layer.signature] == 2
-        words = layer.words - VAGUE_WORDS
+        is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
+        words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         return words if is_one_of_two else words - ORDINAL_ROLES
 
-    def _block(self, layer: Layer) -> Parts:
+    def block(self, layer: Layer) -> Parts:
         """Return the innermost numbered part that holds a layer and several matrices: a block of a transformer."""
         parts = parts_of(layer.path)
         for depth in range(len(parts) - 1, 0, -1):
@@ -99,6 +101,10 @@ class Side:
             if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
                 return parts[:depth]
         return ()
+
+    def siblings(self, layer: Layer) -> list[Layer]:
+        """Return the layers that one module holds directly, of which this is one."""
+        return self._siblings[layer.path.rpartition(".")[0]]
 
     def signatures(self, branch: Parts) -> Counter[object]:
         """Return how many layers of each size are in a part of the model."""
@@ -124,6 +130,11 @@ class Side:
         return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
 
 
+def _list_numbers(layer: Layer) -> list[str]:
+    """Return the numbers that are components of a path of their own: 1 and 0 of `layers.1.conv2.0`."""
+    return [part for part in layer.path.split(".") if part.isdecimal()]
+
+
 def _component(container: Parts) -> Parts:
     """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
     starts = [i for i, part in enumerate(container) if part.startswith(".")]
@@ -146,6 +157,8 @@ class Justification:
         self.source, self.target, self.matched = source, target, matched
         self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
         self._directions: dict[tuple[Parts, Parts], bool] = {}
+        self._sources = {target: source for source, target in matched.items()}
+        self._block_numbers: dict[tuple[Side, Parts], Sequence[str]] = {}
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
         """Return the groups of (layers of the file, layers of the model) that nothing tells apart."""
@@ -165,12 +178,29 @@ class Justification:
 
     def tell_apart(self, one: Layer, other: Layer) -> bool:
         """Whether something says that two layers of the file belong as they were matched."""
+        if not (self._keeps_blocks(one) and self._keeps_blocks(other)):
+            return False
         matches = self.matched[one], self.matched[other]
         balance = self._words(one, other, *matches)
         if balance:
             return balance > 0
         forks = Fork.of(one, other), Fork.of(*matches)
         return self._beside_others(*forks) or self._numbers(*forks) or self._norms(one, other)
+
+    def _keeps_blocks(self, layer: Layer) -> bool:
+        """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
+        match = self.matched[layer]
+        return self._has_numbers_of_block(self.source, layer, match, self.matched) and self._has_numbers_of_block(
+            self.target, match, layer, self._sources
+        )
+
+    def _has_numbers_of_block(self, side: Side, layer: Layer, match: Layer, matched: Mapping[Layer, Layer]) -> bool:
+        block = side.block(layer)
+        if (side, block) not in self._block_numbers:
+            matches = (matched.get(other) for other in side.branches[block] if other.has_matrix)
+            self._block_numbers[side, block] = commonprefix([_list_numbers(other) for other in matches if other])
+        expected = self._block_numbers[side, block]
+        return not block or _list_numbers(match)[: len(expected)] == expected
 
     def _words(self, one: Layer, other: Layer, first: Layer, second: Layer) -> int:
         """Return how many words speak for the matches, less those that speak for the exchange."""
@@ -202,13 +232,34 @@ class Justification:
 
     def _numbers(self, source: Fork, target: Fork) -> bool:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
-        if source.numbers is None or target.numbers is None:
+        if source.numbers is None or target.numbers is None or self._is_gated(source):
             return False
         containers = source.container, target.container
         if containers not in self._directions:
             self._directions[containers] = self._count_the_same_way(*containers)
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         return rising and self._directions[containers]
+
+    def _is_gated(self, fork: Fork) -> bool:
+        """Whether the two are gate and input of a gated layer, which numbers call by either name.
+
+        Beside both is the layer that leads back. In a chain of layers, another one would follow.
+        """
+        sizes = [[size for _, size in layer.sizes if len(size) == 2] for layer in self._at(fork)]
+        if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
+            return False
+        beside = [
+            size
+            for layer in self.source.siblings(self._at(fork)[0])
+            for _, size in layer.sizes
+            if len(size) == 2 and {*size} == {*sizes[0][0]}
+        ]
+        return sorted(beside) == sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]])
+
+    def _at(self, fork: Fork) -> list[Layer]:
+        """Return the two layers of a fork, if their numbers are the last part of their paths."""
+        whole = ((*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1)
+        return [layer for path in whole for layer in self.source.branches[path] if parts_of(layer.path) == path]
 
     def _count_the_same_way(self, source: Parts, target: Parts) -> bool:
         if source[-1:] != target[-1:] and (

@@ -56,7 +56,8 @@ _SAME_WORDS = {
 
 # Layers whose weights have a special order, so that equal shapes do not mean equal weights
 _ELEMENT_ORDERS = {
-    "heads interleaved": r"(^|\.)query_key_value$",
+    "heads interleaved": r"(^|\.)(query_key_value|attn\.attn)$",
+    "groups of heads interleaved, or not": r"(^|\.)wqkv$",
     "rotary halves interleaved": r"(^|\.)w[qk]$",
 }
 # Buffers that a model computes for itself; some versions of a model store them and some don't
