@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
-from os.path import commonprefix
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]
+_NO_NUMBER = -1
 
 
 @lru_cache(maxsize=65536)
@@ -44,13 +44,15 @@ class Fork:
     def of(cls, one: Layer, other: Layer) -> Fork:
         """Return the fork of two layers."""
         parts = parts_of(one.path), parts_of(other.path)
-        depth = len(commonprefix(parts))
+        depth = len(_common_start(parts))
         return cls(parts[0][:depth], parts[0][depth:], parts[1][depth:])
 
     @cached_property
     def numbers(self) -> tuple[int, int] | None:
-        """The numbers, or letters from a to h, in which the two differ; None if they differ in words."""
+        """The numbers in which the two differ; None if they differ in words."""
         found = [_number(rest[0].removeprefix(".")) if rest else None for rest in (self.first, self.second)]
+        if None in found and any(rest and rest[0].isdecimal() for rest in (self.first, self.second)):
+            found = [_NO_NUMBER if number is None else number for number in found]  # `conv` and `conv2`
         return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
 
     @property
@@ -59,10 +61,15 @@ class Fork:
         return (*self.container, *self.first[:1]), (*self.container, *self.second[:1])
 
 
+def _common_start(sequences: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Return what all sequences start with."""
+    first = min(sequences, key=len, default=())
+    different = (i for i, part in enumerate(first) if any(other[i] != part for other in sequences))
+    return first[: next(different, len(first))]
+
+
 def _number(part: str) -> int | None:
-    if part.isdecimal():
-        return int(part)
-    return ord(part) if re.fullmatch("[a-h]", part) else None
+    return int(part) if part.isdecimal() else None
 
 
 class Side:
@@ -110,13 +117,13 @@ class Side:
         """Return how many layers of each size are in a part of the model."""
         return Counter(layer.signature for layer in self.branches[branch])
 
-    def is_registered_as_numbered(self, container: Parts) -> bool:
-        """Whether what a container numbers is registered in the order of the numbers, as far as that is known."""
+    def counts_backwards(self, container: Parts) -> bool:
+        """Whether what a container numbers is registered from the last to the first, as far as that is known."""
         if not self.ordered:
-            return True
+            return False
         numbered = [parts_of(layer.path)[len(container)] for layer in self._numbered(container)]
-        numbers = [_number(part.removeprefix(".")) or 0 for part in numbered]
-        return all(one <= other for one, other in pairwise(numbers))
+        numbers = list(dict.fromkeys(_number(part.removeprefix(".")) or 0 for part in numbered))
+        return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
 
     def _numbered(self, container: Parts) -> Iterable[Layer]:
         depth = len(container)
@@ -130,9 +137,25 @@ class Side:
         return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
 
 
-def _list_numbers(layer: Layer) -> list[str]:
+def _equal_names(source: Fork, target: Fork) -> int:
+    """Return how many names are equal as they are matched, less those that are equal the other way round."""
+    names = [[_name(rest) for rest in (fork.first, fork.second)] for fork in (source, target)]
+    (one, other), (first, second) = names
+    equal = [one == first, other == second]
+    exchanged = [one == second, other == first]
+    said = [bool(one) and equal[0], bool(other) and equal[1]]
+    return sum(said) - sum([bool(one) and exchanged[0], bool(other) and exchanged[1]])
+
+
+def _name(rest: Parts) -> tuple[str, ...]:
+    """Return the words of a path; none if they are one vague word."""
+    words = tuple(word for part in rest if not (word := part.removeprefix(".")).isdecimal())
+    return () if len(words) == 1 and words[0].lower() in VAGUE_WORDS else words
+
+
+def _list_numbers(layer: Layer) -> tuple[str, ...]:
     """Return the numbers that are components of a path of their own: 1 and 0 of `layers.1.conv2.0`."""
-    return [part for part in layer.path.split(".") if part.isdecimal()]
+    return tuple(part for part in layer.path.split(".") if part.isdecimal())
 
 
 def _component(container: Parts) -> Parts:
@@ -181,10 +204,10 @@ class Justification:
         if not (self._keeps_blocks(one) and self._keeps_blocks(other)):
             return False
         matches = self.matched[one], self.matched[other]
-        balance = self._words(one, other, *matches)
+        forks = Fork.of(one, other), Fork.of(*matches)
+        balance = self._words(one, other, *matches, counted=all(fork.numbers for fork in forks)) or _equal_names(*forks)
         if balance:
             return balance > 0
-        forks = Fork.of(one, other), Fork.of(*matches)
         return self._beside_others(*forks) or self._numbers(*forks) or self._norms(one, other)
 
     def _keeps_blocks(self, layer: Layer) -> bool:
@@ -198,24 +221,28 @@ class Justification:
         block = side.block(layer)
         if (side, block) not in self._block_numbers:
             matches = (matched.get(other) for other in side.branches[block] if other.has_matrix)
-            self._block_numbers[side, block] = commonprefix([_list_numbers(other) for other in matches if other])
+            self._block_numbers[side, block] = _common_start([_list_numbers(other) for other in matches if other])
         expected = self._block_numbers[side, block]
         return not block or _list_numbers(match)[: len(expected)] == expected
 
-    def _words(self, one: Layer, other: Layer, first: Layer, second: Layer) -> int:
+    def _words(self, one: Layer, other: Layer, first: Layer, second: Layer, counted: bool = False) -> int:
         """Return how many words speak for the matches, less those that speak for the exchange."""
-        words = self.source.words(one), self.source.words(other)
-        wanted = self.target.words(first), self.target.words(second)
+        ignored = ORDINAL_ROLES if counted else frozenset()  # projects count from 0 or from 1
+        words = self.source.words(one) - ignored, self.source.words(other) - ignored
+        wanted = self.target.words(first) - ignored, self.target.words(second) - ignored
         own, others = words[0] - words[1], words[1] - words[0]
         theirs, those = wanted[0] - wanted[1], wanted[1] - wanted[0]
         return len(own & theirs) + len(others & those) - len(own & those) - len(others & theirs)
 
     def _beside_others(self, source: Fork, target: Fork) -> bool:
-        """Whether the branches of the two hold other layers, of sizes that the other branch has not, matched likewise."""
+        """Whether the branches of the two hold layers of sizes that the other branch has not, matched likewise."""
         branches, wanted = source.branches, target.branches
         if () in (source.first, source.second, target.first, target.second):
             return False
-        inside = [[set(side.branches[branch]) for branch in sides] for side, sides in self._sides(branches, wanted)]
+        inside = [
+            [set(side.branches[branch]) for branch in which]
+            for side, which in ((self.source, branches), (self.target, wanted))
+        ]
         sizes = [self.source.signatures(branch) for branch in branches]
         for mine, others in ((0, 1), (1, 0)):
             if any(self.matched.get(layer) in inside[1][others] for layer in inside[0][mine]):
@@ -227,9 +254,6 @@ class Justification:
             if layer.signature not in sizes[others]
         )
 
-    def _sides(self, source: object, target: object):
-        return (self.source, source), (self.target, target)
-
     def _numbers(self, source: Fork, target: Fork) -> bool:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
         if source.numbers is None or target.numbers is None or self._is_gated(source):
@@ -237,6 +261,8 @@ class Justification:
         containers = source.container, target.container
         if containers not in self._directions:
             self._directions[containers] = self._count_the_same_way(*containers)
+        if (_NO_NUMBER in source.numbers) != (_NO_NUMBER in target.numbers):
+            return False
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         return rising and self._directions[containers]
 
@@ -266,7 +292,7 @@ class Justification:
             self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
         ):
             return False
-        if self.source.is_registered_as_numbered(source) != self.target.is_registered_as_numbered(target):
+        if self.source.counts_backwards(source) != self.target.counts_backwards(target):
             return False
         inside = set(self.target.branches[target])
         numbers = set()

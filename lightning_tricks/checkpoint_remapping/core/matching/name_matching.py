@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
@@ -38,6 +39,9 @@ def match_by_name(
     prefix = prefixes[0] or prefixes[1]
     reason = f"the same name, with {prefix!r} in front" if prefix else "the same name"
     pairs = [(name, new) for name in source_shapes if (new := _replace_prefix(name, *prefixes)) in target_shapes]
+    if search_prefixes:
+        shifted = _shifted((_replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
+        pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
     equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
     if rivals:
@@ -53,6 +57,22 @@ def _replace_prefix(name: str, source: str, target: str) -> str:
         return ""
     rest = name[len(source) + 1 :] if source else name
     return f"{target}.{rest}" if target else rest
+
+
+def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[str]:
+    """Return what precedes numbers that one side counts from elsewhere: there equal names are different parts."""
+    counted: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for side, names in enumerate((source_names, target_names)):
+        for name in names:
+            for start, number in _numbers(name):
+                counted[start][side].add(number)
+    return {start for start, (ours, others) in counted.items() if ours - others and others - ours and ours & others}
+
+
+def _numbers(name: str) -> Iterator[tuple[str, str]]:
+    """Yield each number in a name, after what precedes it."""
+    for found in re.finditer(r"\d+", name):
+        yield name[: found.start()], found.group()
 
 
 def _best_prefixes(

@@ -24,9 +24,7 @@ _ROLES = {
         r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm$|"
         r"post\.attention\.layernorm$|(ffn|ff|mlp)\.norm$"
     ),
-    "widening layer": (
-        r"(fc|linear|lin|pwconv)\.?1$|intermediate\.dense$|c\.fc$|mlp\.0$|expand|(^|\.)reduce$"
-    ),
+    "widening layer": (r"(fc|linear|lin|pwconv)\.?1$|intermediate\.dense$|c\.fc$|mlp\.0$|expand|(^|\.)reduce$"),
     "narrowing layer": (
         r"(fc|linear|lin|pwconv)\.?2$|(?<!attention\.)output\.dense$|mlp\.c\.proj$|mlp\.3$|pwl$|project"
     ),
@@ -39,9 +37,55 @@ _ROLES = {
 ORDINAL_ROLES = frozenset({"first norm", "second norm", "widening layer", "narrowing layer"})
 # Words that stand for different parts in different projects, or for any part
 VAGUE_WORDS = frozenset(
-    "block blocks conv dense down fc feature features final first in input inner inputs last layer layers lin linear "
-    "main model module modules net norm out outer output outputs post pre proj project projection res resnet second "
-    "self seq sequential stage stages stem sub unit up w".split()
+    [
+        "block",
+        "blocks",
+        "conv",
+        "dense",
+        "down",
+        "fc",
+        "feature",
+        "features",
+        "final",
+        "first",
+        "in",
+        "input",
+        "inner",
+        "inputs",
+        "last",
+        "layer",
+        "layers",
+        "lin",
+        "linear",
+        "main",
+        "model",
+        "module",
+        "modules",
+        "net",
+        "norm",
+        "out",
+        "outer",
+        "output",
+        "outputs",
+        "post",
+        "pre",
+        "proj",
+        "project",
+        "projection",
+        "res",
+        "resnet",
+        "second",
+        "self",
+        "seq",
+        "sequential",
+        "stage",
+        "stages",
+        "stem",
+        "sub",
+        "unit",
+        "up",
+        "w",
+    ]
 )
 # Parts that one project counts from the first and another from the last
 COUNTED_EITHER_WAY = frozenset({"up", "ups", "decoder", "dec", "output", "outputs", "upsample", "deconv", "expand"})
