@@ -364,8 +364,16 @@ def in_any_order(model: Architecture, file: File, chance: random.Random) -> File
 
 def prefixed(_: Architecture, file: File, chance: random.Random) -> File:
     """Put what a wrapper or another model adds in front of all names."""
+    _check_names(file)
     prefix = chance.choice(("module.", "model.", "net.backbone.", "_orig_mod.", "module.model.", "student."))
     return replace(file, truth={prefix + name: old for name, old in file.truth.items()})
+
+
+def _check_names(file: File) -> None:
+    """Refuse names that are those of other tensors of the model: who reads them must believe them."""
+    own = set(file.truth.values())
+    if any(name in own and name != old for name, old in file.truth.items()):
+        raise NotApplicableError
 
 
 def without_a_part(_: Architecture, file: File, chance: random.Random) -> File:
@@ -421,6 +429,7 @@ def perturbed(model: Architecture, perturbation: str) -> File | None:
         try:
             for step in PERTURBATIONS[perturbation]:
                 file = step(model, file, chance)
+            _check_names(file)
         except NotApplicableError:
             continue
         return file
