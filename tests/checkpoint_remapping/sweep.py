@@ -12,7 +12,6 @@ import fnmatch
 import gc
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -164,15 +163,14 @@ def _not_built(records: Iterable[Record]) -> list[str]:
 def main() -> None:
     """Examine all models, or those of a pattern."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="*", help="a pattern of names such as timm/resnet* (%(default)s)")
+    parser.add_argument("--models", nargs="+", default=["*"], help="names, or patterns such as timm/resnet*")
     parser.add_argument("--limit", type=int, help="the number of models, evenly spread")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--records", type=Path, help="a file of what was found of each model, which is continued")
     parser.add_argument("--result", type=Path, help="a file for the tables")
     parser.add_argument("--wrong", type=int, default=200, help="how many wrong files are listed (%(default)s)")
     arguments = parser.parse_args()
-    os.nice(5)
-    names = sorted(fnmatch.filter(_BUILDERS, arguments.models))
+    names = sorted({name for pattern in arguments.models for name in fnmatch.filter(_BUILDERS, pattern)})
     if arguments.limit:
         names = names[:: max(1, len(names) // arguments.limit)][: arguments.limit]
     records = _read(arguments.records)
