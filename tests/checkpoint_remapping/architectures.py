@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -85,7 +86,8 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
     except NotBuiltError:
         raise
     except Exception as error:  # each model has its own
-        raise NotBuiltError(f"{type(error).__name__}: {str(error).partition('. ')[0][:80]}".rstrip()) from error
+        reason = textwrap.shorten(str(error).partition(". ")[0], 90, placeholder=" ...")
+        raise NotBuiltError(f"{type(error).__name__}: {reason}") from error
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -92,7 +92,6 @@ def as_tables(records: Iterable[Record], most_wrong: int) -> str:
         f"{library.__name__} {library.__version__}" for library in (timm, torch, torchvision, transformers)
     )
     counts = Counter(case[0] for _, _, case in cases)
-    wrong = [(model, name, case) for model, name, case in cases if case[0] == WRONG]
     lines = [
         "# What `make sweep` found",
         "",
@@ -107,12 +106,7 @@ def as_tables(records: Iterable[Record], most_wrong: int) -> str:
         "",
         *_table("library", ((model.partition("/")[0], case[0]) for model, _, case in cases)),
         "",
-        f"Wrong, each with its first tensor{f' (the first {most_wrong})' * (len(wrong) > most_wrong)}:"
-        if wrong
-        else "",
-        "",
-        *(f"- {model}, {name} ({case[1]}): {case[2]}" for model, name, case in wrong[:most_wrong]),
-        "",
+        *_wrong(cases, most_wrong),
         *_not_built(records),
     ]
     return "\n".join(lines) + "\n"
@@ -126,6 +120,18 @@ def _distinct(records: Iterable[Record]) -> Iterator[Record]:
             first = found.setdefault(record["structure"], record)
             first["cases"] = first["cases"] or record["cases"]
     yield from found.values()
+
+
+def _wrong(cases: list[tuple[str, str, list[Any]]], most: int) -> Iterator[str]:
+    """Yield what is wrong: of each perturbation at most so many files, evenly spread over the models."""
+    for perturbation in PERTURBATIONS:
+        files = [(model, case) for model, name, case in cases if name == perturbation and case[0] == WRONG]
+        some = files[:: -(-len(files) // most) or 1]
+        if files:
+            yield f"Wrong by {perturbation}, {len(some)} of {len(files)} files, each with its first tensor:"
+            yield ""
+            yield from (f"- {model}, {case[1]} tensors: {case[2]}" for model, case in some)
+            yield ""
 
 
 def _table(title: str, cases: Iterable[tuple[str, str]], rows: list[str] | None = None) -> list[str]:
@@ -168,7 +174,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--records", type=Path, help="a file of what was found of each model, which is continued")
     parser.add_argument("--result", type=Path, help="a file for the tables")
-    parser.add_argument("--wrong", type=int, default=200, help="how many wrong files are listed (%(default)s)")
+    parser.add_argument("--wrong", type=int, default=10, help="how many wrong files are listed of each perturbation")
     arguments = parser.parse_args()
     names = sorted({name for pattern in arguments.models for name in fnmatch.filter(_BUILDERS, pattern)})
     if arguments.limit:
@@ -184,7 +190,8 @@ def main() -> None:
     tables = as_tables((records[name] for name in names), arguments.wrong)
     if arguments.result:
         arguments.result.write_text(tables)
-    wrong = sum(case[0] == WRONG for name in names for case in records[name].get("cases", {}).values())
+    distinct = _distinct(records[name] for name in names)
+    wrong = sum(case[0] == WRONG for record in distinct for case in record["cases"].values())
     sys.stdout.write(f"{len(names)} models: {wrong} files wrong\n")
     sys.exit(wrong > 0)
 
