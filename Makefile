@@ -10,7 +10,7 @@ DECLARED := pyproject.toml constraints.txt
 MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak fuzz mutants check fix bench constraints clean
+.PHONY: help demo test test-oldest soak fuzz sweep mutants check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and
 
 fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, and see that none takes long or much
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.fuzz --minutes 5
+
+sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,300 models, and list what is wrong
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.sweep --result tests/checkpoint_remapping/sweep_result.md
 
 mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds
 	$(BIN)/python -m tests.mutation.run

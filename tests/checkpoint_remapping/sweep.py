@@ -1,0 +1,224 @@
+"""Align files whose truth is known with the models they were made of: each tensor is in its place, or refused.
+
+`python -m tests.checkpoint_remapping.sweep` with `--result FILE` is what `make sweep` runs. It takes the architectures
+of timm and torchvision that are not too large, and one of each family of transformers, and ends with status 1 where a
+tensor is in another's place. With `--records FILE` it goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+import transformers
+
+from lightning_tricks import align
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError
+from tests.checkpoint_remapping.architectures import NotBuiltError, architectures
+from tests.checkpoint_remapping.perturbations import PERTURBATIONS, Architecture, File, perturbed
+
+RIGHT, REFUSED, WRONG = OUTCOMES = ("right", "refused", "WRONG")
+_BUILDERS = architectures()
+_SEEN = set[str]()  # structures of models; another of the same is not examined
+Record = dict[str, Any]  # what was found of one model, as JSON
+
+
+def outcome(model: Architecture, file: File) -> tuple[str, list[str]]:
+    """Align a file with its model; return how it ended, and the tensors that are in another's place."""
+    tensors = {name: _tensor(model, file, old) for name, old in file.truth.items()}
+    try:
+        found = align(dict(model.tensors), tensors)
+    except AmbiguousAlignmentError:
+        return REFUSED, []
+    wrong, matched = [], set()
+    for match in found.matches:
+        names = tuple(map(found.name_in_file, match.sources))
+        if tuple(map(file.truth.get, names)) == match.targets and not match.transpose:
+            matched |= {*match.targets}
+        else:
+            how = ", transposed" * match.transpose
+            wrong.append(f"{' + '.join(names)} -> {' + '.join(match.targets)}{how} ({match.reason})")
+    wanted = (model.learned & set(file.truth.values())) - file.resized
+    return WRONG if wrong else RIGHT if wanted <= matched else REFUSED, wrong
+
+
+def _tensor(model: Architecture, file: File, name: str) -> torch.Tensor:
+    own = model.tensors[name]
+    shape = (own.shape[0] + 7, *own.shape[1:]) if name in file.resized else own.shape
+    return torch.empty(shape, dtype=own.dtype, device="meta")
+
+
+def examine(name: str) -> Record:
+    """Build a model, and align all files made of it."""
+    try:
+        model = _BUILDERS[name]()
+    except NotBuiltError as error:
+        return {"name": name, "not_built": str(error)}
+    record: Record = {"name": name, "structure": model.structure, "tensors": len(model.tensors), "cases": {}}
+    if model.structure in _SEEN:
+        return record
+    _SEEN.add(model.structure)
+    began = time.process_time()
+    for perturbation in PERTURBATIONS:
+        file = perturbed(model, perturbation)
+        if file is not None:
+            end, wrong = outcome(model, file)
+            record["cases"][perturbation] = [end, len(wrong), *wrong[:3]]
+    gc.collect()
+    return record | {"seconds": round(time.process_time() - began, 2)}
+
+
+# The result
+
+
+def as_tables(records: Iterable[Record], most_wrong: int) -> str:
+    """Return the result as Markdown."""
+    records = sorted(records, key=lambda record: record["name"])
+    built = list(_distinct(records))
+    cases = [(record["name"], name, case) for record in built for name, case in record["cases"].items()]
+    versions = ", ".join(
+        f"{library.__name__} {library.__version__}" for library in (timm, torch, torchvision, transformers)
+    )
+    counts = Counter(case[0] for _, _, case in cases)
+    lines = [
+        "# What `make sweep` found",
+        "",
+        f"{len(built)} architectures with names and shapes of their own, {len(cases)} files; {versions}.",
+        f"**{counts[WRONG]} wrong, {counts[RIGHT]} right ({_share(counts)}), {counts[REFUSED]} refused.**",
+        "",
+        "A file holds the tensors of its model under other names or in another order. *Right*: each tensor is in its "
+        "place. *Refused*: ambiguous, or only a part was matched, and that correctly. *Wrong*: a tensor is in the "
+        "place of another.",
+        "",
+        *_table("perturbation", ((name, case[0]) for _, name, case in cases), list(PERTURBATIONS)),
+        "",
+        *_table("library", ((model.partition("/")[0], case[0]) for model, _, case in cases)),
+        "",
+        *_wrong(cases, most_wrong),
+        *_not_built(records),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _distinct(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield one record for each structure, under the first name."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if "structure" in record:
+            first = found.setdefault(record["structure"], record)
+            first["cases"] = first["cases"] or record["cases"]
+    yield from found.values()
+
+
+def _wrong(cases: list[tuple[str, str, list[Any]]], most: int) -> Iterator[str]:
+    """Yield what is wrong: of each perturbation at most so many files, evenly spread over the models."""
+    for perturbation in PERTURBATIONS:
+        files = [(model, case) for model, name, case in cases if name == perturbation and case[0] == WRONG]
+        some = files[:: -(-len(files) // most) or 1]
+        if files:
+            yield f"Wrong by {perturbation}, {len(some)} of {len(files)} files, each with its first tensor:"
+            yield ""
+            yield from (f"- {model}, {case[1]} tensors: {case[2]}" for model, case in some)
+            yield ""
+
+
+def _table(title: str, cases: Iterable[tuple[str, str]], rows: list[str] | None = None) -> list[str]:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row, end in cases:
+        counts[row][end] += 1
+    lines = [f"| {title} | files | right | refused | wrong | share loaded |", f"|---|{'---:|' * 5}"]
+    for row in rows or sorted(counts):
+        numbers = " | ".join(str(counts[row][end]) for end in OUTCOMES)
+        lines.append(f"| {row} | {counts[row].total()} | {numbers} | {_share(counts[row])} |")
+    return lines
+
+
+def _share(counts: Counter[str]) -> str:
+    return f"{100 * counts[RIGHT] / max(counts.total(), 1):.1f} %"
+
+
+def _not_built(records: Iterable[Record]) -> list[str]:
+    """Return the models that were left out, by reason."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for record in records:
+        if "not_built" in record:
+            library, _, name = record["name"].partition("/")
+            reasons[f"{library}, {record['not_built']}"].append(name)
+    return [
+        "Left out:",
+        "",
+        *(
+            f"- {reason}: {f'{len(names)} models' if 'M parameters' in reason else ', '.join(names)}"
+            for reason, names in sorted(reasons.items())
+        ),
+    ]
+
+
+def main() -> None:
+    """Examine all models, or those of a pattern."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", default=["*"], help="names, or patterns such as timm/resnet*")
+    parser.add_argument("--limit", type=int, help="the number of models, evenly spread")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--records", type=Path, help="a file of what was found of each model, which is continued")
+    parser.add_argument("--result", type=Path, help="a file for the tables")
+    parser.add_argument("--wrong", type=int, default=10, help="how many wrong files are listed of each perturbation")
+    arguments = parser.parse_args()
+    names = sorted({name for pattern in arguments.models for name in fnmatch.filter(_BUILDERS, pattern)})
+    if arguments.limit:
+        names = names[:: max(1, len(names) // arguments.limit)][: arguments.limit]
+    records = _read(arguments.records)
+    left = [name for name in names if name not in records]
+    for number, record in enumerate(_examined(left, arguments.processes), 1):
+        records[record["name"]] = record
+        if arguments.records:
+            with arguments.records.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        _say(f"{number}/{len(left)}", record)
+    tables = as_tables((records[name] for name in names), arguments.wrong)
+    if arguments.result:
+        arguments.result.write_text(tables)
+    distinct = _distinct(records[name] for name in names)
+    wrong = sum(case[0] == WRONG for record in distinct for case in record["cases"].values())
+    sys.stdout.write(f"{len(names)} models: {wrong} files wrong\n")
+    sys.exit(wrong > 0)
+
+
+def _read(path: Path | None) -> dict[str, Record]:
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def _examined(names: list[str], processes: int) -> Iterator[Record]:
+    if processes == 1:
+        yield from map(examine, names)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield from pool.imap_unordered(examine, names, chunksize=1)
+
+
+def _say(number: str, record: Record) -> None:
+    if "not_built" in record:
+        sys.stdout.write(f"{number} {record['name']}: left out, {record['not_built']}\n")
+        return
+    counts = Counter(case[0] for case in record["cases"].values())
+    numbers = ", ".join(f"{counts[end]} {end}" for end in OUTCOMES)
+    seconds = f"{record['seconds']} s" if record["cases"] else "as one before"
+    sys.stdout.write(f"{number} {record['name']}: {numbers}; {record['tensors']} tensors, {seconds}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

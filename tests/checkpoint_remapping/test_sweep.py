@@ -1,0 +1,55 @@
+"""A sample of `make sweep`: models of all libraries and kinds under other names and in another order."""
+
+import pytest
+
+from tests.checkpoint_remapping.architectures import architectures
+from tests.checkpoint_remapping.perturbations import PERTURBATIONS, File, perturbed
+from tests.checkpoint_remapping.sweep import RIGHT, WRONG, as_tables, examine, outcome
+
+SAMPLE = """
+    timm/coat_lite_tiny timm/convnext_nano timm/darknet21 timm/efficientnetv2_rw_s timm/gcresnet33ts timm/hgnet_tiny
+    timm/mixer_s16_224 timm/mobilenet_edgetpu_100 timm/mobilevit_xxs timm/regnetx_016 timm/resnet18 timm/resnetblur50d
+    timm/swinv2_cr_tiny_224 timm/test_efficientnet timm/vit_tiny_patch16_224
+    torchvision/fasterrcnn_mobilenet_v3_large_fpn torchvision/googlenet torchvision/lraspp_mobilenet_v3_large
+    torchvision/raft_small torchvision/shufflenet_v2_x1_0 torchvision/swin_t
+    transformers/bart transformers/bert transformers/clip transformers/dac transformers/detr transformers/esmc
+    transformers/falcon_mamba transformers/git transformers/gpt2 transformers/jamba transformers/llama
+    transformers/mixtral transformers/openai-gpt transformers/pp_ocrv6_tiny_rec transformers/qwen2_vl_text
+    transformers/t5 transformers/timesformer transformers/whisper own/unet own/unet_without_attention
+    """.split()  # noqa: SIM905  # a list of words
+
+RIGHT_FILES = 407  # at least as many are loaded as when this was written
+WRONG_FILES = 69  # of 668: must become 0
+
+
+def test_each_tensor_is_in_its_place_or_refused():
+    records = [examine(name) for name in SAMPLE]
+    ends = [case[0] for record in records for case in record["cases"].values()]
+    tables = as_tables(records, most_wrong=20)
+    assert [record["name"] for record in records if "not_built" in record] == []
+    assert ends.count(WRONG) == WRONG_FILES, tables
+    assert ends.count(RIGHT) >= RIGHT_FILES, tables
+
+
+@pytest.fixture(scope="module")
+def unet():
+    return architectures()["own/unet_without_attention"]()
+
+
+def test_a_tensor_in_the_place_of_another_is_found(unet):
+    one, other = (f"down_blocks.0.resnets.0.conv{number}.weight" for number in (1, 2))
+    exchanged = {one: other, other: one}
+    end, wrong = outcome(unet, File({name: exchanged.get(name, name) for name in unet.tensors}))
+    assert end == WRONG
+    assert [line.partition(" (")[0] for line in wrong] == [f"{one} -> {one}", f"{other} -> {other}"]
+    assert outcome(unet, File({name: name for name in unet.tensors})) == (RIGHT, [])
+
+
+@pytest.mark.parametrize("perturbation", PERTURBATIONS)
+def test_a_file_is_the_same_each_time_and_complete(unet, perturbation):
+    file = perturbed(unet, perturbation)
+    assert list(file.truth.items()) == list(perturbed(unet, perturbation).truth.items())
+    assert list(file.truth.items()) != [(name, name) for name in unet.tensors]
+    olds = set(file.truth.values())
+    assert len(olds) == len(file.truth)
+    assert olds == unet.tensors.keys() or "missing" in perturbation
