@@ -94,8 +94,8 @@ def main(word: str = "") -> Counter[str]:
         if word in str(pair):
             outcomes = {container: outcome(pair, container) for container in CONTAINERS}
             totals.update(verdict for verdict, _ in outcomes.values())
-            print(f"{pair}: {'; '.join(_lines(outcomes))}")
-    print(", ".join(f"{totals[verdict]} {verdict}" for verdict in (RIGHT, REFUSED, WRONG)))
+            sys.stdout.write(f"{pair}: {'; '.join(_lines(outcomes))}\n")
+    sys.stdout.write(", ".join(f"{totals[verdict]} {verdict}" for verdict in (RIGHT, REFUSED, WRONG)) + "\n")
     return totals
 
 
@@ -109,7 +109,9 @@ def _lines(outcomes: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 
 def _short(reason: str) -> str:
-    match = re.search(r"ambiguous which of .*? in the checkpoint|\d+ tensors? (is|are) \w+[^(]*|outputs .*|No tensor", reason)
+    match = re.search(
+        r"ambiguous which of .*? in the checkpoint|\d+ tensors? (is|are) \w+[^(]*|outputs .*|No tensor", reason
+    )
     return (match.group() if match else reason)[:120]
 
 

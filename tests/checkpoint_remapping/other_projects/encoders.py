@@ -25,7 +25,6 @@ from tests.checkpoint_remapping.other_projects.wording import (
     HIDDEN,
     LAYERS,
     Architecture,
-    Worded,
     attention,
     layer_norms,
     linear,
@@ -414,10 +413,18 @@ def _bart_family(name: str, encoder: Any, decoder: Any, norm_first: bool) -> dic
 
 
 _DETR_CONFIG = transformers.DetrConfig(
-    d_model=HIDDEN, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=HEADS,
-    decoder_attention_heads=HEADS, encoder_ffn_dim=WIDTH, decoder_ffn_dim=WIDTH, attn_implementation="eager",
-    use_timm_backbone=False, use_pretrained_backbone=False, backbone_config=transformers.ResNetConfig(),
-)  # fmt: skip
+    d_model=HIDDEN,
+    encoder_layers=LAYERS,
+    decoder_layers=LAYERS,
+    encoder_attention_heads=HEADS,
+    decoder_attention_heads=HEADS,
+    encoder_ffn_dim=WIDTH,
+    decoder_ffn_dim=WIDTH,
+    attn_implementation="eager",
+    use_timm_backbone=False,
+    use_pretrained_backbone=False,
+    backbone_config=transformers.ResNetConfig(),
+)
 
 
 class DetrTransformer(nn.Module):
@@ -486,7 +493,9 @@ def _relative(embedding: nn.Embedding, length: int, causal: bool) -> torch.Tenso
 def _t5(part: SimpleNamespace, ids: torch.Tensor) -> torch.Tensor:
     def attend(i: int, x: torch.Tensor, memory: torch.Tensor, side: str, bias: Any) -> torch.Tensor:
         maps = [getattr(part, f"{side}{role}")[i] for role in ("q", "k", "v")]
-        split = [m(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for m, y in zip(maps, (x, memory, memory), strict=True)]
+        split = [
+            m(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for m, y in zip(maps, (x, memory, memory), strict=True)
+        ]
         mixed = F.scaled_dot_product_attention(*split, attn_mask=bias, scale=1.0)
         return getattr(part, f"{side}o")[i](mixed.transpose(1, 2).flatten(2))
 
@@ -543,9 +552,17 @@ T5_WORDS = T5X.replace("wi_0", "gate_proj").replace("wi_1", "up_proj").replace("
 
 def _t5_hugging_face() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=50, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=WIDTH, num_layers=LAYERS, num_heads=HEADS,
-        feed_forward_proj="gated-gelu", relative_attention_num_buckets=32, decoder_start_token_id=0, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=HIDDEN,
+        d_kv=HIDDEN // HEADS,
+        d_ff=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        feed_forward_proj="gated-gelu",
+        relative_attention_num_buckets=32,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+    )
     return transformers.T5Model(config)
 
 
@@ -571,7 +588,13 @@ ARCHITECTURES = {
         {
             "torch": partial(_torch_encoder, "gelu", 1e-5, True),
             **_sides(
-                {"timm": TIMM, "norm2 before norm1": SWAPPED, "HF": HF_VIT, "lucidrains": XFORMER, "annotated": ANNOTATED},
+                {
+                    "timm": TIMM,
+                    "norm2 before norm1": SWAPPED,
+                    "HF": HF_VIT,
+                    "lucidrains": XFORMER,
+                    "annotated": ANNOTATED,
+                },
                 norm_first=True,
             ),
         },

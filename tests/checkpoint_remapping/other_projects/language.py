@@ -12,7 +12,6 @@ import transformers
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.checkpoint_remapping.models import LinearGPT2
 from tests.checkpoint_remapping.other_projects.wording import (
     HEADS,
     HIDDEN,
@@ -319,11 +318,10 @@ PHI3 = """
 
 def _experts(names: str, gate: str, up: str, down: str, router: str) -> str:
     """Return names with four experts instead of one feed-forward."""
-    return "\n".join(
-        line
-        for line in names.split("\n")
-        if not line.strip().startswith(("gate ", "up ", "down "))
-    ) + f"\nrouter {router}\ngates {gate}\nups {up}\ndowns {down}"
+    return (
+        "\n".join(line for line in names.split("\n") if not line.strip().startswith(("gate ", "up ", "down ")))
+        + f"\nrouter {router}\ngates {gate}\nups {up}\ndowns {down}"
+    )
 
 
 NANO_GPT = """
@@ -427,10 +425,15 @@ ARCHITECTURES = {
         _hugging_face("Qwen3", num_key_value_heads=2, head_dim=SIZE),
         **{
             "lit-gpt": _other(
-                LIT_GPT_NEW.replace("    o ", "    norm_q transformer.h.{i}.attn.norm_q\n"
-                                    "    norm_k transformer.h.{i}.attn.norm_k\n    o "), **_SHARED),
-            "Meta": _other(W123 + "norm_q model.layers.{i}.attention.q_norm\nnorm_k model.layers.{i}.attention.k_norm",
-                           **_SHARED),
+                LIT_GPT_NEW.replace(
+                    "    o ",
+                    "    norm_q transformer.h.{i}.attn.norm_q\n    norm_k transformer.h.{i}.attn.norm_k\n    o ",
+                ),
+                **_SHARED,
+            ),
+            "Meta": _other(
+                W123 + "norm_q model.layers.{i}.attention.q_norm\nnorm_k model.layers.{i}.attention.k_norm", **_SHARED
+            ),
         },
     ),
     "Phi-3": _architecture(
@@ -441,14 +444,29 @@ ARCHITECTURES = {
         _hugging_face("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
         **{
             "HF 4": _other(
-                _experts(HUGGING_FACE, *(f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.w{n}" for n in (1, 3, 2)),
-                         "model.layers.{i}.block_sparse_moe.gate"), **_HALVES),
+                _experts(
+                    HUGGING_FACE,
+                    *(f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.w{n}" for n in (1, 3, 2)),
+                    "model.layers.{i}.block_sparse_moe.gate",
+                ),
+                **_HALVES,
+            ),
             "Mistral": _other(
-                _experts(META, *(f"layers.{{i}}.feed_forward.experts.{{e}}.w{n}" for n in (1, 3, 2)),
-                         "layers.{i}.feed_forward.gate"), **_NEIGHBORS),
+                _experts(
+                    META,
+                    *(f"layers.{{i}}.feed_forward.experts.{{e}}.w{n}" for n in (1, 3, 2)),
+                    "layers.{i}.feed_forward.gate",
+                ),
+                **_NEIGHBORS,
+            ),
             "words": _other(
-                _experts(HUGGING_FACE, *(f"model.layers.{{i}}.moe.{word}_projs.{{e}}" for word in ("gate", "up", "down")),
-                         "model.layers.{i}.moe.router"), **_HALVES),
+                _experts(
+                    HUGGING_FACE,
+                    *(f"model.layers.{{i}}.moe.{word}_projs.{{e}}" for word in ("gate", "up", "down")),
+                    "model.layers.{i}.moe.router",
+                ),
+                **_HALVES,
+            ),
         },
     ),
     "GPT-2": _architecture(
@@ -470,4 +488,4 @@ ARCHITECTURES = {
             "lit-gpt": _other(LIT_PYTHIA, fused="heads", **_PYTHIA),
         },
     ),
-}  # fmt: skip
+}
