@@ -1,0 +1,1 @@
+"""Verified conversions: what the projects that share an architecture call its parts."""

@@ -1,0 +1,161 @@
+"""Encoders like BERT's, decoders that attend to an encoder, and both together, as in DETR."""
+
+from __future__ import annotations
+
+from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming
+
+# Torch's second norm is that of the feed-forward in an encoder, and that of the cross-attention in a decoder
+_TORCH_LAYER = """
+    q,k,v self_attn.in_proj_{leaf}
+    o self_attn.out_proj
+    norm1 norm1
+    wide linear1
+    narrow linear2
+"""
+_TORCH_ENCODER = _TORCH_LAYER + "norm3 norm2"
+_TORCH_DECODER = (
+    _TORCH_LAYER
+    + """
+    cross_q,cross_k,cross_v multihead_attn.in_proj_{leaf}
+    cross_o multihead_attn.out_proj
+    cross_norm norm2
+    norm3 norm3
+"""
+)
+# As in fairseq and transformers' BART, Marian and Whisper
+_FAIRSEQ_ENCODER = """
+    q self_attn.q_proj
+    k self_attn.k_proj
+    v self_attn.v_proj
+    o self_attn.out_proj
+    norm1 self_attn_layer_norm
+    wide fc1
+    narrow fc2
+    norm3 final_layer_norm
+"""
+_FAIRSEQ_DECODER = (
+    _FAIRSEQ_ENCODER
+    + """
+    cross_q encoder_attn.q_proj
+    cross_k encoder_attn.k_proj
+    cross_v encoder_attn.v_proj
+    cross_o encoder_attn.out_proj
+    cross_norm encoder_attn_layer_norm
+"""
+)
+_EMBEDDINGS = """
+    /[bert.|roberta.|electra.|distilbert.]embeddings.
+    words? word_embeddings
+    positions? position_embeddings
+    types? token_type_embeddings
+    first? LayerNorm
+"""
+_BERT = (
+    _EMBEDDINGS
+    + """
+    /[bert.|roberta.|electra.]
+    pooler? pooler.dense
+    /[bert.|roberta.|electra.][encoder.]layer.{i}.
+    q attention.self.query
+    k attention.self.key
+    v attention.self.value
+    o attention.output.dense
+    norm1 attention.output.LayerNorm
+    wide intermediate.dense
+    narrow output.dense
+    norm3 output.LayerNorm
+"""
+)
+_DISTIL_BERT = (
+    _EMBEDDINGS
+    + """
+    /[distilbert.][transformer.]layer.{i}.
+    q attention.q_lin
+    k attention.k_lin
+    v attention.v_lin
+    o attention.out_lin
+    norm1 sa_layer_norm
+    wide ffn.lin1
+    narrow ffn.lin2
+    norm3 output_layer_norm
+"""
+)
+_XLM = """
+    q attentions.{i}.q_lin
+    k attentions.{i}.k_lin
+    v attentions.{i}.v_lin
+    o attentions.{i}.out_lin
+    norm1 layer_norm1.{i}
+    wide ffns.{i}.lin1
+    narrow ffns.{i}.lin2
+    norm3 layer_norm2.{i}
+"""
+_WAV2VEC2 = """
+    /encoder.layers.{i}.
+    q attention.q_proj
+    k attention.k_proj
+    v attention.v_proj
+    o attention.out_proj
+    norm1 layer_norm
+    wide feed_forward.intermediate_dense
+    narrow feed_forward.output_dense
+    norm3 final_layer_norm
+"""
+
+
+def _both(path: str, encoder: str, decoder: str, norm: str) -> str:
+    """Return the names of an encoder and of a decoder; the roles of the decoder begin with `d_`."""
+    sides = (("encoder", encoder, ""), ("decoder", decoder, " d_"))
+    return "".join(
+        f"\n/{path}{side}.layers.{{i}}.{role}\n{layer}\n/{path}{side}.{role}\nnorm? {norm}\n"
+        for side, layer, role in sides
+    )
+
+
+_HUGGING_FACE_DETR = (
+    _both("[model.]", _FAIRSEQ_ENCODER, _FAIRSEQ_DECODER, "layernorm")
+    + """
+    /[model.]
+    queries query_position_embeddings
+    projection? input_projection
+    backbone? backbone.conv_encoder.model.{rest}
+    /
+    classes? class_labels_classifier
+    boxes? bbox_predictor.layers.{i}
+"""
+)
+_ORIGINAL_DETR = (
+    _both("transformer.", _TORCH_ENCODER, _TORCH_DECODER, "norm")
+    + """
+    /
+    queries query_embed
+    projection? input_proj
+    backbone? backbone.0.body.{rest}
+    classes? class_embed
+    boxes? bbox_embed.layers.{i}
+"""
+)
+
+FAMILIES = {
+    "encoders like BERT": (
+        Naming(_BERT),
+        Naming(_DISTIL_BERT),
+        Naming(_XLM),
+        Naming(_WAV2VEC2),
+        Naming("/[sentence_encoder.]layers.{i}.\n" + _FAIRSEQ_ENCODER + "/\nnorm? layer_norm"),
+        Naming("/layers.{i}.\n" + _TORCH_ENCODER + "\n/\nnorm? norm"),
+    ),
+    "decoders like BART's": (
+        Naming("/layers.{i}.\n" + _FAIRSEQ_DECODER + "/\nnorm? layer_norm"),
+        Naming("/layers.{i}.\n" + _TORCH_DECODER + "/\nnorm? norm"),
+    ),
+    "encoders with decoders": (
+        Naming(_both("", _FAIRSEQ_ENCODER, _FAIRSEQ_DECODER, "layer_norm")),
+        Naming(_both("", _TORCH_ENCODER, _TORCH_DECODER, "norm")),
+    ),
+    "DETR": (
+        Naming(_HUGGING_FACE_DETR.replace(" out_proj", " o_proj").replace(" fc", " mlp.fc")),
+        Naming(_HUGGING_FACE_DETR),
+        Naming(_ORIGINAL_DETR),
+    ),
+}
