@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_tricks.checkpoint_remapping.core.conversions.search import find_conversion
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
@@ -95,7 +96,10 @@ class _AlignmentSearch:
         return not self.by_name and bool(by_names.ambiguous or not all(map(is_computed, lacking)))
 
     def _best(self, by_names: Matching) -> Matching:
-        """Return the matching by names, completed by structure, or the one by structure alone: the one with most."""
+        """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
+        converted = find_conversion(self.source_shapes, self.target_shapes)
+        if converted is not None:
+            return converted
         by_structure = match_by_structure(self.source_shapes, self.target_shapes)
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names

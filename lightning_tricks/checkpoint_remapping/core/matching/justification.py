@@ -132,6 +132,10 @@ class Side:
             if rest and _number(rest[0].removeprefix(".")) is not None:
                 yield layer
 
+    def num_branches(self, fork: Fork) -> int:
+        """Return how many parts the container of a fork numbers."""
+        return len({parts_of(layer.path)[len(fork.container)] for layer in self._numbered(fork.container)})
+
     def may_count_backwards(self, container: Parts) -> bool:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
         return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
@@ -256,7 +260,7 @@ class Justification:
 
     def _numbers(self, source: Fork, target: Fork) -> bool:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
-        if source.numbers is None or target.numbers is None or self._is_gated(source):
+        if source.numbers is None or target.numbers is None or self._is_gated(source, target):
             return False
         containers = source.container, target.container
         if containers not in self._directions:
@@ -266,7 +270,7 @@ class Justification:
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         return rising and self._directions[containers]
 
-    def _is_gated(self, fork: Fork) -> bool:
+    def _is_gated(self, fork: Fork, target: Fork) -> bool:
         """Whether the two are gate and input of a gated layer, which numbers call by either name.
 
         Beside both is the layer that leads back. In a chain of layers, another one would follow.
@@ -280,7 +284,11 @@ class Justification:
             for _, size in layer.sizes
             if len(size) == 2 and {*size} == {*sizes[0][0]}
         ]
-        return sorted(beside) == sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]])
+        if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
+            return False
+        # Three square ones are a chain if all are numbered
+        is_square = len({*sizes[0][0]}) == 1
+        return not is_square or min(self.source.num_branches(fork), self.target.num_branches(target)) < 3
 
     def _at(self, fork: Fork) -> list[Layer]:
         """Return the two layers of a fork, if their numbers are the last part of their paths."""

@@ -42,8 +42,11 @@ def match_by_name(
     if search_prefixes:
         shifted = _shifted((_replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
-    equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
+    # Beside a matrix that is another way round, square ones may be so too, and equal names are other layers
+    turned = {_container(new) for name, new in mismatched if source_shapes[name][::-1] == target_shapes[new]}
+    trusted = [pair for pair in pairs if not search_prefixes or _container(pair[1]) not in turned]
+    equal = [(name, new) for name, new in trusted if source_shapes[name] == target_shapes[new]]
     if rivals:
         sides = [[f"{p}.*" if p else "*" for p in dict.fromkeys(side)] for side in zip(*rivals, strict=True)]
         return NameMatching(Matching(ambiguous=[(sides[0], sides[1])]), prefixes, mismatched)
@@ -57,6 +60,11 @@ def _replace_prefix(name: str, source: str, target: str) -> str:
         return ""
     rest = name[len(source) + 1 :] if source else name
     return f"{target}.{rest}" if target else rest
+
+
+def _container(name: str) -> str:
+    """Return the path of the module that holds the layer of a tensor."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[str]:
