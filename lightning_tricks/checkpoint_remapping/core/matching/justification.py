@@ -212,7 +212,9 @@ class Justification:
         balance = self._words(one, other, *matches, counted=all(fork.numbers for fork in forks)) or _equal_names(*forks)
         if balance:
             return balance > 0
-        return self._beside_others(*forks) or self._numbers(*forks) or self._norms(one, other)
+        if all(fork.numbers for fork in forks):
+            return self._beside_others(*forks) or self._numbers(*forks)
+        return self._beside_others(*forks) or self._norms(one, other)
 
     def _keeps_blocks(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""

@@ -51,7 +51,7 @@ def mark_transposed(layers: list[Layer]) -> None:
     blocks: dict[str, list[Layer]] = defaultdict(list)
     for layer in layers:
         if [len(size) for _, size in layer.sizes] == [1, 2]:  # bias, weight
-            blocks[re.split(r"(?<=\.)\d+\.(?!.*\.\d+\.)", layer.path)[0]].append(layer)
+            blocks[re.split(r"(?<=\d)\.(?!.*\d\.)", layer.path)[0]].append(layer)
     for block in blocks.values():
         oblong = [layer for layer in block if len(set(layer.tensors["weight"][1])) == 2]
         if not oblong or not all(layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in oblong):
