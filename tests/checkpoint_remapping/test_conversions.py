@@ -195,3 +195,9 @@ def test_every_table_is_tested():
         tested.add(found.matches[0].reason.removeprefix("the conversion of "))
     # The tower of texts is that of CLIP; encoders with decoders are tested above
     assert FAMILIES.keys() - tested == {"CLIP's texts", "encoders with decoders"}
+
+
+@pytest.mark.parametrize("name", ["a." * 9999 + "weight", f"layers.{'9' * 9999}.attention.wq.weight", "weight", ""])
+def test_names_that_are_no_models(name):
+    assert find_conversion({name: (2, 2)}, shapes("Llama", "Meta")) is None
+    assert find_conversion({}, {name: (2, 2)}) is None
