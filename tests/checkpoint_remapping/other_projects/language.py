@@ -431,7 +431,7 @@ ARCHITECTURES = {
                 ),
                 **_SHARED,
             ),
-            "Meta": _other(
+            "w1, w2, w3": _other(
                 W123 + "norm_q model.layers.{i}.attention.q_norm\nnorm_k model.layers.{i}.attention.k_norm", **_SHARED
             ),
         },

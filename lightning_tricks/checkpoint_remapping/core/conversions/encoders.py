@@ -154,7 +154,7 @@ FAMILIES = {
         Naming(_both("", _TORCH_ENCODER, _TORCH_DECODER, "norm")),
     ),
     "DETR": (
-        Naming(_HUGGING_FACE_DETR.replace(" out_proj", " o_proj").replace(" fc", " mlp.fc")),
+        Naming(_HUGGING_FACE_DETR.replace(".out_proj", ".o_proj").replace(" fc", " mlp.fc")),
         Naming(_HUGGING_FACE_DETR),
         Naming(_ORIGINAL_DETR),
     ),

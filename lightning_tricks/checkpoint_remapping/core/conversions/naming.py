@@ -14,7 +14,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_comp
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
 _PLACEHOLDER = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
 _TEXTS = {"leaf": f"(?P<leaf>{'|'.join(_LEAVES)})", "rest": "(?P<leaf>.+)"}
-_MOST_STEPS = 8
+_MOST_STEPS, _MOST_PREFIXES = 8, 16
 
 
 class Part(NamedTuple):
@@ -132,7 +132,7 @@ def _parse(roles: tuple[str, ...], name: str, optional: bool, transposed: bool) 
         name += ".{leaf}"
     numbers = tuple((kind, int(added or 0)) for kind, added in _PLACEHOLDER.findall(name) if kind not in _TEXTS)
     expression = re.sub(r"[.=]", r"\\\g<0>", name).replace("[", "(?:").replace("]", ")?")
-    expression = _PLACEHOLDER.sub(lambda found: _TEXTS.get(found[1], r"(\d+)"), expression)
+    expression = _PLACEHOLDER.sub(lambda found: _TEXTS.get(found[1], "([0-9]{1,9})"), expression)
     return _Pattern(roles, re.compile(expression), numbers, transposed, optional)
 
 
@@ -161,10 +161,7 @@ def _tensor(pattern: _Pattern, match: re.Match[str], last: int, steps: int) -> T
     return Tensor(match.string, parts, pattern.transposed and leaf == "weight")
 
 
-def _prefixes(names: list[str]) -> Iterator[str]:
-    """Yield what all names may begin with: none, or some components of the first."""
-    if names:
-        yield ""
-        for position, letter in enumerate(names[0]):
-            if letter == ".":
-                yield names[0][: position + 1]
+def _prefixes(names: list[str]) -> list[str]:
+    """Return what all names may begin with: nothing, or some components of the first."""
+    components = names[0].split(".")[:_MOST_PREFIXES] if names else []
+    return ["".join(f"{component}." for component in components[:end]) for end in range(len(components))]

@@ -1,0 +1,203 @@
+"""`find_conversion`: models of two projects have equal outputs, and whatever is not of the family has no conversion."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks import remap_keys
+from lightning_tricks.checkpoint_remapping import RemapRule
+from lightning_tricks.checkpoint_remapping.core.conversions.search import FAMILIES, find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import shapes_of
+from tests.checkpoint_remapping.other_projects import ARCHITECTURES
+from tests.checkpoint_remapping.pairs import CONTAINERS, PAIRS, TOLERANCE, Pair, model, unset
+
+# Whose names are converted into each other's, and those of one direction alone
+_BERT = ("BERT", "RoBERTa", "ELECTRA", "DistilBERT", "torch", "fairseq", "XLM", "Wav2Vec2")
+_GROUPS = [
+    ("Llama", "HF", "lit-gpt", "Baichuan", "Phi-3"),
+    ("Llama", "Meta", "torchtune"),
+    ("Phi-3", "HF", "Llama"),
+    ("Qwen2", "HF", "Qwen"),
+    ("GPT-2", "HF", "nanoGPT"),
+    ("GPT-2", "HF", "nanoGPT with masks"),
+    ("GPT-2, untied", "HF", "minGPT"),
+    ("GPT-2, untied", "minGPT", "minGPT of 2020"),
+    ("BERT", *_BERT),
+    ("encoder with a square feed-forward", "BERT", "fairseq", "XLM"),
+    *((f"{name} encoder", "torch", other) for name in ("Bart", "Marian", "MBart") for other in ("HF", "fairseq")),
+    *((f"{name} decoder", "torch", other) for name in ("Bart", "Marian", "MBart") for other in ("HF", "HF 4")),
+    ("DETR", "HF", "original"),
+    ("CLIP", "HF", "OpenAI"),
+    ("CLIP's images", "HF", "OpenAI"),
+    ("Whisper", "HF", "OpenAI"),
+    ("VAE", "CompVis", "diffusers", "diffusers of 2022"),
+    ("UNet", "CompVis", "diffusers"),
+]
+_ONE_WAY = {Pair("Qwen3", "HF", "lit-gpt"), Pair("GPT-2, untied", "HF", "minGPT of 2020")}
+_ONE_NAMING = {Pair("BERT", *pair) for pair in itertools.permutations(_BERT[:3], 2)}  # they differ in nothing
+CONVERTED = {Pair(name, *pair) for name, *which in _GROUPS for pair in itertools.permutations(which, 2)}
+CONVERTED = (CONVERTED | _ONE_WAY) - _ONE_NAMING
+
+
+def converted(matching, state):
+    rules = [
+        RemapRule(*(names if len(names) > 1 else names[0] for names in (m.sources, m.targets)), m.transpose, m.shape)
+        for m in matching.matches
+    ]
+    used = matching.sources()
+    return dict(remap_keys({name: value for name, value in state.items() if name in used}, [rules]))
+
+
+def difference(pair, container="sorted"):
+    """Return how much outputs differ after a conversion; None where there is none."""
+    source, target = model(pair.architecture, pair.origin), unset(pair.architecture, pair.target)
+    state = CONTAINERS[container](source.state_dict())
+    found = find_conversion(shapes_of(state), shapes_of(target))
+    if found is None:
+        return None
+    target.load_state_dict(converted(found, state), strict=False)
+    which = ARCHITECTURES[pair.architecture]
+    return (which.outputs(pair.origin, source) - which.outputs(pair.target, target)).abs().max().item()
+
+
+@pytest.mark.parametrize("pair", sorted(CONVERTED), ids=str)
+def test_outputs_agree(pair):
+    assert all(difference(pair, container) < TOLERANCE for container in CONTAINERS)
+
+
+def test_nothing_else_is_converted():
+    assert [str(pair) for pair in PAIRS if pair not in CONVERTED and difference(pair) is not None] == []
+
+
+def shapes(architecture, project):
+    return shapes_of(model(architecture, project))
+
+
+REPRESENTATIVES = sorted({(name, *sorted((one, other))) for name, one, other in CONVERTED - _ONE_WAY})
+
+
+@pytest.mark.parametrize(("architecture", "one", "other"), REPRESENTATIVES)
+def test_a_changed_member_does_not_fit(architecture, one, other):
+    source, target = shapes(architecture, one), shapes(architecture, other)
+    name = next(name for name in source if ".0." in name and name.endswith("weight") and len(source[name]) > 1)
+    another = {name: (*source[name][:-1], source[name][-1] + 1)}
+    without = {key: shape for key, shape in source.items() if key != name}
+    renumbered = {key: shape for key, shape in source.items() if ".1." not in key}
+    for changed in (source | another, without, renumbered, source | {"extra_norm.weight": (32,)}):
+        assert find_conversion(changed, target) is None
+        assert find_conversion(target, changed) is None
+    assert find_conversion(source, target).matches[0].reason.startswith("the conversion of ")
+
+
+def test_one_more_norm_and_another_order_of_layers():
+    source, target = shapes("BERT", "BERT"), shapes("BERT", "torch")
+    assert find_conversion(source, target | {f"layers.{i}.norm3.weight": (32,) for i in range(3)}) is None
+    assert (
+        find_conversion({name.replace("layer.2", "layer.3"): shape for name, shape in source.items()}, target) is None
+    )
+    reversed_layers = {name.replace("layer.", "layer.1"): shape for name, shape in source.items()}
+    assert find_conversion(reversed_layers, target) is None
+
+
+def test_what_a_model_may_lack_remains():
+    source = shapes("Llama", "HF")
+    target = {name: shape for name, shape in shapes("Llama", "Phi-3").items() if name != "lm_head.weight"}
+    found = find_conversion(source, target)
+    assert found.targets() == set(target)
+    assert source.keys() - found.sources() == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("fused", ["lit-gpt by heads", "InternLM2"])
+def test_matrices_that_are_fused_head_by_head_are_not_converted(fused):
+    for project in ("HF", "Meta", "lit-gpt", "Baichuan", "torchtune"):
+        assert find_conversion(shapes("Llama", fused), shapes("Llama", project)) is None
+        assert find_conversion(shapes("Llama", project), shapes("Llama", fused)) is None
+
+
+def rotated_otherwise(name, heads, size, width):
+    """Return rules for the official permutation of a query or key: from neighbors to halves of each head."""
+    parts = (f"{name}.even", f"{name}.odd")
+    return [
+        RemapRule(name, parts, shape=(heads, size // 2, 2, width), dim=2),
+        [RemapRule(part, part, shape=(heads, size // 2, width)) for part in parts],
+        RemapRule(parts, name, dim=1),
+        RemapRule(name, name, shape=(heads * size, width)),
+    ]
+
+
+def test_the_order_of_rotations_is_no_matter_of_names():
+    """Meta rotates neighbors, Hugging Face halves; names and shapes don't tell the number of heads that it takes."""
+    assert find_conversion(shapes("Llama", "Meta"), shapes("Llama", "HF")) is None
+    assert find_conversion(shapes("Llama", "HF"), shapes("Llama", "Meta")) is None
+    source, target = model("Llama", "Meta"), unset("Llama", "HF")
+    words = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+    rules = [
+        {f"layers.*.attention.{old}.weight": f"model.layers.*.self_attn.{new}.weight" for old, new in words.items()},
+        {f"layers.*.feed_forward.{old}.weight": f"model.layers.*.mlp.{new}_proj.weight"
+         for old, new in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
+        {"layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight"},
+        {"layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight"},
+        {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    ]  # fmt: skip
+    for i, name in itertools.product(range(3), "qk"):
+        rules += rotated_otherwise(f"model.layers.{i}.self_attn.{name}_proj.weight", 4, 8, 32)
+    target.load_state_dict(remap_keys(source.state_dict(), rules))
+    outputs = [ARCHITECTURES["Llama"].outputs(*side) for side in (("Meta", source), ("HF", target))]
+    torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
+
+
+def test_detr_with_its_backbone_as_the_official_script_converts_it():
+    def names(layers):
+        return dict.fromkeys(layers, (2,))
+
+    source = shapes("DETR", "original") | names(
+        ["input_proj.weight", "class_embed.bias", "bbox_embed.layers.1.weight", "backbone.0.body.layer1.0.conv1.weight"]
+    )
+    target = {f"model.{name}": shape for name, shape in shapes("DETR", "HF").items()}
+    target = {name.replace(".mlp.fc", ".fc").replace(".o_proj", ".out_proj"): shape for name, shape in target.items()}
+    expected = {
+        "input_proj.weight": "model.input_projection.weight",
+        "class_embed.bias": "class_labels_classifier.bias",
+        "bbox_embed.layers.1.weight": "bbox_predictor.layers.1.weight",
+        "backbone.0.body.layer1.0.conv1.weight": "model.backbone.conv_encoder.model.layer1.0.conv1.weight",
+        "transformer.decoder.layers.2.norm2.bias": "model.decoder.layers.2.encoder_attn_layer_norm.bias",
+        "transformer.decoder.layers.2.norm3.bias": "model.decoder.layers.2.final_layer_norm.bias",
+        "transformer.encoder.layers.2.norm2.bias": "model.encoder.layers.2.final_layer_norm.bias",
+    }
+    target |= names(list(expected.values())[:4])
+    found = find_conversion(source, target)
+    assert found.targets() == set(target)
+    matched = {match.sources[0]: match.targets[0] for match in found.matches}
+    assert expected.items() <= matched.items()
+
+
+def test_an_encoder_with_a_decoder_of_torch():
+    net = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+    source = {f"transformer.{name}": shape for name, shape in shapes_of(net).items()}
+    layer = shapes("Bart decoder", "HF")
+    target = {f"decoder.{name}": shape for name, shape in layer.items() if ".2." not in name}
+    target |= {f"encoder.{name}": shape for name, shape in layer.items() if ".2." not in name and "encoder" not in name}
+    target |= {f"{side}.layer_norm.{leaf}": (32,) for side in ("encoder", "decoder") for leaf in ("weight", "bias")}
+    found = find_conversion(source, target)
+    assert found.targets() == set(target)
+    matched = {match.sources[0]: match.targets[0] for match in found.matches}
+    assert matched["transformer.decoder.layers.1.norm2.bias"] == "decoder.layers.1.encoder_attn_layer_norm.bias"
+    assert matched["transformer.encoder.layers.1.norm2.bias"] == "encoder.layers.1.final_layer_norm.bias"
+    assert matched["transformer.encoder.norm.bias"] == "encoder.layer_norm.bias"
+
+
+def test_every_table_is_tested():
+    tested = set()
+    for pair in CONVERTED:
+        found = find_conversion(shapes(pair.architecture, pair.origin), shapes(pair.architecture, pair.target))
+        tested.add(found.matches[0].reason.removeprefix("the conversion of "))
+    # The tower of texts is that of CLIP; encoders with decoders are tested above
+    assert FAMILIES.keys() - tested == {"CLIP's texts", "encoders with decoders"}
+
+
+@pytest.mark.parametrize("name", ["a." * 9999 + "weight", f"layers.{'9' * 9999}.attention.wq.weight", "weight", ""])
+def test_names_that_are_no_models(name):
+    assert find_conversion({name: (2, 2)}, shapes("Llama", "Meta")) is None
+    assert find_conversion({}, {name: (2, 2)}) is None
