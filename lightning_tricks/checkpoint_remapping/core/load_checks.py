@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,19 +46,19 @@ def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
     patterns: list[str] = []
     left = list(names)
     while left:
-        globs = (glob for glob in _globs(left[0]) if not any(map(Pattern(glob).matches, others)))
+        globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
         patterns.append(next(globs, left[0]))
         pattern = Pattern(_escaped(left[0]) if patterns[-1] == left[0] else patterns[-1])
         left = [name for name in left if not pattern.matches(name)]
     return patterns
 
 
-def _globs(name: str) -> Iterator[str]:
+def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
     """Yield globs for a name, from the widest: all below a parent, then names that differ in numbers alone."""
     ends = [found.start() for found in re.finditer(r"\.", name)]
     yield from (f"{_escaped(name[:end])}.*" for end in ends)
     numbered = re.sub(r"(?<![^.])\d+(?![^.])", "*", _escaped(name))
-    if numbered != name:
+    if sum(map(Pattern(numbered).matches, names)) > 1:
         yield numbered
 
 
@@ -130,6 +131,26 @@ class Allowed:
                 f"{source} does not fit {model}, which was not modified. {'; '.join(problems)}. {num_loaded} of "
                 f"{alignment.total} tensors would load: {alignment.diagnosis}"
             )
+
+
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
+
+
+@contextmanager
+def explaining_shards(source: str) -> Iterator[None]:
+    """Add to an error that a file is one shard of several, with the name of the index that lists them all."""
+    try:
+        yield
+    except CheckpointError as error:
+        name = source.rpartition("/")[2]
+        shard = _SHARD.fullmatch(name)
+        if not shard or int(shard[3]) < 2:
+            raise
+        index = f"{source.removesuffix(name)}{shard[1]}.{shard[4]}.index.json"
+        raise type(error)(
+            f"{name} is shard {int(shard[2])} of {int(shard[3])} of a model: give the index of all shards, {index}, "
+            f"instead. {error}"
+        ) from error
 
 
 def check_values(source: str, loaded: Mapping[str, torch.Tensor]) -> None:

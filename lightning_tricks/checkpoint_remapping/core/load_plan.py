@@ -13,9 +13,15 @@ from torch import nn
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, checkpoint_of_values, read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
-from lightning_tricks.checkpoint_remapping.core.load_checks import Allowed, check_values, matches_any, parse_patterns
+from lightning_tricks.checkpoint_remapping.core.load_checks import (
+    Allowed,
+    check_values,
+    explaining_shards,
+    matches_any,
+    parse_patterns,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import (
     find_alignment,
@@ -178,6 +184,10 @@ class _LoadPlanner:
     def check(self, allowed: Allowed) -> None:
         """Refuse what does not fit and is not allowed."""
         source, model = self.checkpoint.source or "the checkpoint", type(self.module).__name__
+        with explaining_shards(source):
+            self._check(source, model, allowed)
+
+    def _check(self, source: str, model: str, allowed: Allowed) -> None:
         ruled = [mismatch for mismatch in self.alignment.mismatched if mismatch.source in self.rules.pinned]
         allowed.check_ruled(source, model, ruled)
         allowed.check(source, model, self.alignment, len(self.loaded))
@@ -208,7 +218,7 @@ def _as_checkpoint(path: Source, map_location: MapLocation, key: str | None) -> 
     if isinstance(path, Checkpoint):
         return path
     if isinstance(path, Mapping):
-        return Checkpoint(dict(path), "state_dict", {})
+        return checkpoint_of_values(path, key)
     return read_checkpoint(path, map_location="cpu" if map_location is None else map_location, key=key)
 
 
