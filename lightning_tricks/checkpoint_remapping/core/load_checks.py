@@ -47,8 +47,8 @@ def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
     left = list(names)
     while left:
         globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
-        patterns.append(next(globs, left[0]))
-        pattern = Pattern(_escaped(left[0]) if patterns[-1] == left[0] else patterns[-1])
+        patterns.append(next(globs, _escaped(left[0])))
+        pattern = Pattern(patterns[-1])
         left = [name for name in left if not pattern.matches(name)]
     return patterns
 
