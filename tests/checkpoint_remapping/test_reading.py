@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import random
+import sys
 import tarfile
 import threading
 import warnings
@@ -27,13 +28,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_tricks import read_checkpoint, save_weights
-from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     MissingCheckpointError,
     NotACheckpointError,
     UnsafeCheckpointError,
 )
+from lightning_tricks.checkpoint_remapping.core.files import pickle_plain_values
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 
 
@@ -396,6 +398,50 @@ VALUES = st.recursive(
 @settings(max_examples=200, deadline=None)
 def test_plain_values_are_those_of_pickle(value, protocol):
     assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
+
+
+@given(VALUES, st.sampled_from(range(6)), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_plain_values_are_read_and_charged_alike_wherever_the_window_ends(value, protocol, window):
+    data = pickle.dumps(value, protocol=protocol) + b"what follows"
+    left = []
+    for size in (window, 1 << 14):
+        budget, stream = Budget(0), io.BytesIO(data)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pickle_plain_values, "WINDOW", size)
+            assert read_pickle(stream, budget) == value
+        assert stream.read() == b"what follows"
+        left.append(budget.left)
+    assert 0 <= left[0] - left[1] <= len(data)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        list(range(100_000)),
+        [n / 7 for n in range(100_000)],
+        [str(n) for n in range(50_000)],
+    ],
+    ids=["whole numbers", "floating-point numbers", "strings"],
+)
+def test_no_function_is_called_for_each_plain_value(values):
+    """Counted without a clock: `torch.load(weights_only=True)` makes several calls for each."""
+    torch.save({"model": {"weight": torch.ones(2)}, "values": values}, "w.pt")
+    calls = collections.Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        found = read_checkpoint("w.pt")
+    finally:
+        sys.setprofile(None)
+    assert found.metadata["values"] == values
+    assert calls["call"] < len(values) / 4
+
+
+def test_plain_values_are_charged_before_they_fill_the_memory():
+    """A few bytes that ask for much are stopped within one window of the stream."""
+    many = b"\x80\x02]q\x00(" + b"h\x00" * 30_000_000 + b"e."
+    with pytest.raises(OverBudgetError, match="takes more than 41,943,040 bytes of memory"):
+        read_pickle(io.BytesIO(many), Budget(0))
 
 
 @given(st.binary(max_size=200))
