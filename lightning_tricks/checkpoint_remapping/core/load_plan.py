@@ -176,7 +176,7 @@ class _LoadPlanner:
         for mismatch in self.alignment.mismatched:
             if mismatch.kinds is None and matches_any(resizable, mismatch.target):
                 tensor = self.file_tensors[self.alignment.name_in_file(mismatch.source)]
-                self.loaded[mismatch.target] = resize_positions(mismatch, tensor)
+                self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
                 self.notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
                 resized.append(mismatch)
         self.alignment = self.alignment.with_resized(resized)
