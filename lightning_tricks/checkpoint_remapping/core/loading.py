@@ -45,7 +45,7 @@ def load_weights(
 
     Args:
         model: The model, whose precision and devices do not change; on the meta device it takes the file's tensors.
-        path: As in `read_checkpoint`, or what it returned, or tensors by name.
+        path: As in `read_checkpoint`, or what it returned, or tensors by name, or a dict that `torch.load` returned.
         rules: `"auto"` finds the mapping (`align`). A list of rules or the path of a YAML file of rules is applied
             first (`remap_keys`), and what no rule names is matched as before, unless the last rule is `"only"`.
             `"wrappers"` strips wrappers' parts from names and None takes the names as they are, both without a search.
@@ -53,7 +53,8 @@ def load_weights(
         allow_missing: Patterns (a glob, or `re:` and a regular expression) of names of the model that may be missing.
         allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over.
         allow_mismatched: Patterns of names of the model that keep their values where shapes differ.
-        interpolate: Patterns of names of position embeddings of the model, which are resized to their new length.
+        interpolate: Patterns of names of position embeddings of the model, which are resized from a square grid to the
+            grid of the model's patches, or to a square where the model does not say it.
         map_location: Where the file's tensors go first, as in `torch.load`; None reads them as the model needs them.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write into it.
