@@ -87,6 +87,15 @@ def test_files_of_wrapped_models(name, wrap):
     assert max_output_difference(source, target, TOKENS) == 0
 
 
+def test_a_name_of_the_header_that_the_model_lacks_is_not_left_over():
+    source = randomized(GPT())
+    save_weights(source, "w.safetensors")
+    trunk = GPT().transformer
+    report = load_weights(nn.ModuleDict({"transformer": trunk}), "w.safetensors")
+    assert (report.loaded, report.unexpected) == (report.total, [])
+    assert torch.equal(trunk["wte"].weight, source.lm_head.weight)
+
+
 @pytest.mark.parametrize("without", ["", "lm_head.weight", "transformer.wte.weight"])
 @pytest.mark.parametrize("assign", [None, True])
 def test_ties_survive_assigned_tensors(without, assign):

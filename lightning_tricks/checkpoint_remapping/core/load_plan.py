@@ -117,11 +117,12 @@ class _LoadPlanner:
     def __init__(self, module: nn.Module, checkpoint: Checkpoint) -> None:
         self.module = module
         self.checkpoint = checkpoint
+        self.model_tensors = _model_tensors(module)
         self.file_tensors = with_names_of_header(
             {n: value for n, value in checkpoint.state_dict.items() if isinstance(value, torch.Tensor)},
             checkpoint.metadata if checkpoint.kind == "safetensors" else {},
+            self.model_tensors,
         )
-        self.model_tensors = _model_tensors(module)
         self.aliases: dict[str, str] = {}  # names of tied tensors, with the names that are loaded for them
         self.loaded: dict[str, Any] = {}  # the file's tensors, under the model's names
         self.notes: list[str] = []

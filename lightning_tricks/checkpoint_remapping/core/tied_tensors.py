@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -45,10 +46,18 @@ def repeated_tensors(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [names for names in names_at.values() if len(names) > 1]
 
 
-def with_names_of_header(tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return tensors with the names that a .safetensors left out: its header names the tensor that each is tied to."""
+def with_names_of_header(
+    tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any], model_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors with the names that a .safetensors left out and the model has, whatever stands in front of them.
+
+    The header names the tensor that each is tied to.
+    """
     left_out = {name: tensors[kept] for name, kept in header.items() if isinstance(kept, str) and kept in tensors}
-    return left_out | dict(tensors)
+    wanted = [f".{name}" for name in strip_wrappers(model_names).values() if name]
+    clean = {name: f".{new}" for name, new in strip_wrappers(left_out).items() if new}
+    endings = {name: [own for own in wanted if own.endswith(new) or new.endswith(own)] for name, new in clean.items()}
+    return {name: left_out[name] for name, found in endings.items() if found} | dict(tensors)
 
 
 def check_tied(model_tensors: Mapping[str, torch.Tensor], loaded: Mapping[str, Any]) -> None:
