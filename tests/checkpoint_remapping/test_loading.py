@@ -213,6 +213,8 @@ def test_a_dict_without_weights_or_with_several_is_named():
         NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
     ):
         load_weights(target, {"epoch": 3})
+    with pytest.raises(NotACheckpointError, match=r"Make tensors of its arrays: torch.from_numpy\(array\)"):
+        load_weights(target, {"0.weight": torch.ones(2).numpy()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
 

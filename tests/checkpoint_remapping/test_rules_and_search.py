@@ -166,6 +166,7 @@ def test_a_rule_that_matches_nothing_is_named():
     source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
     report = load_weights(target, source.state_dict(), rules=[("bar", "mu"), ("bazz", "mu")])
     assert "the rule bazz -> mu matched nothing" in report.diagnosis
+    assert "rules lead to mu.bias, mu.weight" in report.diagnosis
 
 
 def test_a_rule_settles_which_of_several_averages_is_taken():

@@ -61,13 +61,15 @@ def apply_rules(
             steps, remapped = ["wrappers", *steps], again
     if search:
         _check_targets(remapped, known)
+    pinned = frozenset(name for name in remapped.rules_of if name in known) if search else frozenset()
     return AppliedRules(
         tensors=dict(remapped),
-        pinned=frozenset(name for name in remapped.rules_of if name in known) if search else frozenset(),
+        pinned=pinned,
         search=search,
         steps=steps,
         origins=remapped.origins,
-        notes=[f"the rule {rule} matched nothing" for rule in remapped.unmatched],
+        notes=[f"rules lead to {list_names(sorted(pinned))}"] * bool(pinned)
+        + [f"the rule {rule} matched nothing" for rule in remapped.unmatched],
     )
 
 

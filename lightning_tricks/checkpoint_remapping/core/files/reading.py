@@ -118,7 +118,9 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
     try:
         key_path, tensors = find_weights(_with_state_dicts(values), key, Budget(sys.maxsize))
     except CheckpointError as error:
-        raise type(error)(f"The dict of weights is {error}") from error
+        arrays = any(hasattr(value, "__array__") for value in values.values())
+        remedy = " Make tensors of its arrays: torch.from_numpy(array)." * arrays
+        raise type(error)(f"The dict of weights is {error}{remedy}") from error
     return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
 
 
