@@ -38,7 +38,8 @@ class CheckpointRemapping(TrickCallback):
 
     Args:
         path: A file or an address, as in `read_checkpoint`.
-        rules: As in `load_weights`: `"auto"`, a list of rules, the path of a file of rules, or None for names as is.
+        rules: As in `load_weights`: `"auto"`; a list of rules or the path of a file of rules, which are applied before
+            the rest is matched; `"wrappers"`; or None for names as they are.
         submodule: The part of the module that takes the weights of `path`, such as `"backbone"`.
         allow_missing: As in `load_weights`: patterns of names of the module that may be missing.
         allow_unexpected: Patterns of names of the file that may be left over.

@@ -1,5 +1,6 @@
 """`load_weights`, `save_weights`, `replace_head`, `max_output_difference`."""
 
+import json
 import os
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from torch import nn
 from torchvision import models
 
 from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
+from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     NotACheckpointError,
     NothingLoadedError,
     max_output_difference,
 )
+from lightning_tricks.checkpoint_remapping.core.load_checks import suggested_patterns
 from tests.checkpoint_remapping.models import randomized
 
 pytestmark = pytest.mark.oldest
@@ -103,7 +106,7 @@ def test_each_problem_names_the_argument_that_allows_it():
     words = str(error.value)
     assert "does not fit Sequential, which was not modified" in words
     assert "3.weight (5x16 in the model, 7x16 in the file), 3.bias" in words
-    for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.*']", "allow_unexpected=['extra.*']"):
+    for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.bias']", "allow_unexpected=['extra.*']"):
         assert f"{remedy} allows that" in words
     assert unchanged(target, before)
     report = load_weights(target, file, allow_mismatched="3.*", allow_missing=["0.b*"], allow_unexpected="re:^extra")
@@ -136,6 +139,130 @@ def test_integers_do_not_become_weights():
     quantized = small().state_dict() | {"3.weight": torch.ones(5, 16, dtype=torch.int8)}
     with pytest.raises(CheckpointError, match=r"1 tensor is of other shapes or kinds: 3.weight"):
         load_weights(small(), quantized)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones(5, 16, dtype=torch.int8), r"torch.float32 in the model, torch.int8 in the file"),
+        (torch.ones(5, 16, dtype=torch.bool), r"torch.float32 in the model, torch.bool in the file"),
+        (torch.ones(5, 16, dtype=torch.complex64), r"torch.float32 in the model, torch.complex64 in the file"),
+        (torch.eye(5, 16).to_sparse(), r"torch.float32 in the model, torch.float32 \(torch.sparse_coo\) in the file"),
+    ],
+)
+def test_other_kinds_are_named_and_counted(value, words):
+    target = small()
+    before = snapshot(target)
+    file = small().state_dict() | {"3.weight": value}
+    with pytest.raises(CheckpointError, match=rf"3.weight \(.*{words}\).*allow_mismatched=\['3.weight'\]"):
+        load_weights(target, file)
+    assert unchanged(target, before)
+    report = load_weights(target, file, allow_mismatched="3.weight")
+    assert (report.loaded, report.mismatched, report.alignment.loaded) == (8, ["3.weight"], 8)
+    assert str(report).startswith(
+        "8/9 tensors, 134/214 parameters; 0 renamed, 0 reshaped, 0 missing, 0 unexpected, 1 m"
+    )
+    assert torch.equal(target[3].weight, before["3.weight"])
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.running_mean", "3.bias"])
+@pytest.mark.parametrize("options", [{}, {"assign": True}, {"rules": None}])
+def test_tensors_without_values_are_found_first(name, options):
+    target = small()
+    before = snapshot(target)
+    file = small().state_dict()
+    file[name] = file[name].to("meta")
+    with pytest.raises(CheckpointError, match=f"has no values for {name}: its tensors are on the meta device"):
+        load_weights(target, file, **options)
+    assert unchanged(target, before)
+    torch.save(file, "w.pt")
+    with pytest.raises(CheckpointError, match=f"w.pt has no values for {name}"):
+        load_weights(target, "w.pt", **options)
+    save_weights(small(), "w.safetensors")
+    with pytest.raises(CheckpointError, match=r"read the file without map_location='meta'"):
+        load_weights(target, "w.safetensors", map_location="meta")
+    assert unchanged(target, before)
+    with torch.device("meta"):
+        empty = small()
+    with pytest.raises(CheckpointError, match="has no values for"):
+        load_weights(empty, file)
+    kept = load_weights(target, {n: t for n, t in file.items() if n != name}, allow_missing=name)
+    assert kept.loaded == 8
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "ema", "net", "anything"])
+@pytest.mark.parametrize("module", [True, False])
+def test_what_torch_load_returned_is_unpacked(key, module):
+    source, target = small(), small()
+    optimizer = torch.optim.Adam(source.parameters()).state_dict()
+    values = {"epoch": 3, "optimizer": optimizer, key: source if module else source.state_dict()}
+    assert load_weights(target, values).loaded == 9
+    assert max_output_difference(source, target, X) == 0
+    assert load_weights(target, {"inner": values}, key=f"inner.{key}").loaded == 9
+
+
+def test_a_dict_without_weights_or_with_several_is_named():
+    target = small()
+    before = snapshot(target)
+    both = {"student": small().state_dict(), "teacher": small().state_dict()}
+    with pytest.raises(CheckpointError, match=r"several sets of weights. Choose one with key=: 'student', 'teacher'"):
+        load_weights(target, both)
+    assert unchanged(target, before)
+    assert load_weights(target, both, key="teacher").loaded == 9
+    with pytest.raises(
+        NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
+    ):
+        load_weights(target, {"epoch": 3})
+    with pytest.raises(NotACheckpointError, match=r"Make tensors of its arrays: torch.from_numpy\(array\)"):
+        load_weights(target, {"0.weight": torch.ones(2).numpy()})
+    with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
+        load_weights(target, both, key="nope")
+
+
+@pytest.mark.parametrize("pattern", ["model-{:05d}-of-00002.safetensors", "pytorch_model-{:05d}-of-00002.bin"])
+def test_one_shard_of_several_names_the_index(pattern):
+    source, target = small(), small()
+    before = snapshot(target)
+    tensors = source.state_dict()
+    parts = [dict(list(tensors.items())[:4]), dict(list(tensors.items())[4:])]
+    names = [pattern.format(number) for number in (1, 2)]
+    for name, part in zip(names, parts, strict=True):
+        save_weights(part, name)
+    index = pattern.partition("-")[0] + Path(pattern).suffix + ".index.json"
+    places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    Path(index).write_text(json.dumps({"weight_map": places}))
+    for number, name in enumerate(names, 1):
+        words = f"{name} is shard {number} of 2 of a model: give the index of all shards, {index}, instead"
+        with pytest.raises(CheckpointError, match=words):
+            load_weights(target, name)
+    assert unchanged(target, before)
+    assert load_weights(target, index).loaded == 9
+    assert max_output_difference(source, target, X) == 0
+    Path("single-00001-of-00001.bin").write_bytes(b"")
+    save_weights(parts[0], "single-00001-of-00001.bin")
+    with pytest.raises(CheckpointError, match=r"^single-00001-of-00001.bin does not fit"):
+        load_weights(target, "single-00001-of-00001.bin")
+
+
+def test_suggestions_name_what_is_missing_and_no_more():
+    linear = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)))
+    blocks = nn.ModuleDict({"h": linear, "norm": nn.Sequential(nn.BatchNorm1d(3))})
+    file = {name: value for name, value in blocks.state_dict().items() if not name.endswith("bias") or "norm" in name}
+    with pytest.raises(
+        CheckpointError, match=r"12 tensors are missing .*allow_missing=\['h.\*.bias'\] allows"
+    ) as error:
+        load_weights(blocks, file | {"norm.0.running_mean": torch.zeros(4)})
+    assert "allow_mismatched=['norm.0.running_mean']" in str(error.value)
+    file = {name: value for name, value in blocks.state_dict().items() if name != "h.3.bias"}
+    with pytest.raises(CheckpointError, match=r"allow_missing=\['h.3.bias'\] allows"):
+        load_weights(blocks, file)
+
+
+@given(st.sets(st.sampled_from([*sorted(small().state_dict()), "a.b.c", "a.b.d", "a.0.x", "a.1.x", "a[0]", "a*"])))
+def test_suggested_patterns_match_these_names_alone(wanted):
+    known = [*small().state_dict(), "a.b.c", "a.b.d", "a.0.x", "a.1.x", "a[0]", "a*", "a0"]
+    patterns = [Pattern(text) for text in suggested_patterns(sorted(wanted), known)]
+    assert {name for name in known if any(pattern.matches(name) for pattern in patterns)} == wanted
 
 
 def test_tied_tensors():

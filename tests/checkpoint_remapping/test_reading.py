@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import random
+import sys
 import tarfile
 import threading
 import warnings
@@ -27,13 +28,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_tricks import read_checkpoint, save_weights
-from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks.checkpoint_remapping import (
     CheckpointError,
     MissingCheckpointError,
     NotACheckpointError,
     UnsafeCheckpointError,
 )
+from lightning_tricks.checkpoint_remapping.core.files import pickle_plain_values
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 
 
@@ -398,6 +400,50 @@ def test_plain_values_are_those_of_pickle(value, protocol):
     assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
 
 
+@given(VALUES, st.sampled_from(range(6)), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_plain_values_are_read_and_charged_alike_wherever_the_window_ends(value, protocol, window):
+    data = pickle.dumps(value, protocol=protocol) + b"what follows"
+    left = []
+    for size in (window, 1 << 14):
+        budget, stream = Budget(0), io.BytesIO(data)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pickle_plain_values, "WINDOW", size)
+            assert read_pickle(stream, budget) == value
+        assert stream.read() == b"what follows"
+        left.append(budget.left)
+    assert 0 <= left[0] - left[1] <= len(data)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        list(range(100_000)),
+        [n / 7 for n in range(100_000)],
+        [str(n) for n in range(50_000)],
+    ],
+    ids=["whole numbers", "floating-point numbers", "strings"],
+)
+def test_no_function_is_called_for_each_plain_value(values):
+    """Counted without a clock: `torch.load(weights_only=True)` makes several calls for each."""
+    torch.save({"model": {"weight": torch.ones(2)}, "values": values}, "w.pt")
+    calls = collections.Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        found = read_checkpoint("w.pt")
+    finally:
+        sys.setprofile(None)
+    assert found.metadata["values"] == values
+    assert calls["call"] < len(values) / 4
+
+
+def test_plain_values_are_charged_before_they_fill_the_memory():
+    """A few bytes that ask for much are stopped within one window of the stream."""
+    many = b"\x80\x02]q\x00(" + b"h\x00" * 30_000_000 + b"e."
+    with pytest.raises(OverBudgetError, match="takes more than 41,943,040 bytes of memory"):
+        read_pickle(io.BytesIO(many), Budget(0))
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_give_a_checkpoint_error(data):
@@ -446,6 +492,72 @@ NOT_CHECKPOINTS = [
     (pickle.dumps([1, 2]), "a pickled list, not a state dict"),
     (pickle.dumps({"epoch": 3}), "a checkpoint without weights: it holds epoch"),
 ]
+
+
+def _onnx():
+    """The beginning of a model as torch.onnx.export writes it: version 8, its producer, and a graph of one node."""
+    node = b"\x0a\x01x\x12\x01y\x22\x04Relu"
+    graph = b"\x0a" + bytes([len(node)]) + node
+    return b"\x08\x08\x12\x07pytorch\x1a\x052.6.0\x3a" + bytes([len(graph)]) + graph
+
+
+def _flax():
+    """{"params": {"kernel": <float32 array of one element>}} as flax.serialization.msgpack_serialize writes it."""
+    array = b"\x93\x91\x01\xa7float32\xc4\x04\x00\x00\x80?"
+    return b"\x81\xa6params\x81\xa6kernel\xc7" + bytes([len(array)]) + b"\x01" + array
+
+
+def _table():
+    """An empty table of LevelDB, which lists the tensors of a TensorFlow checkpoint: a block and the footer."""
+    return b"\x00\x00\x00\x00\x01\x00\x00\x00\x00" + bytes(40) + bytes.fromhex("57fb808b247547db")
+
+
+def _keras():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("metadata.json", "config.json", "model.weights.h5"):
+            archive.writestr(name, "{}")
+    return file.getvalue()
+
+
+OTHER_FRAMEWORKS = [
+    ("model.onnx", _onnx(), "an ONNX model. Make a dict of tensors of it: .*graph.initializer"),
+    ("weights.bin", _onnx(), "an ONNX model"),
+    ("flax_model.msgpack", _flax(), "a msgpack file, as Flax writes them. Read it with flax.serialization"),
+    ("weights.bin", _flax(), "a msgpack file, as Flax writes them"),
+    ("model.ckpt-1.index", _table(), "a checkpoint of TensorFlow. Read it with tf.train.load_checkpoint"),
+    ("model.ckpt-1.data-00000-of-00001", bytes(64), "a checkpoint of TensorFlow, by its name"),
+    ("checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n', "a list of TensorFlow's checkpoints"),
+    ("saved_model.pb", b"\x08\x01\x12\x02\x0a\x00", "a SavedModel of TensorFlow. Load it with tf.saved_model"),
+    ("frozen.pb", b"\x0a\x05\x0a\x01x\x12\x00", "a graph of TensorFlow, by its name"),
+    ("tf_model.h5", b"\x89HDF\r\n\x1a\n" + bytes(88), "an HDF5 file, as Keras writes them. Convert it to .safetensors"),
+    ("model.keras", _keras(), "a model of Keras. Convert it to .safetensors"),
+    ("model.tflite", b"\x1c\x00\x00\x00TFL3" + bytes(56), "a TensorFlow Lite model. Take the .safetensors"),
+    ("model.gguf", b"GGUF\x03\x00\x00\x00" + bytes(16), "a GGUF file, whose weights are quantized. Take the"),
+    ("ggml-model.bin", b"tjgg\x03\x00\x00\x00" + bytes(16), "a GGML file, whose weights are quantized. Take the"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "words"), OTHER_FRAMEWORKS, ids=[name for name, _, _ in OTHER_FRAMEWORKS])
+def test_files_of_other_frameworks_are_named(name, data, words):
+    Path(name).write_bytes(data)
+    with pytest.raises(NotACheckpointError, match=f"^{name} is {words}"):
+        read_checkpoint(name)
+
+
+@pytest.mark.parametrize(("name", "words"), [("saved_model.pb", "a SavedModel"), ("manifest.ocdbt", "of Orbax")])
+def test_directories_of_other_frameworks_are_named(name, words):
+    Path("folder").mkdir()
+    Path("folder", name).touch()
+    with pytest.raises(NotACheckpointError, match=words):
+        read_checkpoint("folder")
+
+
+def test_a_name_of_another_framework_does_not_hide_weights():
+    torch.save(weights(), "model.onnx")
+    assert len(read_checkpoint("model.onnx").state_dict) == len(weights())
+    Path("w.pb").write_bytes(pickle.dumps(weights()))
+    assert len(read_checkpoint("w.pb").state_dict) == len(weights())
 
 
 @pytest.mark.trap("checkpoints: an HTML page, a git-LFS pointer, ... advise weights_only=False")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,21 +13,35 @@ from torch import nn
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, read_checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint, checkpoint_of_values, read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
-from lightning_tricks.checkpoint_remapping.core.load_checks import Allowed, check_tied, matches_any, parse_patterns
+from lightning_tricks.checkpoint_remapping.core.load_checks import (
+    Allowed,
+    check_values,
+    explaining_shards,
+    matches_any,
+    parse_patterns,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_alignment, shapes_of
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import (
+    find_alignment,
+    names_in_file,
+    shapes_of,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
-from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
-from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules
-from lightning_tricks.checkpoint_remapping.core.rules import Rules
+from lightning_tricks.checkpoint_remapping.core.rule_application import AppliedRules, RulesArgument, apply_rules
+from lightning_tricks.checkpoint_remapping.core.tied_tensors import (
+    check_tied,
+    find_aliases,
+    repeated_tensors,
+    tied_names,
+    with_names_of_header,
+)
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
 Patterns = str | Iterable[str]
-RulesArgument = Rules | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ def plan_loading(
     resizable = parse_patterns("interpolate", interpolate)
     planner = _LoadPlanner(module, _as_checkpoint(path, map_location, key))
     planner.apply_rules(rules)
-    planner.align(by_name=rules != "auto")
+    planner.align()
     planner.keep_other_kinds()
     planner.resize(resizable)
     planner.check(allowed)
@@ -98,64 +111,88 @@ def plan_loading(
 class _LoadPlanner:
     """The steps of a plan, in the order of the methods."""
 
+    rules: AppliedRules
     alignment: Alignment
 
     def __init__(self, module: nn.Module, checkpoint: Checkpoint) -> None:
         self.module = module
         self.checkpoint = checkpoint
-        self.file_tensors = {n: value for n, value in checkpoint.state_dict.items() if isinstance(value, torch.Tensor)}
         self.model_tensors = _model_tensors(module)
+        self.file_tensors = with_names_of_header(
+            {n: value for n, value in checkpoint.state_dict.items() if isinstance(value, torch.Tensor)},
+            checkpoint.metadata if checkpoint.kind == "safetensors" else {},
+            self.model_tensors,
+        )
         self.aliases: dict[str, str] = {}  # names of tied tensors, with the names that are loaded for them
         self.loaded: dict[str, Any] = {}  # the file's tensors, under the model's names
-        self.mismatched: list[Mismatch] = []  # what keeps its values
         self.notes: list[str] = []
 
     def apply_rules(self, rules: RulesArgument) -> None:
-        """Rename the file's tensors by the caller's rules; `"auto"` leaves all to `align`."""
-        if rules == "auto":
-            return
-        if rules == "wrappers":
-            rules = ["wrappers"]
-        remapped = remap_keys(
-            self.file_tensors, read_rules(rules) if isinstance(rules, str | os.PathLike) else rules or []
-        )
-        self.notes += [f"the rule {rule} matched nothing" for rule in remapped.unmatched]
-        self.file_tensors = dict(remapped)
+        """Apply the caller's rules to the file's tensors."""
+        self.rules = apply_rules(self.file_tensors, rules, self.model_tensors.keys())
+        self.notes += self.rules.notes
+        self.file_tensors = self.rules.tensors
 
-    def align(self, by_name: bool) -> None:
-        """Find the file's tensor for each of the model's; of tied tensors for one name alone."""
-        self.aliases = _aliases(self.model_tensors, self.file_tensors)
-        target = {n: tuple(t.shape) for n, t in self.model_tensors.items() if n not in self.aliases}
-        self.alignment = find_alignment(target, shapes_of(self.file_tensors), by_name)
+    def align(self) -> None:
+        """Find the file's tensor for each of the model's that no rule led to; of tied tensors for one name alone."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.model_tensors.items()}
+        by_name, pinned = not self.rules.search, self.rules.pinned
+        groups = tied_names(self.model_tensors)
+        if groups:
+            named = names_in_file(shapes, shapes_of(self.file_tensors), by_name, pinned)
+            self.aliases = find_aliases(groups, named)
+            self._leave_out_repeated({shapes[name] for name in self.aliases}, {*named.values()})
+        target = {name: shape for name, shape in shapes.items() if name not in self.aliases}
+        self.alignment = find_alignment(target, shapes_of(self.file_tensors), by_name, pinned)
         self.loaded = dict(self.alignment.apply(self.file_tensors))
+
+    def _leave_out_repeated(self, shapes: Collection[tuple[int, ...]], named: Collection[str]) -> None:
+        """Leave out the further names of tied tensors of the file where the model has other names for such ones."""
+        for names in repeated_tensors(self.file_tensors):
+            kept = [name for name in names if name in named] or names[:1]
+            for name in names:
+                if name not in kept and tuple(self.file_tensors[name].shape) in shapes:
+                    del self.file_tensors[name]
+                    self.notes.append(f"{name} is the same tensor as {kept[0]} in the file")
 
     def keep_other_kinds(self) -> None:
         """Leave out the tensors of integers that would become numbers of another kind, such as quantized weights."""
-        self.mismatched += list(self._other_kinds())
-        for mismatch in self.mismatched:
+        others = list(self._other_kinds())
+        for mismatch in others:
             del self.loaded[mismatch.target]
+        self.alignment = self.alignment.without(others)
 
     def _other_kinds(self) -> Iterator[Mismatch]:
         for match in self.alignment.matches:
             for name in match.targets:
-                if _number_kind(self.loaded[name]) != _number_kind(self.model_tensors[name]) and not is_computed(name):
-                    shape = tuple(self.model_tensors[name].shape)
-                    yield Mismatch(f"{match.sources[0]} of {self.loaded[name].dtype}", shape, name, shape)
+                tensors = self.loaded[name], self.model_tensors[name]
+                if _number_kind(tensors[0]) != _number_kind(tensors[1]) and not is_computed(name):
+                    file_shape, own_shape = (tuple(tensor.shape) for tensor in tensors)
+                    file_kind, own_kind = map(_describe_kind, tensors)
+                    yield Mismatch(match.sources[0], file_shape, name, own_shape, (file_kind, own_kind))
 
     def resize(self, resizable: list[Pattern]) -> None:
         """Resize position embeddings; other tensors whose shapes differ keep their values."""
+        resized = []
         for mismatch in self.alignment.mismatched:
-            if matches_any(resizable, mismatch.target):
+            if mismatch.kinds is None and matches_any(resizable, mismatch.target):
                 tensor = self.file_tensors[self.alignment.name_in_file(mismatch.source)]
-                self.loaded[mismatch.target] = resize_positions(mismatch, tensor)
+                self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
                 self.notes.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
-            else:
-                self.mismatched.append(mismatch)
+                resized.append(mismatch)
+        self.alignment = self.alignment.with_resized(resized)
 
     def check(self, allowed: Allowed) -> None:
         """Refuse what does not fit and is not allowed."""
         source, model = self.checkpoint.source or "the checkpoint", type(self.module).__name__
-        allowed.check(source, model, self.alignment, self.mismatched, len(self.loaded))
+        with explaining_shards(source):
+            self._check(source, model, allowed)
+
+    def _check(self, source: str, model: str, allowed: Allowed) -> None:
+        ruled = [mismatch for mismatch in self.alignment.mismatched if mismatch.source in self.rules.pinned]
+        allowed.check_ruled(source, model, ruled)
+        allowed.check(source, model, self.alignment, len(self.loaded))
+        check_values(source, self.loaded)
         check_tied(self.model_tensors, self.loaded)
 
     def extra_state(self) -> dict[str, Any]:
@@ -165,15 +202,16 @@ class _LoadPlanner:
 
     def report(self) -> LoadReport:
         """Return what the plan does."""
+        alignment = replace(self.alignment, _first=tuple(self.rules.steps), _origins=self.rules.origins)
         return LoadReport(
             loaded=len(self.loaded) + sum(1 for first in self.aliases.values() if first in self.loaded),
             total=len(self.model_tensors),
-            renamed=self.alignment.renamed,
-            missing=list(self.alignment.missing),
-            unexpected=list(self.alignment.unexpected),
-            mismatched=[mismatch.target for mismatch in self.mismatched],
-            diagnosis="; ".join([self.alignment.diagnosis.rstrip("."), *self.notes]) + ".",
-            alignment=self.alignment,
+            renamed=alignment.renamed,
+            missing=list(alignment.missing),
+            unexpected=list(alignment.unexpected),
+            mismatched=[mismatch.target for mismatch in alignment.mismatched],
+            diagnosis="; ".join([alignment.diagnosis.rstrip("."), *self.notes]) + ".",
+            alignment=alignment,
         )
 
 
@@ -181,7 +219,7 @@ def _as_checkpoint(path: Source, map_location: MapLocation, key: str | None) -> 
     if isinstance(path, Checkpoint):
         return path
     if isinstance(path, Mapping):
-        return Checkpoint(dict(path), "state_dict", {})
+        return checkpoint_of_values(path, key)
     return read_checkpoint(path, map_location="cpu" if map_location is None else map_location, key=key)
 
 
@@ -193,19 +231,10 @@ def _model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _aliases(model_tensors: Mapping[str, torch.Tensor], file_names: Iterable[str]) -> dict[str, str]:
-    """Return the names of tied tensors that the file does not have, with the names that stand for them."""
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in model_tensors.items():
-        names_of[id(tensor)].append(name)
-    endings = tuple(f".{name}" for name in file_names)
-    aliases: dict[str, str] = {}
-    for names in names_of.values():
-        named = [name for name in names if f".{name}".endswith(endings)] if len(names) > 1 else names
-        first, *_ = named or names
-        aliases |= {name: first for name in names if name != first and name not in named}
-    return aliases
+def _number_kind(tensor: torch.Tensor) -> tuple[str, torch.layout]:
+    kind = "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "integer"
+    return kind, tensor.layout
 
 
-def _number_kind(tensor: torch.Tensor) -> str:
-    return "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "integer"
+def _describe_kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype) + f" ({tensor.layout})" * (tensor.layout != torch.strided)

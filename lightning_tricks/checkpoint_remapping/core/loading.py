@@ -16,10 +16,11 @@ from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocatio
 from lightning_tricks.checkpoint_remapping.core.load_plan import (
     LoadReport,
     Patterns,
-    RulesArgument,
     Source,
     plan_loading,
 )
+from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument
+from lightning_tricks.checkpoint_remapping.core.tied_tensors import tie_again, tied_in
 
 
 def load_weights(
@@ -44,14 +45,16 @@ def load_weights(
 
     Args:
         model: The model, whose precision and devices do not change; on the meta device it takes the file's tensors.
-        path: As in `read_checkpoint`, or what it returned, or tensors by name.
-        rules: `"auto"` finds the mapping (`align`); a list of rules, `"wrappers"` or the path of a YAML file of rules
-            is applied as it is (`remap_keys`); None takes the names as they are.
+        path: As in `read_checkpoint`, or what it returned, or tensors by name, or a dict that `torch.load` returned.
+        rules: `"auto"` finds the mapping (`align`). A list of rules or the path of a YAML file of rules is applied
+            first (`remap_keys`), and what no rule names is matched as before, unless the last rule is `"only"`.
+            `"wrappers"` strips wrappers' parts from names and None takes the names as they are, both without a search.
         submodule: Qualified name of the part of the model that takes the weights, such as `"backbone"`.
         allow_missing: Patterns (a glob, or `re:` and a regular expression) of names of the model that may be missing.
         allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over.
         allow_mismatched: Patterns of names of the model that keep their values where shapes differ.
-        interpolate: Patterns of names of position embeddings of the model, which are resized to their new length.
+        interpolate: Patterns of names of position embeddings of the model, which are resized from a square grid to the
+            grid of the model's patches, or to a square where the model does not say it.
         map_location: Where the file's tensors go first, as in `torch.load`; None reads them as the model needs them.
         assign: Whether tensors replace the model's instead of being copied into them; None replaces only tensors on
             the meta device. Tensors that replace others stay mapped from the file: never write into it.
@@ -84,7 +87,9 @@ def load_weights(
         map_location=map_location,
         key=key,
     )
+    tied = tied_in(module)
     _load(module, plan.tensors, assign)
+    tie_again(module, tied, plan.tensors)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
     if not left:
         return plan.report

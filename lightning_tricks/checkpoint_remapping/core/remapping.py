@@ -26,6 +26,8 @@ class Remapped(dict[str, Any]):
         renamed: The new names by the old ones, where they differ; names of fused and split tensors joined by `" + "`.
         dropped: The old names that rules dropped.
         unmatched: The rules that matched nothing.
+        origins: The old names by the new ones; names of fused tensors joined by `" + "`.
+        rules_of: The rules that each new name comes from; names that only lost wrappers' parts have none.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -33,6 +35,8 @@ class Remapped(dict[str, Any]):
         self.renamed: dict[str, str] = {}
         self.dropped: list[str] = []
         self.unmatched: list[str] = []
+        self.origins = {name: name for name in tensors}
+        self.rules_of: dict[str, tuple[RemapRule, ...]] = {}
 
 
 def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
@@ -43,7 +47,8 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
         rules: Steps, each applied to the result of the one before: a `RemapRule` or a dict of its arguments
             (`from` and `to` stand for `source` and `target`), a pair `(source, target)`, or `"wrappers"`, which strips
             what DataParallel, DDP, torch.compile, FSDP and thop add to names. A dict `{source: target}`, or a list
-            inside the list, is one step: none of its rules sees the result of another.
+            inside the list, is one step: none of its rules sees the result of another. `"only"` at the end is for
+            `load_weights` and changes nothing here.
 
     Returns:
         A new dict in the order of the old one, with the names that were changed and dropped, and the rules that
@@ -58,15 +63,24 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
         ['stem.conv.weight']
     """
     result = Remapped(state_dict)
-    origins = {name: name for name in state_dict}
     deadline = time.thread_time() + _MAX_SECONDS
     for step in parse_steps(rules):
         if step == "wrappers":
-            step = [RemapRule(old, new) for old, new in strip_wrappers(result).items() if new != old]
-            if not step:
-                result.unmatched.append("wrappers")
-        result, origins = _Step(step, result, origins, deadline).apply()
-    result.renamed = renamed_from((origin, name) for name, origin in origins.items())
+            result = _without_wrappers(result, deadline)
+        elif step != "only":
+            result = _Step(step, result, deadline).apply()
+    result.renamed = renamed_from((origin, name) for name, origin in result.origins.items())
+    return result
+
+
+def _without_wrappers(tensors: Remapped, deadline: float) -> Remapped:
+    """Strip what wrappers add to names, which is no rule of the caller."""
+    clean = strip_wrappers(tensors)
+    strip = [RemapRule(old, new) for old, new in clean.items() if new != old]
+    if not strip:
+        tensors.unmatched.append("wrappers")
+    result = _Step(strip, tensors, deadline).apply()
+    result.rules_of = {clean[old] or "": rules for old, rules in tensors.rules_of.items() if clean[old] is not None}
     return result
 
 
@@ -110,20 +124,16 @@ class _RuleFinder:
 class _Step:
     """The rules of one step, and the tensors that they are applied to at once."""
 
-    def __init__(
-        self, rules: Sequence[RemapRule], tensors: Remapped, origins: Mapping[str, str], deadline: float
-    ) -> None:
+    def __init__(self, rules: Sequence[RemapRule], tensors: Remapped, deadline: float) -> None:
         self.rules = rules
         self.tensors = tensors
-        self.origins = origins  # the names in the file
         finder = _RuleFinder(rules, deadline)
         self.rule_of = {name: finder.find(name) for name in tensors}
         self.fusions = dict(pair for rule in rules if isinstance(rule.source, tuple) for pair in self._fusions(rule))
         self.result = Remapped({})
-        self.new_origins: dict[str, str] = {}
 
-    def apply(self) -> tuple[Remapped, dict[str, str]]:
-        """Return the new tensors, and the names that they have in the file."""
+    def apply(self) -> Remapped:
+        """Return the new tensors."""
         used = set(map(id, self.rule_of.values()))
         self.result.dropped = self.tensors.dropped
         self.result.unmatched = self.tensors.unmatched + [str(rule) for rule in self.rules if id(rule) not in used]
@@ -133,21 +143,26 @@ class _Step:
                 continue
             made = self._renamed(name, tensor)
             if not made:
-                self.result.dropped.append(self.origins[name])
+                self.result.dropped.append(self.tensors.origins[name])
             for new, value in made:
-                self._add(new, value, self.origins[name])
-        return self.result, self.new_origins
+                self._add(new, value, [name])
+        return self.result
 
-    def _add(self, name: str, value: Any, origin: str) -> None:
+    def _add(self, name: str, value: Any, sources: Sequence[str]) -> None:
+        origin = " + ".join(self.tensors.origins[source] for source in sources)
         if not name:
             raise CheckpointError(f"a rule turns the name {origin[:80]!r} into an empty one.")
         if len(name) > _MAX_NEW_NAME_LENGTH:
             raise CheckpointError(f"a rule makes a name of {len(name):,} characters from {origin[:80]!r}.")
         if name in self.result:
             raise CheckpointError(
-                f"{origin!r} and {self.new_origins[name]!r} would both become {name!r}: drop or rename one of them."
+                f"{origin!r} and {self.result.origins[name]!r} would both become {name!r}: drop or rename one of them."
             )
-        self.result[name], self.new_origins[name] = value, origin
+        self.result[name], self.result.origins[name] = value, origin
+        rule = self.rule_of[sources[0]]
+        rules = dict.fromkeys(before for source in sources for before in self.tensors.rules_of.get(source, ()))
+        if rules or rule:
+            self.result.rules_of[name] = (*rules, *([rule] if rule else ()))
 
     def _renamed(self, name: str, tensor: Any) -> list[tuple[str, Any]]:
         """Return the new names and values that one tensor becomes: one, several of a split, or none."""
@@ -175,7 +190,7 @@ class _Step:
         except (IndexError, RuntimeError) as error:
             shapes = ", ".join(f"{part} ({format_shape(self.tensors[part].shape)})" for part in parts)
             raise CheckpointError(f"{shapes} cannot be fused: {rule}.") from error
-        self._add(target, fused, " + ".join(self.origins[part] for part in parts))
+        self._add(target, fused, parts)
 
     def _fusions(self, rule: RemapRule) -> list[tuple[str, tuple[RemapRule, str, list[str]]]]:
         """Return, for each name that a rule fuses, the rule, the new name, and all names that become it."""

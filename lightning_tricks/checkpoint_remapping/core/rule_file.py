@@ -68,7 +68,8 @@ def _yaml(step: Any) -> str:
     if isinstance(step, list):
         return "- " + ("\n  ".join(map(_yaml, step)) or "[]")
     if isinstance(step, RemapRule):
-        plain = {"from": step.source, "to": step.target, "transpose": step.transpose, "shape": step.shape}
+        plain: dict[str, Any] = {"from": step.source, "to": step.target, "transpose": step.transpose}
+        plain |= {"shape": step.shape, "dim": step.dim or None, "sizes": step.sizes}
         step = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in plain.items()

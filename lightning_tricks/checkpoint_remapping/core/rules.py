@@ -103,21 +103,23 @@ Rules = Sequence["RemapRuleLike | Sequence[RemapRuleLike]"] | Mapping[str, Any]
 
 
 def parse_steps(rules: Any) -> list[Any]:
-    """Return the steps of rules: lists of `RemapRule`, each applied at once, or `"wrappers"`.
+    """Return the steps of rules: lists of `RemapRule`, each applied at once, or `"wrappers"`, and `"only"` at the end.
 
     Raises:
         TypeError: If `rules` is not a list of rules.
-        ValueError: If an argument of a rule is wrong.
+        ValueError: If an argument of a rule is wrong, or `"only"` is not the last step.
     """
     if isinstance(rules, Mapping):
         rules = [rules]
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise TypeError(f"rules must be a list of rules, got {rules!r}.")
+    if "only" in list(rules)[:-1]:
+        raise ValueError('"only" must be the last of the rules: it says that nothing else is matched.')
     return [_parse_step(rule) for rule in rules]
 
 
 def _parse_step(rule: Any) -> Any:
-    if rule == "wrappers":
+    if isinstance(rule, str) and rule in ("wrappers", "only"):
         return rule
     if isinstance(rule, RemapRule):
         return [rule]
@@ -130,7 +132,7 @@ def _parse_step(rule: Any) -> Any:
         return [RemapRule(*rule)]
     if isinstance(rule, list):
         return [part for inner in rule for part in _parse_step(inner)]
-    raise TypeError(f"a rule must be a RemapRule, a dict, a pair (source, target) or 'wrappers', got {rule!r}.")
+    raise TypeError(f"a rule must be a RemapRule, a dict, a pair (source, target), 'wrappers' or 'only', got {rule!r}.")
 
 
 def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

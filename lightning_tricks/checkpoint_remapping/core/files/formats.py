@@ -10,6 +10,11 @@ from typing import Any
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError, parse_json
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.other_frameworks import (
+    TAKE_SAFETENSORS,
+    TENSORFLOW_REMEDY,
+    refuse_other_frameworks,
+)
 from lightning_tricks.checkpoint_remapping.core.files.pickle_files import read_pickles
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value
 from lightning_tricks.checkpoint_remapping.core.files.safetensors_files import read_safetensors
@@ -31,7 +36,11 @@ _SIGNATURES = (
     (0, b"Rar!", "a RAR archive", UNPACK_IT),
     (257, b"ustar", "a tar archive", UNPACK_IT),
     (0, b"\x89HDF", "an HDF5 file, as Keras writes them", "Convert it to .safetensors where Keras is installed."),
-    (0, b"GGUF", "a GGUF file, whose weights are quantised", "Take the .safetensors of the same model."),
+    (0, b"GGUF", "a GGUF file, whose weights are quantized", TAKE_SAFETENSORS),
+    (0, b"lmgg", "a GGML file, whose weights are quantized", TAKE_SAFETENSORS),
+    (0, b"tjgg", "a GGML file, whose weights are quantized", TAKE_SAFETENSORS),
+    (4, b"TFL3", "a TensorFlow Lite model", TAKE_SAFETENSORS),
+    (0, b"model_checkpoint_path:", "a list of TensorFlow's checkpoints", TENSORFLOW_REMEDY),
     (
         0,
         b"\x93NUMPY",
@@ -75,7 +84,14 @@ def read_container(
         return read_safetensors(storages, head)
     if _without_blanks(head).startswith(b"{") and not shard:
         return _read_index(storages)
+    refuse_other_frameworks(path, head, _end_of(storages))
     return read_pickles(storages, head)
+
+
+def _end_of(storages: FileStorages) -> bytes:
+    with storages.open() as stream:
+        stream.seek(max(storages.length - 8, 0))
+        return stream.read(8)
 
 
 def _refuse_other_formats(head: bytes) -> None:

@@ -8,6 +8,7 @@ import struct
 from typing import IO, Any
 
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
+from lightning_tricks.checkpoint_remapping.core.files.other_frameworks import describe_by_name
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import (
     DOWNLOAD_AGAIN,
@@ -42,6 +43,8 @@ def read_pickles(storages: FileStorages, head: bytes) -> tuple[Any, str, dict[st
         except NotACheckpointError as error:
             if head[:1] == b"\x80" and head[1:2] <= b"\x05":
                 raise NotACheckpointError(f"{str(error).rstrip('.')}. {DOWNLOAD_AGAIN}") from error
+            if described := describe_by_name(storages.path.name):
+                raise NotACheckpointError(described) from error
             if _is_text(head):
                 beginning = head[:40].decode("utf-8", "replace").strip().splitlines()[:1]
                 raise NotACheckpointError(f"a text file, which begins with {''.join(beginning)!r}.") from error

@@ -11,7 +11,7 @@ import pickletools
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
@@ -34,6 +34,7 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_calls import (
     update_in_chunks,
     update_method,
 )
+from lightning_tricks.checkpoint_remapping.core.files.pickle_plain_values import Window, run_plain_values
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Global,
@@ -68,7 +69,7 @@ def read_pickle(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
-            value = _Machine(constructors or {}, persistent, budget).run(pickletools.genops(stream))
+            value = _Machine(constructors or {}, persistent, budget).run(Window(stream))
     except (CheckpointError, OverBudgetError):
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -92,6 +93,7 @@ _COSTS = {
     **dict.fromkeys(("EMPTY_SET", "FROZENSET"), 256),
     **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), 512),
 }
+_OPCODES: dict[bytes, Any] = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -108,18 +110,28 @@ class _Machine:
         self.persistent = persistent
         self.budget = budget
 
-    def run(self, instructions: Iterator[tuple[Any, Any, int | None]]) -> Any:
-        handlers: dict[str, tuple[int, Callable[..., None]]] = {}
-        for opcode, argument, _ in instructions:
-            name = opcode.name
-            if name == "STOP":
+    def run(self, window: Window) -> Any:
+        handlers: dict[bytes, tuple[int, Callable[..., None], Callable[[Any], Any] | None]] = {}
+        while True:
+            run_plain_values(window, self.stack, self.marks, self.memo, self.budget)
+            code = window.read(1)
+            if code == b".":  # STOP
+                window.give_back()
                 return self.stack.pop()
-            if name not in handlers:
-                handlers[name] = _COSTS.get(name, 64), self._handler_of(name)
-            cost, handle = handlers[name]
-            self.budget.spend(cost)
-            handle() if argument is None else handle(argument)
-        raise NotACheckpointError("a pickle that is truncated")
+            if code not in handlers:
+                opcode = _OPCODES.get(code)
+                if opcode is None:
+                    raise NotACheckpointError("a pickle that is corrupt or truncated")
+                reader = opcode.arg.reader if opcode.arg is not None else None
+                handlers[code] = _COSTS.get(opcode.name, 64), self._handler_of(opcode.name), reader
+            cost, handle, read_argument = handlers[code]
+            if read_argument is None:
+                self.budget.spend(cost)
+                handle()
+            else:
+                argument = read_argument(window)
+                self.budget.spend(cost)
+                handle(argument)
 
     def _handler_of(self, name: str) -> Callable[..., None]:
         """Return the function that executes an instruction."""

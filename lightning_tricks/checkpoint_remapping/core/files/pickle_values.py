@@ -100,6 +100,14 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
+_LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor})
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a container holds nothing that a walk would enter; this takes no instructions for each part."""
+    return _LEAVES.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+
+
 def is_container(value: Any) -> bool:
     """Whether a value can contain other values."""
     return isinstance(value, dict | list | tuple | set | frozenset)
@@ -152,6 +160,10 @@ def check_nesting(value: Any, budget: Budget) -> None:
                     continue
                 budget.spend(112 + 8 * len(part))
                 distinct += len(part)
+                if is_flat(part):
+                    flat = known[id(part)] = _Measure(parts=len(part))
+                    measure.take(flat)
+                    continue
                 known[id(part)] = None
                 frames.append((part, children(part), _Measure(parts=len(part))))
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from lightning_tricks.checkpoint_remapping.core.files.weight_search import (
     find_weights,
     without_weights,
 )
+
+_DEEPEST_WEIGHTS = 3  # dicts inside each other in which weights are searched for
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,39 @@ def read_checkpoint(
         target = Path(folder) / "checkpoint"
         download(name, target)
         return _read(target, name, map_location, False, key)
+
+
+def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoint:
+    """Return the weights among values in memory, such as `torch.load` returns, and the others beside them.
+
+    Args:
+        values: Tensors by name, or a dict with weights or modules in it.
+        key: As in `read_checkpoint`.
+
+    Raises:
+        CheckpointError: If there are no weights, or several and no `key`.
+    """
+    if key is None and any(isinstance(value, torch.Tensor) for value in values.values()):
+        return Checkpoint(dict(values), "state_dict", {})
+    try:
+        key_path, tensors = find_weights(_with_state_dicts(values), key, Budget(sys.maxsize))
+    except CheckpointError as error:
+        arrays = any(hasattr(value, "__array__") for value in values.values())
+        remedy = " Make tensors of its arrays: torch.from_numpy(array)." * arrays
+        raise type(error)(f"The dict of weights is {error}{remedy}") from error
+    return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
+
+
+def _with_state_dicts(values: Mapping[Any, Any], depth: int = 0) -> dict[Any, Any]:
+    """Return nested dicts as they are, with the state dicts of modules in place of these."""
+    return {
+        name: value.state_dict()
+        if isinstance(value, torch.nn.Module)
+        else _with_state_dicts(value, depth + 1)
+        if isinstance(value, Mapping) and depth < _DEEPEST_WEIGHTS
+        else value
+        for name, value in values.items()
+    }
 
 
 def read_values(path: Path, *, mmap: bool = True) -> Any:
@@ -184,6 +220,10 @@ def _describe_directory(path: Path) -> str:
         return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
     if "zero_to_fp32.py" in files:
         return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"
+    if "saved_model.pb" in files:
+        return "a SavedModel of TensorFlow. Load it with tf.saved_model.load, or take the .safetensors of the model."
+    if files & {"_CHECKPOINT_METADATA", "manifest.ocdbt"}:
+        return "a directory of Orbax, as Flax writes them. Restore it there, and give a dict of tensors."
     weights = sorted(
         (file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json"))),
         key=lambda file: (not file.endswith(".index.json"), not file.endswith(".safetensors"), file),

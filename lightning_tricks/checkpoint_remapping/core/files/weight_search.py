@@ -17,6 +17,7 @@ from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     children,
     describe_value,
     is_container,
+    is_flat,
 )
 
 KeyPath = tuple[str, ...]
@@ -119,8 +120,8 @@ def find_placeholders(value: Any, budget: Budget) -> Iterator[Placeholder]:
             yield part
         elif is_container(part) and id(part) not in seen:
             inner = []
-            for name, inside in children(part):
-                if is_container(inside) or isinstance(inside, Global | Placeholder):
+            for name, inside in () if is_flat(part) else children(part):
+                if isinstance(inside, Global | Placeholder) or (is_container(inside) and not is_flat(inside)):
                     text = name[:MAX_NAME_LENGTH] if isinstance(name, str) else describe_value(name)
                     inner.append((f"{location}.{text}".lstrip("."), inside))
                     budget.spend(256 + len(location) + len(text))

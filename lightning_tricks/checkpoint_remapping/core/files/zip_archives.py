@@ -85,6 +85,8 @@ def _read_archive(archive: zipfile.ZipFile, storages: FileStorages) -> tuple[Any
 def _without_checkpoint(names: list[str]) -> str:
     if names and all(name.endswith(".npy") for name in names):
         return "a NumPy .npz archive. Make a dict of tensors of it: {name: torch.from_numpy(array), ...}."
+    if "model.weights.h5" in names:
+        return "a model of Keras. Convert it to .safetensors where Keras is installed."
     if any(name.endswith("model.json") for name in names):
         return "a torch.export program. Load it with torch.export.load, and save its state_dict."
     shown = ", ".join(name[:80] for name in names[:3])

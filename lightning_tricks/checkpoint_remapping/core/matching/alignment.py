@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor of the file whose name fits one of the model and whose shape does not."""
+    """A tensor of the file whose name fits one of the model and whose shape, or kind of numbers, does not."""
 
     source: str
     source_shape: Shape
     target: str
     target_shape: Shape
+    kinds: tuple[str, str] | None = None  # of the file and the model, where these differ
 
     def __str__(self) -> str:
+        if self.kinds is not None:
+            return f"{self.target} ({self.kinds[1]} in the model, {self.kinds[0]} in the file)"
         shapes = f"{format_shape(self.target_shape)} in the model, {format_shape(self.source_shape)} in the file"
         return f"{self.target} ({shapes})"
 
@@ -64,20 +68,37 @@ class Alignment:
     total_parameters: int
     _clean_names: Mapping[str, str | None] = field(repr=False, default_factory=dict)
     _prefixes: tuple[str, str] | None = None
+    _first: tuple[Any, ...] = ()  # the steps of rules that were applied before
+    _origins: Mapping[str, str] = field(repr=False, default_factory=dict)  # names in the file by what these steps made
 
     @property
     def renamed(self) -> dict[str, str]:
         """The model's names by the file's, where they differ; of fused and split tensors joined by `" + "`."""
-        names = [(" + ".join(map(self.name_in_file, match.sources)), match.targets) for match in self.matches]
+        names = [(" + ".join(map(self._origin, match.sources)), match.targets) for match in self.matches]
         return renamed_from((source, target) for source, targets in names for target in targets)
 
     def name_in_file(self, clean: str) -> str:
         """Return the name that a tensor has in the file, by its name without wrappers' parts."""
         return self._names_in_file.get(clean, clean)
 
+    def _origin(self, clean: str) -> str:
+        name = self.name_in_file(clean)
+        return self._origins.get(name, name)
+
     @cached_property
     def _names_in_file(self) -> dict[str | None, str]:
         return {clean: name for name, clean in self._clean_names.items()}
+
+    @property
+    def names_in_model(self) -> list[str]:
+        """The names of the model's tensors."""
+        matched = (target for match in self.matches for target in match.targets)
+        return [*matched, *(mismatch.target for mismatch in self.mismatched), *self.missing]
+
+    @property
+    def clean_names_in_file(self) -> list[str]:
+        """The names of the file's tensors, without wrappers' parts."""
+        return [clean for clean in self._clean_names.values() if clean is not None]
 
     @property
     def by_prefix(self) -> bool:
@@ -92,25 +113,57 @@ class Alignment:
 
     @property
     def rules(self) -> list[Any]:
-        """The rules for `remap_keys` that do the same: prefixes where these are enough, else one for each tensor."""
-        steps: list[Any] = ["wrappers"] if any(old != new for old, new in self._clean_names.items()) else []
+        """The rules that do the same: prefixes where these are enough, else one for each tensor.
+
+        They end with `"only"` where both sides have tensors left over, which nothing else should match.
+        """
+        steps = [step for step in self._first if step != "only"]
+        if any(old != new for old, new in self._clean_names.items()):
+            steps.append("wrappers")
+        only = ["only"] * ("only" in self._first or bool(self.missing and self.unexpected))
         if self._prefixes is None:
+            resized = [RemapRule(mismatch.source, mismatch.target) for mismatch in self.mismatched]
+            rules = [rule for rule in (*map(_rule, self.matches), *resized) if rule.source != rule.target]
             taken = {target for match in self.matches for target in match.targets}
             drops = [RemapRule(name, None) for name in self.unexpected if name in taken]
-            return [*steps, [rule for rule in (*map(_rule, self.matches), *drops) if rule.source != rule.target]]
+            return [*steps, [*rules, *drops], *only]
         source, target = self._prefixes
         if source:
             steps.append(RemapRule(f"{source}.", f"{target}." if target else ""))
         elif target:
             steps.append(RemapRule("*", f"{target}.*"))
-        return steps
+        return [*steps, *only]
 
     def apply(self, state_dict: Mapping[str, Any]) -> Remapped:
         """Return the tensors that have a match, under the model's names and in its shapes."""
         used = {name for match in self.matches for name in match.sources}
-        clean = {self._clean_names.get(name, name): tensor for name, tensor in state_dict.items()}
+        made = remap_keys(state_dict, self._first) if self._first else state_dict
+        clean = {self._clean_names.get(name, name): tensor for name, tensor in made.items()}
         return remap_keys(
             {name: tensor for name, tensor in clean.items() if name in used}, [[_rule(match) for match in self.matches]]
+        )
+
+    def without(self, others: Sequence[Mismatch]) -> Alignment:
+        """Return the alignment without the matches of tensors of another kind, which become mismatches."""
+        names = {mismatch.target for mismatch in others}
+        kept = tuple(match for match in self.matches if names.isdisjoint(match.targets))
+        return self._with(kept, (*others, *self.mismatched), -1, others)
+
+    def with_resized(self, resized: Sequence[Mismatch]) -> Alignment:
+        """Return the alignment with matches in place of the mismatches whose tensors are resized."""
+        made = [Match((one.source,), (one.target,), reason="positions, resized to their new number") for one in resized]
+        kept = tuple(mismatch for mismatch in self.mismatched if mismatch not in resized)
+        return self._with((*self.matches, *made), kept, +1, resized)
+
+    def _with(
+        self, matches: tuple[Match, ...], mismatched: tuple[Mismatch, ...], sign: int, changed: Sequence[Mismatch]
+    ) -> Alignment:
+        return replace(
+            self,
+            matches=matches,
+            mismatched=mismatched,
+            loaded=self.loaded + sign * len(changed),
+            loaded_parameters=self.loaded_parameters + sign * sum(math.prod(one.target_shape) for one in changed),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignm
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
-from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes, match_by_name
+from lightning_tricks.checkpoint_remapping.core.matching.name_matching import NameMatching, Prefixes, match_by_name
 from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
@@ -59,48 +59,78 @@ def shapes_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
-def find_alignment(target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool = False) -> Alignment:
+def find_alignment(
+    target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool = False, pinned: Collection[str] = ()
+) -> Alignment:
     """Return the best alignment, with what is ambiguous.
 
     Args:
         target: Shapes of the model's tensors.
         source: Shapes of the file's tensors.
         by_name: Whether names must be equal as they are.
+        pinned: Names of the file that are those of the same tensors in the model; only the rest is searched.
     """
-    return _AlignmentSearch(target, source, by_name).run()
+    return _AlignmentSearch(target, source, by_name, pinned).run()
+
+
+def names_in_file(
+    target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool, pinned: Collection[str]
+) -> dict[str, str]:
+    """Return the names in the file by the equal ones of the model, with one prefix on either side if needed."""
+    return _AlignmentSearch(target, source, by_name, pinned).names_in_file()
 
 
 class _AlignmentSearch:
     """The tensors of a file and a model under names without wrappers' parts."""
 
-    def __init__(self, target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool) -> None:
+    def __init__(
+        self, target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool, pinned: Collection[str]
+    ) -> None:
         self.by_name = by_name
-        self.clean_names = {name: name for name in source} if by_name else strip_wrappers(source)
-        self.model_names = {new: old for old, new in strip_wrappers(target).items() if new is not None}
+        self.model_names = {
+            (old if by_name and old in source else new): old
+            for old, new in strip_wrappers(target).items()
+            if new is not None
+        }
+        clean_of = {old: new for new, old in self.model_names.items()}
+        self.pinned = {name: clean_of.get(name, name) for name in source if name in pinned}
+        rest = [name for name in source if name not in self.pinned]
+        clean_names: dict[str, str | None] = {name: name for name in rest} if by_name else strip_wrappers(rest)
+        self.clean_names: dict[str, str | None] = {name: name for name in self.pinned}
+        self.clean_names |= {name: name if new in self.pinned else new for name, new in clean_names.items()}
         self.source_shapes = {new: source[old] for old, new in self.clean_names.items() if new is not None}
         self.target_shapes = {new: target[old] for new, old in self.model_names.items()}
 
+    def names_in_file(self) -> dict[str, str]:
+        """Return the names in the file by the equal ones of the model."""
+        found, _, mismatched = self._match_names()
+        pairs = [*((match.sources[0], match.targets[0]) for match in found.matches), *mismatched, *self.pinned.items()]
+        in_file = {clean: name for name, clean in self.clean_names.items()}
+        return {self.model_names[target]: in_file[source] for source, target in pairs}
+
     def run(self) -> Alignment:
-        """Match by names and, where these are not enough, by structure."""
-        found, prefixes, mismatched = match_by_name(
-            self.source_shapes, self.target_shapes, search_prefixes=not self.by_name
-        )
+        """Match by names and, where these are not enough, by structure; return also what is ambiguous."""
+        found, prefixes, mismatched = self._match_names()
         if self._needs_structure(found):
             best = self._best(found)
             if best is not found:
                 return self._result(best, None, mismatched)
         return self._result(found, prefixes, mismatched)
 
+    def _match_names(self) -> NameMatching:
+        return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
+
     def _needs_structure(self, by_names: Matching) -> bool:
-        lacking = self.target_shapes.keys() - by_names.targets()
+        lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values())
         return not self.by_name and bool(by_names.ambiguous or not all(map(is_computed, lacking)))
 
     def _best(self, by_names: Matching) -> Matching:
         """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
-        converted = find_conversion(self.source_shapes, self.target_shapes)
+        sources, targets = self._left(set(), set())
+        converted = find_conversion(sources, targets)
         if converted is not None:
             return converted
-        by_structure = match_by_structure(self.source_shapes, self.target_shapes)
+        by_structure = match_by_structure(sources, targets)
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
         rest = match_by_structure(*self._left(by_names.sources(), by_names.targets()))
@@ -108,20 +138,28 @@ class _AlignmentSearch:
         if rest.matches or rest.ambiguous:
             completed = Matching(by_names.matches + rest.matches, rest.ambiguous)
         # Some names are equal by chance, and say nothing unless they fit half of the model
-        if 2 * len(by_names.targets()) < len(self.target_shapes):
+        if 2 * len(by_names.targets()) < len(targets):
             return by_structure
         return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
-        """Return the tensors of the file and of the model that are not among these."""
+        """Return the tensors of the file and of the model that are not pinned and not among these."""
+        sources, targets = sources | self.pinned.keys(), targets | set(self.pinned.values())
         return (
             {name: shape for name, shape in self.source_shapes.items() if name not in sources},
             {name: shape for name, shape in self.target_shapes.items() if name not in targets},
         )
 
     def _result(self, found: Matching, prefixes: Prefixes | None, mismatched_names: list[tuple[str, str]]) -> Alignment:
+        equal = [pair for pair in self.pinned.items() if self.source_shapes[pair[0]] == self.target_shapes[pair[1]]]
+        pinned = [Match((source,), (target,), reason="a rule") for source, target in equal]
+        found = Matching([*pinned, *found.matches], found.ambiguous)
         sources, targets = found.sources(), found.targets()
-        mismatched = [pair for pair in mismatched_names if pair[0] not in sources and pair[1] not in targets]
+        mismatched = [
+            pair
+            for pair in (*self.pinned.items(), *mismatched_names)
+            if pair[0] not in sources and pair[1] not in targets
+        ]
         if prefixes is None:
             seen = {source for source, _ in mismatched}, {target for _, target in mismatched}
             mismatched += find_resized(*self._left(sources | seen[0], targets | seen[1]))
@@ -129,8 +167,8 @@ class _AlignmentSearch:
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
         missing = tuple(self.model_names[name] for name in unmatched_targets)
-        if any(clean != name for clean, name in self.model_names.items()):
-            prefixes = None  # rules for prefixes would lead to the names without wrappers' parts
+        # Rules for prefixes would lead to the names without wrappers' parts, and change the names that rules made
+        rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
         return Alignment(
             matches=self._in_model_order(found),
             missing=missing,
@@ -143,7 +181,7 @@ class _AlignmentSearch:
             loaded_parameters=sum(math.prod(self.target_shapes[name]) for name in targets),
             total_parameters=sum(map(math.prod, self.target_shapes.values())),
             _clean_names=self.clean_names,
-            _prefixes=prefixes,
+            _prefixes=prefixes if rules_are_prefixes else None,
         )
 
     def _in_model_order(self, found: Matching) -> tuple[Match, ...]:

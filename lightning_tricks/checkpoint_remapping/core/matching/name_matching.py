@@ -92,6 +92,8 @@ def _best_prefixes(
         return ("", ""), []
     most = max(counts.values())
     best = [pair for pair, count in counts.items() if count == most]
+    if len(best) > 1 and 2 * most < min(len(source_shapes), len(target_shapes)):
+        return ("", ""), []  # layers that are alike, not parts of the model that could be meant
     if ("", "") in best or len(best) == 1:
         return (("", "") if ("", "") in best else best[0]), []
     shortest = min(len(source) + len(target) for source, target in best)

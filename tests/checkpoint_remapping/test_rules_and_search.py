@@ -1,0 +1,285 @@
+"""`load_weights(rules=...)`: rules pin what they name, the rest is matched as without them."""
+
+import ast
+import contextlib
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from lightning_tricks import load_weights, read_checkpoint
+from lightning_tricks.checkpoint_remapping import (
+    AmbiguousAlignmentError,
+    CheckpointError,
+    RemapRule,
+    max_output_difference,
+)
+from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads of one shape, under any names."""
+
+    def __init__(self, trunk, *heads, widths=(5, 4, 6)):
+        super().__init__()
+        for index, (old, new) in enumerate(pairwise(widths)):
+            self.add_module(f"{trunk}{index}", nn.Linear(old, new))
+        for name in heads:
+            self.add_module(name, nn.Linear(widths[-1], 2))
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def unchanged(model, before):
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def assert_loaded(target, source):
+    assert torch.equal(target.stem0.weight, source.trunk0.weight)
+    assert torch.equal(target.stem1.bias, source.trunk1.bias)
+    assert torch.equal(target.mu.weight, source.bar.weight)
+    assert torch.equal(target.logvar.weight, source.foo.weight)
+    assert torch.equal(target.logvar.bias, source.foo.bias)
+
+
+RULES = {
+    "a pair": [("bar", "mu")],
+    "both": [("bar", "mu"), ("foo", "logvar")],
+    "a dict": {"bar": "mu", "foo": "logvar"},
+    "tensors": [("bar.weight", "mu.weight"), ("bar.bias", "mu.bias")],
+    "a glob": [("bar.*", "mu.*")],
+    "an expression": [("re:^bar", "mu")],
+    "all of them": [("bar", "mu"), ("foo", "logvar"), ("trunk0", "stem0"), ("trunk1", "stem1"), "only"],
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("in_file", [True, False])
+def test_what_rules_leave_is_matched(rules, in_file):
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    with pytest.raises(AmbiguousAlignmentError):
+        load_weights(target, source.state_dict())
+    if in_file:
+        lines = [{"from": k, "to": v} for k, v in rules.items()] if isinstance(rules, dict) else rules
+        lines = [line if isinstance(line, str | dict) else {"from": line[0], "to": line[1]} for line in lines]
+        Path("rules.yaml").write_text("".join(f"- {line}\n" for line in lines).replace("'", '"'))
+        rules = "rules.yaml"
+    report = load_weights(target, source.state_dict(), rules=rules)
+    assert (report.loaded, report.missing, report.unexpected) == (8, [], [])
+    assert_loaded(target, source)
+    assert report.renamed["bar.weight"] == "mu.weight"
+    reasons = {match.targets[0]: match.reason for match in report.alignment.matches}
+    if "only" not in (RULES["all of them"] if rules == "rules.yaml" else rules):
+        assert reasons["mu.weight"] == "a rule"
+        assert "rule" not in reasons["stem0.weight"]
+
+
+@pytest.mark.parametrize(("architecture", "origin", "other"), [("ResNet-18", "torchvision", "HF")])
+def test_one_rule_does_not_cost_the_rest(architecture, origin, other):
+    source, target = (randomized(ARCHITECTURES[architecture][name]()) for name in (origin, other))
+    report = load_weights(target, source.state_dict(), rules=[("fc", "classifier.1")])
+    assert report.loaded == report.total == 122
+    assert max_output_difference(source, target, inputs(architecture)) < 1e-4
+    assert str(report).startswith("122/122 tensors")
+
+
+@pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod.", "net.module."])
+@pytest.mark.parametrize("written", ["as in the file", "without wrappers"])
+def test_rules_see_the_names_of_the_file_and_those_in_messages(wrap, written):
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    file = {f"{wrap}{name}": value for name, value in source.state_dict().items()}
+    clean = wrap.replace("module.", "").replace("_orig_mod.", "")
+    prefix = wrap if written == "as in the file" else clean
+    report = load_weights(target, file, rules=[(f"{prefix}bar", "mu"), (f"{prefix}foo", "logvar")])
+    assert report.loaded == 8
+    assert_loaded(target, source)
+    assert report.renamed[f"{wrap}bar.weight"] == "mu.weight"
+
+
+@pytest.mark.parametrize("target_name", ["mu", "_orig_mod.mu"])
+def test_a_compiled_model_and_a_submodule(target_name):
+    source, inner = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    compiled = torch.compile(inner, backend="eager")
+    assert load_weights(compiled, source.state_dict(), rules=[("bar", target_name)]).loaded == 8
+    assert_loaded(inner, source)
+    holder = nn.ModuleDict({"encoder": TwoHeads("stem", "mu", "logvar"), "other": nn.Linear(2, 2)})
+    load_weights(holder, source.state_dict(), rules=[("bar", "mu")], submodule="encoder")
+    assert_loaded(holder["encoder"], source)
+    on_meta = TwoHeads("stem", "mu", "logvar").to("meta")
+    load_weights(on_meta, source.state_dict(), rules=[("bar", "mu")])
+    assert_loaded(on_meta, source)
+
+
+def test_a_tensor_that_only_wrappers_tell_from_a_pinned_one_is_left_over():
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    file = source.state_dict() | {f"module.mu.{leaf}": torch.ones(2, 6)[: 1 + i] for i, leaf in enumerate("ab")}
+    with pytest.raises(CheckpointError, match=r"2 tensors are left over in the file: mu.a, mu.b"):
+        load_weights(target, file, rules=[("bar", "mu"), ("foo", "logvar")])
+    file = source.state_dict() | {"module.mu.weight": torch.ones(2, 6), "module.mu.bias": torch.ones(2)}
+    report = load_weights(target, file, rules=[("bar", "mu"), ("foo", "logvar")], allow_unexpected="module.mu.*")
+    assert report.loaded == 8
+    assert_loaded(target, source)
+
+
+def test_only_these_rules():
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    before = snapshot(target)
+    for rules in ([("bar", "mu"), "only"], "wrappers", None):
+        with pytest.raises(CheckpointError):
+            load_weights(target, source.state_dict(), rules=rules)
+    report = load_weights(
+        target, source.state_dict(), rules=[("bar", "mu"), "only"], allow_missing="*", allow_unexpected="*"
+    )
+    assert report.loaded == 2
+    assert torch.equal(target.mu.weight, source.bar.weight)
+    assert torch.equal(target.stem0.weight, before["stem0.weight"])
+    with pytest.raises(ValueError, match='"only" must be the last of the rules'):
+        load_weights(target, source.state_dict(), rules=["only", ("bar", "mu")])
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([("bar", "muu")], r"the rule bar -> muu makes muu.weight, muu.bias, which .*Did you mean 'mu.weight'"),
+        ([("trunk0", "mu")], r"mu.weight \(2x6 in the model, 4x5 in the file\)"),
+        ([("bar", "mu"), ("foo", "mu")], "'bar.weight' and 'foo.weight' would both become 'mu.weight'"),
+        ([RemapRule("bar.weight", "mu.weight", transpose=True)], r"mu.weight \(2x6 in the model, 6x2 in the file\)"),
+        ([("numbers", "mu.bias")], r"mu.bias \(torch.float32 in the model, torch.int8 in the file\)"),
+    ],
+)
+def test_rules_that_do_not_fit_change_nothing(rules, words):
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    before = snapshot(target)
+    file = source.state_dict() | {"numbers": torch.zeros(2, dtype=torch.int8)}
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(target, file, rules=rules)
+    assert unchanged(target, before)
+
+
+def test_a_rule_that_matches_nothing_is_named():
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    report = load_weights(target, source.state_dict(), rules=[("bar", "mu"), ("bazz", "mu")])
+    assert "the rule bazz -> mu matched nothing" in report.diagnosis
+    assert "rules lead to mu.bias, mu.weight" in report.diagnosis
+
+
+def test_a_rule_settles_which_of_several_averages_is_taken():
+    net = models.resnet18()
+    both = {f"{part}.{name}": t for part in ("student", "teacher") for name, t in net.state_dict().items()}
+    other = ARCHITECTURES["ResNet-18"]["HF"]()
+    report = load_weights(other, both, rules=[("student.*", None)])
+    assert (report.loaded, report.unexpected) == (122, [])
+
+
+def test_splits_fusions_and_buffers_beside_the_search():
+    """What a rule splits is pinned; buffers and the rest are matched by themselves."""
+
+    class Attention(nn.Module):
+        def __init__(self, *names, mlp):
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(4, 4 * len(names[0]) if name == "fused" else 4))
+            self.add_module(mlp, nn.Linear(4, 7))
+            self.register_buffer("scale", torch.randn(3))
+
+    fused, split = Attention("fused", mlp="fc"), Attention("q", "k", "v", mlp="out")
+    fused.fused = nn.Linear(4, 12)
+    rules = [RemapRule("fused.*", ("q.*", "k.*", "v.*"))]
+    report = load_weights(split, fused.state_dict(), rules=rules)
+    assert report.loaded == report.total == 9
+    assert torch.equal(split.k.weight, fused.fused.weight[4:8])
+    assert torch.equal(split.out.weight, fused.fc.weight)
+    assert torch.equal(split.scale, fused.scale)
+    assert report.renamed["fused.bias"] == "q.bias + k.bias + v.bias"
+    report.alignment.save("rules.yaml")
+    again = Attention("q", "k", "v", mlp="out")
+    assert load_weights(again, fused.state_dict(), rules="rules.yaml").loaded == 9
+    assert unchanged(again, snapshot(split))
+    other = Attention("fused", mlp="fc")
+    other.fused = nn.Linear(4, 12)
+    load_weights(other, split.state_dict(), rules=[RemapRule(("q.*", "k.*", "v.*"), "fused.*")])
+    assert unchanged(other, snapshot(fused))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "net."])
+def test_a_saved_alignment_is_repeated_exactly(prefix):
+    """Also what was left on both sides stays left."""
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    file = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
+    allowed = {"allow_missing": "*", "allow_unexpected": "*"}
+    report = load_weights(target, file, **allowed)
+    assert sorted(report.missing) == ["logvar.bias", "logvar.weight", "mu.bias", "mu.weight"]
+    report.alignment.save("rules.yaml")
+    assert Path("rules.yaml").read_text().endswith("- only\n")
+    again = load_weights(target, file, rules="rules.yaml", **allowed)
+    assert (again.missing, again.loaded, again.renamed) == (report.missing, report.loaded, report.renamed)
+    pinned = load_weights(target, file, rules=[(f"{prefix}bar", "mu")])
+    pinned.alignment.save("rules.yaml")
+    assert load_weights(target, file, rules="rules.yaml").renamed == pinned.renamed
+    applied = pinned.alignment.apply(file)
+    assert torch.equal(applied["mu.weight"], source.bar.weight)
+
+
+def test_the_message_about_what_is_ambiguous_can_be_pasted():
+    """It names what is alike and nothing else, under wrappers' parts or not."""
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    inside = {f"net.{n.replace('foo', 'foo._orig_mod')}": value for n, value in source.state_dict().items()}
+    for file, model in ((source.state_dict(), target), (inside, torch.compile(target, backend="eager"))):
+        with pytest.raises(AmbiguousAlignmentError, match=r"which of (net\.)?foo, (net\.)?bar in") as error:
+            load_weights(model, file)
+        assert "trunk" not in str(error.value)
+        assert "stem" not in str(error.value)
+        rules = re.search(r"rules=(\[.*?\]) takes", str(error.value))[1]
+        load_weights(model, file, rules=ast.literal_eval(rules))
+        assert torch.equal(target.mu.weight, source.foo.weight)
+        assert torch.equal(target.logvar.weight, source.bar.weight)
+
+
+@pytest.mark.parametrize(("old", "new"), [("one", "other"), ("one.table", "other.weight"), ("in_one", "in_other")])
+def test_rules_in_messages_fit_tensors_without_a_layer(old, new):
+    sides = [
+        nn.ModuleDict({"trunk": nn.Linear(5, 4)}).state_dict()
+        | {f"{name}{i}{'_weight' if '_' in name else ''}": torch.randn(4, 4) for i in "ab"}
+        for name in (old, new)
+    ]
+    net = nn.ModuleDict({"trunk": nn.Linear(5, 4)})
+    shapes = {name: value for name, value in sides[1].items() if "trunk" not in name}
+    for name, value in shapes.items():
+        owner = net
+        *path, leaf = name.split(".")
+        for part in path:
+            owner[part] = owner[part] if part in owner else nn.ModuleDict()
+            owner = owner[part]
+        owner.register_parameter(leaf, nn.Parameter(torch.zeros_like(value)))
+    with pytest.raises(AmbiguousAlignmentError) as error:
+        load_weights(net, sides[0])
+    rules = ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
+    with contextlib.suppress(AmbiguousAlignmentError):
+        load_weights(net, sides[0], rules=rules)
+        return
+    report = load_weights(net, sides[0], rules=rules, allow_missing="*", allow_unexpected="*")
+    assert report.loaded == 3
+
+
+def test_a_message_is_about_what_is_missing():
+    """What is ambiguous and allowed to be missing is not named in place of what is not allowed."""
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("trunk", "mu", "logvar")
+    target.extra = nn.Linear(9, 9)
+    allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
+    with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
+        load_weights(target, source.state_dict(), **allowed)
+
+
+def test_files_are_read_and_remapped_as_in_memory():
+    source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
+    torch.save({"epoch": 1, "model": nn.DataParallel(source).state_dict()}, "w.pt")
+    load_weights(target, "w.pt", rules=[("module.bar", "mu")])
+    assert_loaded(target, source)
+    load_weights(target, read_checkpoint("w.pt"), rules=[("bar", "mu")])
+    assert_loaded(target, source)

@@ -1,0 +1,185 @@
+"""Tied tensors: a language model's embedding and output, under both names or one, whatever stands in front of them."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_tricks import load_weights, save_weights
+from lightning_tricks.checkpoint_remapping import CheckpointError, max_output_difference
+from tests.checkpoint_remapping.models import randomized
+
+PREFIXES = ["", "module.", "model.", "_orig_mod.", "module._orig_mod.", "model.net._orig_mod."]
+
+
+class GPT(nn.Module):
+    """As nanoGPT has it: the output layer is the embedding of the tokens."""
+
+    def __init__(self, tied=True, head="lm_head", trunk="transformer"):
+        super().__init__()
+        self.names = trunk, head
+        blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        parts = {"wte": nn.Embedding(20, 8), "wpe": nn.Embedding(6, 8), "h": blocks, "ln_f": nn.LayerNorm(8)}
+        self.add_module(trunk, nn.ModuleDict(parts))
+        self.add_module(head, nn.Linear(8, 20, bias=False))
+        if tied:
+            parts["wte"].weight = getattr(self, head).weight
+
+    def forward(self, x):
+        parts = getattr(self, self.names[0])
+        x = parts["wte"](x) + parts["wpe"].weight[: x.shape[1]]
+        for block in parts["h"]:
+            x = block(x)
+        return getattr(self, self.names[1])(parts["ln_f"](x))
+
+
+TOKENS = torch.arange(6)[None]
+
+
+def prefixed(prefix, tensors, without=""):
+    return {f"{prefix}{name}": value for name, value in tensors.items() if name != without}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("without", ["", "lm_head.weight", "transformer.wte.weight"])
+def test_a_tied_file_into_a_tied_model(prefix, without):
+    source, target = randomized(GPT()), GPT()
+    report = load_weights(target, prefixed(prefix, source.state_dict(), without))
+    assert (report.loaded, report.missing, report.unexpected) == (report.total, [], [])
+    assert max_output_difference(source, target, TOKENS) == 0
+    assert target.lm_head.weight is target.transformer["wte"].weight
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_tied_file_into_an_untied_model(prefix):
+    source, target = randomized(GPT()), GPT(tied=False)
+    load_weights(target, prefixed(prefix, source.state_dict()))
+    assert max_output_difference(source, target, TOKENS) == 0
+    assert target.lm_head.weight is not target.transformer["wte"].weight
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"1 tensor is missing in the file: lm_head.weight"):
+        load_weights(target, prefixed(prefix, source.state_dict(), "lm_head.weight"))
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_an_untied_file_into_a_tied_model_is_refused(prefix):
+    source, target = randomized(GPT(tied=False)), GPT()
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"are one tensor in the model and two different ones in the checkpoint"):
+        load_weights(target, prefixed(prefix, source.state_dict()))
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+    report = load_weights(target, prefixed(prefix, source.state_dict()), rules=[(f"{prefix}lm_head", None)])
+    assert report.loaded == report.total
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_files_of_wrapped_models(name, wrap):
+    """A .safetensors holds tied tensors once, and its header says under which other names."""
+    source = randomized(GPT())
+    save_weights(wrap(source), name, clean=False)
+    for tied in (True, False):
+        for target in (GPT(tied), nn.ModuleDict({"net": GPT(tied)}), wrap(GPT(tied))):
+            assert load_weights(target, name).missing == []
+    target = GPT(tied=False)
+    load_weights(target, name)
+    assert max_output_difference(source, target, TOKENS) == 0
+
+
+def test_a_name_of_the_header_that_the_model_lacks_is_not_left_over():
+    source = randomized(GPT())
+    save_weights(source, "w.safetensors")
+    trunk = GPT().transformer
+    report = load_weights(nn.ModuleDict({"transformer": trunk}), "w.safetensors")
+    assert (report.loaded, report.unexpected) == (report.total, [])
+    assert torch.equal(trunk["wte"].weight, source.lm_head.weight)
+
+
+@pytest.mark.parametrize("without", ["", "lm_head.weight", "transformer.wte.weight"])
+@pytest.mark.parametrize("assign", [None, True])
+def test_ties_survive_assigned_tensors(without, assign):
+    source = randomized(GPT())
+    target = GPT()
+    if assign is None:
+        with torch.device("meta"):
+            target = GPT()
+    report = load_weights(target, prefixed("module.", source.state_dict(), without), assign=assign)
+    assert "meta" not in report.diagnosis
+    assert target.lm_head.weight is target.transformer["wte"].weight
+    assert max_output_difference(source, target, TOKENS) == 0
+    assert len(list(target.parameters())) == len(list(source.parameters()))
+
+
+def test_other_words_for_both_names():
+    """A tied file under names of another project: its two names are one tensor there, too."""
+    source, target = randomized(GPT()), GPT(head="decoder", trunk="backbone")
+    report = load_weights(target, source.state_dict())
+    assert report.loaded == report.total
+    assert max_output_difference(source, target, TOKENS) == 0
+    with pytest.raises(CheckpointError):
+        load_weights(target, randomized(GPT(tied=False)).state_dict())
+
+
+def test_a_rule_may_name_one_of_the_two():
+    source, target = randomized(GPT()), GPT()
+    file = prefixed("", source.state_dict(), "lm_head.weight")
+    file["table"] = file.pop("transformer.wte.weight")
+    report = load_weights(target, file, rules=[("table", "lm_head.weight")])
+    assert report.loaded == report.total
+    assert max_output_difference(source, target, TOKENS) == 0
+
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 30}
+
+
+def t5(tied):
+    """T5 with an output layer of its own if it is not tied, whatever its configuration makes of that."""
+    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=30)
+    model = transformers.T5ForConditionalGeneration(config)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(torch.randn(30, 16))
+    return model
+
+
+FAMILIES = {
+    "GPT-2": lambda tied: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30, tie_word_embeddings=tied)
+    ),
+    "T5": t5,
+    "BERT": lambda tied: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, tie_word_embeddings=tied)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix", ["", "module.", "model._orig_mod."])
+def test_language_models_of_transformers(family, prefix, tmp_path):
+    source = randomized(FAMILIES[family](True))
+    source.tie_weights()
+    ids = {"input_ids": torch.arange(6)[None]} | (
+        {"decoder_input_ids": torch.arange(4)[None]} if family == "T5" else {}
+    )
+    source.save_pretrained(tmp_path)
+    for file in (source.state_dict(), load_file(tmp_path / "model.safetensors")):
+        target = FAMILIES[family](True)
+        report = load_weights(target, prefixed(prefix, file))
+        assert report.missing == []
+        assert difference(source, target, ids) == 0
+    untied = FAMILIES[family](False)
+    load_weights(untied, prefixed(prefix, source.state_dict()))
+    assert difference(source, untied, ids) == 0
+    other = randomized(FAMILIES[family](False))
+    with pytest.raises(CheckpointError, match="are one tensor in the model and two different ones"):
+        load_weights(FAMILIES[family](True), prefixed(prefix, other.state_dict()))
+
+
+def load_file(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@torch.no_grad()
+def difference(one, other, ids):
+    logits = [model.eval()(**ids).logits for model in (one, other)]
+    return float((logits[0] - logits[1]).abs().max())
