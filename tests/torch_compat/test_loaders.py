@@ -76,6 +76,7 @@ def test_a_persistent_iterator_starts_again_by_a_function_and_without_prefetchin
     private.override_reset(iterator, reset)
     assert [batch.tolist() for batch in data] == [[0, 1], [2, 3], [4, 5]]
     assert starts == [0]
+    iterator._shutdown_workers()  # it is in a cycle, and a garbage collection waits ten seconds for its workers
 
 
 def test_calls_around_a_batch():

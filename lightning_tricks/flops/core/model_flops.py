@@ -65,6 +65,7 @@ def count_flops(
         Exception: The model's own error, with a hint on how `inputs` was used.
 
     Example:
+        >>> import torch
         >>> count = count_flops(nn.Conv2d(3, 8, 3, padding=1), torch.empty(1, 3, 32, 32), backward=True)
         >>> count.macs, count.flops, count.train_step_flops  # the images need no gradient
         (221184, 442368, 884736)
