@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from lightning_tricks.checkpoint_remapping.core.conversions import decoders, diffusion, encoders, multimodal
 from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming, Part, Tensor
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching
 
 Shapes = Mapping[str, Shape]
 FAMILIES: dict[str, tuple[Naming, ...]] = {
@@ -53,7 +53,7 @@ class _Conversion:
     def __init__(
         self, family: str, source: Naming, target: Naming, source_shapes: Shapes, target_shapes: Shapes
     ) -> None:
-        self.reason = f"the conversion of {family}"
+        self.reason = f"{CONVERSION} {family}"
         self.required = source.required | target.required
         self.source_shapes, self.target_shapes = source_shapes, target_shapes
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS, strip_wrappers
@@ -130,10 +130,7 @@ def diagnose(
     if found.matches and target:
         said.append(f"the model holds what was saved as `{target}`")
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
-        said.append(
-            "the names are another project's: layers were matched by their order, their sizes and the words in their "
-            "names"
-        )
+        said += _other_names(found)
     if not found.matches and not found.ambiguous:
         said.append(
             f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
@@ -143,6 +140,23 @@ def diagnose(
     if computed:
         said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
     return "; ".join(said or ["all names are the model's own"]) + "."
+
+
+def _other_names(found: Matching) -> Iterable[str]:
+    """Say how the names of another project were matched, and what is taken for granted."""
+    conversions = dict.fromkeys(match.reason for match in found.matches if match.reason.startswith(CONVERSION))
+    if conversions:
+        yield f"the names are another project's: {list_names(conversions)} was used"
+        return
+    yield (
+        "the names are another project's: layers were matched by their order, their sizes and the words in their names"
+    )
+    fused = [match for match in found.matches if max(len(match.sources), len(match.targets)) > 1]
+    if fused:
+        yield (
+            f"the parts of {len(fused)} fused tensors are taken to be query, key and value, one after another: "
+            "max_output_difference shows whether the outputs agree"
+        )
 
 
 def _wrappers_found(clean_names: Mapping[str, str | None]) -> Iterable[str]:

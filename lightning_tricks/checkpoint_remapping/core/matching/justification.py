@@ -68,6 +68,12 @@ def _common_start(sequences: Sequence[Sequence[str]]) -> Sequence[str]:
     return first[: next(different, len(first))]
 
 
+def _number_below(container: Parts, layer: Layer) -> int | None:
+    """Return the number of the part of a container that holds a layer."""
+    rest = parts_of(layer.path)[len(container) :]
+    return _number(rest[0].removeprefix(".")) if rest else None
+
+
 def _number(part: str) -> int | None:
     return int(part) if part.isdecimal() else None
 
@@ -305,14 +311,13 @@ class Justification:
         if self.source.counts_backwards(source) != self.target.counts_backwards(target):
             return False
         inside = set(self.target.branches[target])
-        numbers = set()
+        numbers: set[tuple[int, int]] = set()
         for layer in self.source.branches[source]:
             match = self.matched.get(layer)
             if match in inside:
-                pair = [p[len(c) :][:1] for p, c in ((parts_of(layer.path), source), (parts_of(match.path), target))]
-                found = [_number(part[0].removeprefix(".")) if part else None for part in pair]
-                if None not in found:
-                    numbers.add(tuple(found))
+                one, other = _number_below(source, layer), _number_below(target, match)
+                if one is not None and other is not None:
+                    numbers.add((one, other))
         return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
 
     def _norms(self, one: Layer, other: Layer) -> bool:

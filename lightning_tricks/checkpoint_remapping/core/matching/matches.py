@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
 
+CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
+
 
 @dataclass(frozen=True)
 class Match:

@@ -107,7 +107,7 @@ _ELEMENT_ORDERS = {
 # Buffers that a model computes for itself; some versions of a model store them and some don't
 _COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|relative_coords_table|inv_freq|"
-    r"masked_bias|attn\.bias|attention\.bias)$"
+    r"masked_bias|attn\.bias|attention\.bias|attn\.mask|rope\.freqs)$"
 )
 
 

@@ -43,6 +43,11 @@ def _separate_triples(layers: list[Layer]) -> dict[str, list[Layer]]:
     }
 
 
+def _says_its_layout(layer: Layer) -> bool:
+    weight, bias = layer.tensors["weight"][1], layer.tensors["bias"][1]
+    return len(set(weight)) == 2 and bias in (weight[:1], weight[1:])
+
+
 def mark_transposed(layers: list[Layer]) -> None:
     """Mark the layers whose weight is (in, out), as of Hugging Face's Conv1D.
 
@@ -53,7 +58,7 @@ def mark_transposed(layers: list[Layer]) -> None:
         if [len(size) for _, size in layer.sizes] == [1, 2]:  # bias, weight
             blocks[re.split(r"(?<=\d)\.(?!.*\d\.)", layer.path)[0]].append(layer)
     for block in blocks.values():
-        oblong = [layer for layer in block if len(set(layer.tensors["weight"][1])) == 2]
+        oblong = [layer for layer in block if _says_its_layout(layer)]
         if not oblong or not all(layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in oblong):
             continue
         for layer in block:
