@@ -110,7 +110,7 @@ class Side:
         """Return the innermost numbered part that holds a layer and several matrices: a block of a transformer."""
         parts = parts_of(layer.path)
         for depth in range(len(parts) - 1, 0, -1):
-            numbered = parts[depth - 1].removeprefix(".").isdecimal()
+            numbered = parts[depth - 1].removeprefix(".").isdecimal() and parts[depth].startswith(".")
             if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
                 return parts[:depth]
         return ()
@@ -164,8 +164,13 @@ def _name(rest: Parts) -> tuple[str, ...]:
 
 
 def _list_numbers(layer: Layer) -> tuple[str, ...]:
-    """Return the numbers that are components of a path of their own: 1 and 0 of `layers.1.conv2.0`."""
-    return tuple(part for part in layer.path.split(".") if part.isdecimal())
+    """Return the numbers that are components of the path of a layer's container: 1 of `layers.1.conv2.0`."""
+    return tuple(part for part in layer.path.split(".")[:-1] if part.isdecimal())
+
+
+def _last_word(container: Parts) -> str:
+    words = [word for part in container if not (word := part.removeprefix(".")).isdecimal()]
+    return words[-1] if words else ""
 
 
 def _component(container: Parts) -> Parts:
@@ -304,12 +309,11 @@ class Justification:
         return [layer for path in whole for layer in self.source.branches[path] if parts_of(layer.path) == path]
 
     def _count_the_same_way(self, source: Parts, target: Parts) -> bool:
-        if source[-1:] != target[-1:] and (
-            self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
-        ):
-            return False
-        if self.source.counts_backwards(source) != self.target.counts_backwards(target):
-            return False
+        if _last_word(source) != _last_word(target):  # by the same words they count alike
+            if self.source.may_count_backwards(source) or self.target.may_count_backwards(target):
+                return False
+            if self.source.counts_backwards(source) != self.target.counts_backwards(target):
+                return False
         inside = set(self.target.branches[target])
         numbers: set[tuple[int, int]] = set()
         for layer in self.source.branches[source]:

@@ -10,7 +10,6 @@ from functools import cached_property
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import element_order, words_of
 
 Shape = tuple[int, ...]
-_POSITIONS = re.compile(r"(^|[._])(pos(itions?|itional)?_?(emb|embed|embeds|embedding|embeddings)?|wpe)$")
 
 
 @dataclass(eq=False)
@@ -73,8 +72,6 @@ def group_layers(shapes: Mapping[str, Shape]) -> list[Layer]:
         elif leaf not in _TENSOR_NAMES:
             stem, _, ending = name.rpartition("_")
             parent, leaf = (stem, ending) if ending in ("weight", "bias") else (name, "")
-        elif leaf == "weight" and _POSITIONS.search(parent) and f"{parent}.bias" not in shapes:
-            leaf = ""  # an nn.Embedding of positions is what others have as a parameter
         layer = layers.setdefault(parent, Layer(parent, position))
         layer.tensors[leaf] = (name,), tuple(shape)
     return [layer for layer in layers.values() if list(layer.tensors) != [BATCH_COUNTER]]

@@ -57,6 +57,8 @@ def matches_of_layers(source: Layer, target: Layer, reason: str) -> list[Match]:
             continue
         targets, wanted = target.tensors[tensor]
         transpose = tensor == "weight" and source.transposed != target.transposed
+        if transpose and max(len(sources), len(targets)) > 1:
+            continue  # a rule cannot transpose what it fuses or splits
         got = shape[:-2] + shape[:-3:-1] if transpose else shape
         parts = len(targets)
         new = None if got == wanted else (wanted[0] // parts, *wanted[1:]) if parts > 1 else wanted

@@ -16,7 +16,11 @@ from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching, matches_of_layers
 from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
-from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import fuse_query_key_value, mark_transposed
+from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
+    fuse_query_key_value,
+    mark_transposed,
+    unify_positions,
+)
 
 
 def match_by_structure(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Matching:
@@ -45,6 +49,7 @@ class _StructureMatcher:
     def _prepare(layers: list[Layer], others: list[Layer], ordered: bool) -> None:
         if not ordered:
             sort_naturally(layers)
+        unify_positions(layers, others)
         fuse_query_key_value(layers, others)
         mark_transposed(layers)
 

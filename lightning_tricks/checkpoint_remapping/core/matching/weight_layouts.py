@@ -8,6 +8,7 @@ from collections import defaultdict
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
+_POSITIONS = re.compile(r"(^|[._])(pos(itions?|itional)?_?(emb|embed|embeds|embedding|embeddings)?|wpe)$")
 _PARTS = ("query", "key", "value")
 _FUSED = "fused query, key and value"
 
@@ -41,6 +42,15 @@ def _separate_triples(layers: list[Layer]) -> dict[str, list[Layer]]:
         for parent, parts in siblings.items()
         if len(parts) == 3 and len({part.sizes for part in parts.values()}) == 1
     }
+
+
+def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
+    """Take an nn.Embedding of positions for a parameter, if that is what the other model has."""
+    if not any(list(layer.tensors) == [""] and _POSITIONS.search(layer.path) for layer in others):
+        return
+    for layer in layers:
+        if list(layer.tensors) == ["weight"] and _POSITIONS.search(layer.path):
+            layer.tensors[""] = layer.tensors.pop("weight")
 
 
 def _says_its_layout(layer: Layer) -> bool:
