@@ -96,8 +96,7 @@ class Side:
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
-        # Of matrices, attention has more of the same size
-        counted = [layer for layer in layers if not layer.has_matrix or layer.words & ORDINAL_ROLES]
+        counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
 
     def words(self, layer: Layer) -> set[str]:

@@ -24,6 +24,7 @@ _ROLES = {
         r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm$|"
         r"post\.attention\.layernorm$|(ffn|ff|mlp)\.norm$"
     ),
+    "third norm": r"(norm|ln)\.?[3-9]$",
     "widening layer": (r"(fc|linear|lin|pwconv)\.?1$|intermediate\.dense$|c\.fc$|mlp\.0$|expand|(^|\.)reduce$"),
     "narrowing layer": (
         r"(fc|linear|lin|pwconv)\.?2$|(?<!attention\.)output\.dense$|mlp\.c\.proj$|mlp\.3$|pwl$|project"
@@ -34,7 +35,7 @@ _ROLES = {
     "position": r"pos",
 }
 # What is first and what is second means something where there are two
-ORDINAL_ROLES = frozenset({"first norm", "second norm", "widening layer", "narrowing layer"})
+ORDINAL_ROLES = frozenset({"first norm", "second norm", "third norm", "widening layer", "narrowing layer"})
 # Words that stand for different parts in different projects, or for any part
 VAGUE_WORDS = frozenset(
     [
