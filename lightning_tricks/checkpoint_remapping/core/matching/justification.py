@@ -39,18 +39,14 @@ class Fork:
     container: Parts
     first: Parts
     second: Parts
-
-    @classmethod
-    def of(cls, one: Layer, other: Layer) -> Fork:
-        """Return the fork of two layers."""
-        parts = parts_of(one.path), parts_of(other.path)
-        depth = len(_common_start(parts))
-        return cls(parts[0][:depth], parts[0][depth:], parts[1][depth:])
+    by_letters: bool  # whether letters count the parts of the container
 
     @cached_property
     def numbers(self) -> tuple[int, int] | None:
         """The numbers in which the two differ; None if they differ in words."""
-        found = [_number(rest[0].removeprefix(".")) if rest else None for rest in (self.first, self.second)]
+        found = [
+            _number(rest[0].removeprefix("."), self.by_letters) if rest else None for rest in (self.first, self.second)
+        ]
         if None in found and any(rest and rest[0].isdecimal() for rest in (self.first, self.second)):
             found = [_NO_NUMBER if number is None else number for number in found]  # `conv` and `conv2`
         return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
@@ -71,11 +67,13 @@ def _common_start(sequences: Sequence[Sequence[str]]) -> Sequence[str]:
 def _number_below(container: Parts, layer: Layer) -> int | None:
     """Return the number of the part of a container that holds a layer."""
     rest = parts_of(layer.path)[len(container) :]
-    return _number(rest[0].removeprefix(".")) if rest else None
+    return _number(rest[0].removeprefix("."), by_letters=True) if rest else None
 
 
-def _number(part: str) -> int | None:
-    return int(part) if part.isdecimal() else None
+def _number(part: str, by_letters: bool = False) -> int | None:
+    if part.isdecimal():
+        return int(part)
+    return ord(part) if by_letters and re.fullmatch("[a-h]", part) else None
 
 
 class Side:
@@ -98,6 +96,14 @@ class Side:
                 self.branches[parts[:depth]].append(layer)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+
+    def fork(self, one: Layer, other: Layer) -> Fork:
+        """Return the fork of two layers; letters count if a, b and c are there."""
+        parts = parts_of(one.path), parts_of(other.path)
+        depth = len(_common_start(parts))
+        container = parts[0][:depth]
+        by_letters = all((*container, f".{letter}") in self.branches for letter in "abc")
+        return Fork(container, parts[0][depth:], parts[1][depth:], by_letters)
 
     def words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
@@ -218,7 +224,7 @@ class Justification:
         if not (self._keeps_blocks(one) and self._keeps_blocks(other)):
             return False
         matches = self.matched[one], self.matched[other]
-        forks = Fork.of(one, other), Fork.of(*matches)
+        forks = self.source.fork(one, other), self.target.fork(*matches)
         balance = self._words(one, other, *matches, counted=all(fork.numbers for fork in forks)) or _equal_names(*forks)
         if balance:
             return balance > 0
