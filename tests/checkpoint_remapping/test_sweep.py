@@ -18,8 +18,7 @@ SAMPLE = """
     transformers/t5 transformers/timesformer transformers/whisper own/unet own/unet_without_attention
     """.split()  # noqa: SIM905  # a list of words
 
-RIGHT_FILES = 407  # at least as many are loaded as when this was written
-WRONG_FILES = 69  # of 668: must become 0
+RIGHT_FILES = 399  # of 668, when this was written
 
 
 def test_each_tensor_is_in_its_place_or_refused():
@@ -27,7 +26,7 @@ def test_each_tensor_is_in_its_place_or_refused():
     ends = [case[0] for record in records for case in record["cases"].values()]
     tables = as_tables(records, most_wrong=20)
     assert [record["name"] for record in records if "not_built" in record] == []
-    assert ends.count(WRONG) == WRONG_FILES, tables
+    assert WRONG not in ends, tables
     assert ends.count(RIGHT) >= RIGHT_FILES, tables
 
 

@@ -483,7 +483,6 @@ ARCHITECTURES = {
     "Pythia": _architecture(
         _hugging_face("GPTNeoX", rotary_pct=1.0, use_parallel_residual=True, intermediate_size=4 * HIDDEN),
         **{
-            "fused by parts": _other(NEOX, **_PYTHIA),
             "separate": _other(NEOX_SEPARATE, **_PYTHIA),
             "lit-gpt": _other(LIT_PYTHIA, fused="heads", **_PYTHIA),
         },

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import combinations, pairwise
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]
+_MOST_NEIGHBORS = 200  # that a layer is compared with: a mixture of experts has thousands of one size
 _NO_NUMBER = -1
 
 
@@ -96,6 +97,9 @@ class Side:
                 self.branches[parts[:depth]].append(layer)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+        # Asked for each pair of layers
+        self.words = cache(self._find_words)
+        self.inside = cache(self._find_inside)
 
     def fork(self, one: Layer, other: Layer) -> Fork:
         """Return the fork of two layers; letters count if a, b and c are there."""
@@ -105,7 +109,7 @@ class Side:
         by_letters = all((*container, f".{letter}") in self.branches for letter in "abc")
         return Fork(container, parts[0][depth:], parts[1][depth:], by_letters)
 
-    def words(self, layer: Layer) -> set[str]:
+    def _find_words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
@@ -124,9 +128,10 @@ class Side:
         """Return the layers that one module holds directly, of which this is one."""
         return self._siblings[layer.path.rpartition(".")[0]]
 
-    def signatures(self, branch: Parts) -> Counter[object]:
-        """Return how many layers of each size are in a part of the model."""
-        return Counter(layer.signature for layer in self.branches[branch])
+    def _find_inside(self, branch: Parts) -> tuple[frozenset[Layer], frozenset[object]]:
+        """Return the layers in a part of the model, and their sizes."""
+        layers = self.branches[branch]
+        return frozenset(layers), frozenset(layer.signature for layer in layers)
 
     def counts_backwards(self, container: Parts) -> bool:
         """Whether what a container numbers is registered from the last to the first, as far as that is known."""
@@ -178,6 +183,13 @@ def _last_word(container: Parts) -> str:
     return words[-1] if words else ""
 
 
+def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
+    """Yield each layer with those that follow it."""
+    for position, layer in enumerate(layers, 1):
+        for other in layers[position : position + _MOST_NEIGHBORS]:
+            yield layer, other
+
+
 def _component(container: Parts) -> Parts:
     """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
     starts = [i for i, part in enumerate(container) if part.startswith(".")]
@@ -201,6 +213,8 @@ class Justification:
         self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
         self._directions: dict[tuple[Parts, Parts], bool] = {}
         self._sources = {target: source for source, target in matched.items()}
+        self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
+        self._beside: dict[tuple[tuple[Parts, Parts], tuple[Parts, Parts]], bool] = {}
         self._block_numbers: dict[tuple[Side, Parts], Sequence[str]] = {}
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
@@ -210,7 +224,7 @@ class Justification:
             alike[source.signature, target.signature].append(source)
         groups: dict[Layer, list[Layer]] = {}
         for layers in alike.values():
-            for one, other in combinations(layers, 2):
+            for one, other in _pairs(layers):
                 if not self.tell_apart(one, other):
                     merged = groups.get(one, [one]) + [
                         layer for layer in groups.get(other, [other]) if layer not in groups.get(one, [one])
@@ -232,7 +246,7 @@ class Justification:
             return self._beside_others(*forks) or self._numbers(*forks)
         return self._beside_others(*forks) or self._norms(one, other)
 
-    def _keeps_blocks(self, layer: Layer) -> bool:
+    def _find_whether_blocks_are_kept(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
         match = self.matched[layer]
         return self._has_numbers_of_block(self.source, layer, match, self.matched) and self._has_numbers_of_block(
@@ -258,21 +272,23 @@ class Justification:
 
     def _beside_others(self, source: Fork, target: Fork) -> bool:
         """Whether the branches of the two hold layers of sizes that the other branch has not, matched likewise."""
-        branches, wanted = source.branches, target.branches
         if () in (source.first, source.second, target.first, target.second):
             return False
-        inside = [
-            [set(side.branches[branch]) for branch in which]
-            for side, which in ((self.source, branches), (self.target, wanted))
-        ]
-        sizes = [self.source.signatures(branch) for branch in branches]
-        for mine, others in ((0, 1), (1, 0)):
-            if any(self.matched.get(layer) in inside[1][others] for layer in inside[0][mine]):
-                return False
+        branches, wanted = source.branches, target.branches
+        if (branches, wanted) not in self._beside:
+            self._beside[branches, wanted] = self._are_matched_apart(branches, wanted)
+        return self._beside[branches, wanted]
+
+    def _are_matched_apart(self, sources: tuple[Parts, Parts], targets: tuple[Parts, Parts]) -> bool:
+        inside, sizes = zip(*map(self.source.inside, sources), strict=True)
+        wanted = [self.target.inside(branch)[0] for branch in targets]
+        matches = [{self.matched.get(layer) for layer in layers} for layers in inside]
+        if matches[0] & wanted[1] or matches[1] & wanted[0]:
+            return False
         return any(
-            self.matched.get(layer) in inside[1][mine]
+            self.matched.get(layer) in wanted[mine]
             for mine, others in ((0, 1), (1, 0))
-            for layer in inside[0][mine]
+            for layer in inside[mine]
             if layer.signature not in sizes[others]
         )
 
