@@ -7,193 +7,25 @@ or, for norms, the convolution that they belong to.
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
+from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+    NO_NUMBER,
+    Fork,
+    Parts,
+    Side,
+    common_start,
+    last_word,
+    number_below,
+    parts_of,
+)
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES, VAGUE_WORDS
 
-Parts = tuple[str, ...]
 _MOST_NEIGHBORS = 200  # that a layer is compared with: a mixture of experts has thousands of one size
-_NO_NUMBER = -1
-
-
-@lru_cache(maxsize=65536)
-def parts_of(path: str) -> Parts:
-    """Split a path at dots, underscores and numbers.
-
-    Example:
-        >>> parts_of("layer1.0.conv_2")
-        ('layer', '1', '.0', '.conv', '2')
-    """
-    return tuple(re.findall(r"\.?(?:\d+|[^\d._]+)", path))
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Where the paths of two layers part: their common container, and what follows in each."""
-
-    container: Parts
-    first: Parts
-    second: Parts
-    by_letters: bool  # whether letters count the parts of the container
-
-    @cached_property
-    def numbers(self) -> tuple[int, int] | None:
-        """The numbers in which the two differ; None if they differ in words."""
-        found = [
-            _number(rest[0].removeprefix("."), self.by_letters) if rest else None for rest in (self.first, self.second)
-        ]
-        if None in found and any(rest and rest[0].isdecimal() for rest in (self.first, self.second)):
-            found = [_NO_NUMBER if number is None else number for number in found]  # `conv` and `conv2`
-        return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
-
-    @property
-    def branches(self) -> tuple[Parts, Parts]:
-        """The parts of the model that hold the first and the second layer."""
-        return (*self.container, *self.first[:1]), (*self.container, *self.second[:1])
-
-
-def _common_start(sequences: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return what all sequences start with."""
-    first = min(sequences, key=len, default=())
-    different = (i for i, part in enumerate(first) if any(other[i] != part for other in sequences))
-    return first[: next(different, len(first))]
-
-
-def _number_below(container: Parts, layer: Layer) -> int | None:
-    """Return the number of the part of a container that holds a layer."""
-    rest = parts_of(layer.path)[len(container) :]
-    return _number(rest[0].removeprefix("."), by_letters=True) if rest else None
-
-
-def _number(part: str, by_letters: bool = False) -> int | None:
-    if part.isdecimal():
-        return int(part)
-    return ord(part) if by_letters and re.fullmatch("[a-h]", part) else None
-
-
-class Side:
-    """The layers of the file or of the model, and what their names and their order say about them.
-
-    Args:
-        layers: The layers.
-        ordered: Whether they come in the order in which the model registers them.
-    """
-
-    def __init__(self, layers: list[Layer], ordered: bool) -> None:
-        self.ordered = ordered
-        self.branches: dict[Parts, list[Layer]] = defaultdict(list)
-        self._in_block: Counter[tuple[Parts, object]] = Counter()
-        self._siblings: dict[str, list[Layer]] = defaultdict(list)
-        for layer in layers:
-            self._siblings[layer.path.rpartition(".")[0]].append(layer)
-            parts = parts_of(layer.path)
-            for depth in range(len(parts) + 1):
-                self.branches[parts[:depth]].append(layer)
-        counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
-        self._in_block.update((self.block(layer), layer.signature) for layer in counted)
-        # Asked for each pair of layers
-        self.words = cache(self._find_words)
-        self.inside = cache(self._find_inside)
-
-    def fork(self, one: Layer, other: Layer) -> Fork:
-        """Return the fork of two layers; letters count if a, b and c are there."""
-        parts = parts_of(one.path), parts_of(other.path)
-        depth = len(_common_start(parts))
-        container = parts[0][:depth]
-        by_letters = all((*container, f".{letter}") in self.branches for letter in "abc")
-        return Fork(container, parts[0][depth:], parts[1][depth:], by_letters)
-
-    def _find_words(self, layer: Layer) -> set[str]:
-        """Return the words that say what a layer is; first and second mean something where there are two."""
-        is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
-        words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
-        return words if is_one_of_two else words - ORDINAL_ROLES
-
-    def block(self, layer: Layer) -> Parts:
-        """Return the innermost numbered part that holds a layer and several matrices: a block of a transformer."""
-        parts = parts_of(layer.path)
-        for depth in range(len(parts) - 1, 0, -1):
-            numbered = parts[depth - 1].removeprefix(".").isdecimal() and parts[depth].startswith(".")
-            if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
-                return parts[:depth]
-        return ()
-
-    def siblings(self, layer: Layer) -> list[Layer]:
-        """Return the layers that one module holds directly, of which this is one."""
-        return self._siblings[layer.path.rpartition(".")[0]]
-
-    def _find_inside(self, branch: Parts) -> tuple[frozenset[Layer], frozenset[object]]:
-        """Return the layers in a part of the model, and their sizes."""
-        layers = self.branches[branch]
-        return frozenset(layers), frozenset(layer.signature for layer in layers)
-
-    def counts_backwards(self, container: Parts) -> bool:
-        """Whether what a container numbers is registered from the last to the first, as far as that is known."""
-        if not self.ordered:
-            return False
-        numbered = [parts_of(layer.path)[len(container)] for layer in self._numbered(container)]
-        numbers = list(dict.fromkeys(_number(part.removeprefix(".")) or 0 for part in numbered))
-        return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
-
-    def _numbered(self, container: Parts) -> Iterable[Layer]:
-        depth = len(container)
-        for layer in self.branches[container]:
-            rest = parts_of(layer.path)[depth:]
-            if rest and _number(rest[0].removeprefix(".")) is not None:
-                yield layer
-
-    def num_branches(self, fork: Fork) -> int:
-        """Return how many parts the container of a fork numbers."""
-        return len({parts_of(layer.path)[len(fork.container)] for layer in self._numbered(fork.container)})
-
-    def may_count_backwards(self, container: Parts) -> bool:
-        """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
-        return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
-
-
-def _equal_names(source: Fork, target: Fork) -> int:
-    """Return how many names are equal as they are matched, less those that are equal the other way round."""
-    names = [[_name(rest) for rest in (fork.first, fork.second)] for fork in (source, target)]
-    (one, other), (first, second) = names
-    equal = [one == first, other == second]
-    exchanged = [one == second, other == first]
-    said = [bool(one) and equal[0], bool(other) and equal[1]]
-    return sum(said) - sum([bool(one) and exchanged[0], bool(other) and exchanged[1]])
-
-
-def _name(rest: Parts) -> tuple[str, ...]:
-    """Return the words of a path; none if they are one vague word."""
-    words = tuple(word for part in rest if not (word := part.removeprefix(".")).isdecimal())
-    return () if len(words) == 1 and words[0].lower() in VAGUE_WORDS else words
-
-
-def _list_numbers(layer: Layer) -> tuple[str, ...]:
-    """Return the numbers that are components of the path of a layer's container: 1 of `layers.1.conv2.0`."""
-    return tuple(part for part in layer.path.split(".")[:-1] if part.isdecimal())
-
-
-def _last_word(container: Parts) -> str:
-    words = [word for part in container if not (word := part.removeprefix(".")).isdecimal()]
-    return words[-1] if words else ""
-
-
-def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
-    """Yield each layer with those that follow it."""
-    for position, layer in enumerate(layers, 1):
-        for other in layers[position : position + _MOST_NEIGHBORS]:
-            yield layer, other
-
-
-def _component(container: Parts) -> Parts:
-    """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
-    starts = [i for i, part in enumerate(container) if part.startswith(".")]
-    return container[starts[-1] :] if starts else container
 
 
 class Justification:
@@ -226,10 +58,7 @@ class Justification:
         for layers in alike.values():
             for one, other in _pairs(layers):
                 if not self.tell_apart(one, other):
-                    merged = groups.get(one, [one]) + [
-                        layer for layer in groups.get(other, [other]) if layer not in groups.get(one, [one])
-                    ]
-                    groups |= dict.fromkeys(merged, merged)
+                    _join(groups, one, other)
         distinct = {id(group): group for group in groups.values()}
         return [(group, [self.matched[layer] for layer in group]) for group in distinct.values()]
 
@@ -257,7 +86,7 @@ class Justification:
         block = side.block(layer)
         if (side, block) not in self._block_numbers:
             matches = (matched.get(other) for other in side.branches[block] if other.has_matrix)
-            self._block_numbers[side, block] = _common_start([_list_numbers(other) for other in matches if other])
+            self._block_numbers[side, block] = common_start([_list_numbers(other) for other in matches if other])
         expected = self._block_numbers[side, block]
         return not block or _list_numbers(match)[: len(expected)] == expected
 
@@ -299,7 +128,7 @@ class Justification:
         containers = source.container, target.container
         if containers not in self._directions:
             self._directions[containers] = self._count_the_same_way(*containers)
-        if (_NO_NUMBER in source.numbers) != (_NO_NUMBER in target.numbers):
+        if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
             return False
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         return rising and self._directions[containers]
@@ -330,7 +159,7 @@ class Justification:
         return [layer for path in whole for layer in self.source.branches[path] if parts_of(layer.path) == path]
 
     def _count_the_same_way(self, source: Parts, target: Parts) -> bool:
-        if _last_word(source) != _last_word(target):  # by the same words they count alike
+        if last_word(source) != last_word(target):  # by the same words they count alike
             if self.source.may_count_backwards(source) or self.target.may_count_backwards(target):
                 return False
             if self.source.counts_backwards(source) != self.target.counts_backwards(target):
@@ -340,7 +169,7 @@ class Justification:
         for layer in self.source.branches[source]:
             match = self.matched.get(layer)
             if match in inside:
-                one, other = _number_below(source, layer), _number_below(target, match)
+                one, other = number_below(source, layer), number_below(target, match)
                 if one is not None and other is not None:
                     numbers.add((one, other))
         return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
@@ -353,3 +182,39 @@ class Justification:
             if convolution is None or wanted is None or self.matched.get(convolution) is not wanted:
                 return False
         return True
+
+
+def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
+    """Yield each layer with those that follow it."""
+    for position, layer in enumerate(layers, 1):
+        for other in layers[position : position + _MOST_NEIGHBORS]:
+            yield layer, other
+
+
+def _join(groups: dict[Layer, list[Layer]], one: Layer, other: Layer) -> None:
+    """Make one group of those of two layers."""
+    group, added = groups.setdefault(one, [one]), groups.setdefault(other, [other])
+    if group is not added:
+        group += added
+        groups |= dict.fromkeys(added, group)
+
+
+def _equal_names(source: Fork, target: Fork) -> int:
+    """Return how many names are equal as they are matched, less those that are equal the other way round."""
+    names = [[_name(rest) for rest in (fork.first, fork.second)] for fork in (source, target)]
+    (one, other), (first, second) = names
+    equal = [one == first, other == second]
+    exchanged = [one == second, other == first]
+    said = [bool(one) and equal[0], bool(other) and equal[1]]
+    return sum(said) - sum([bool(one) and exchanged[0], bool(other) and exchanged[1]])
+
+
+def _name(rest: Parts) -> tuple[str, ...]:
+    """Return the words of a path; none if they are one vague word."""
+    words = tuple(word for part in rest if not (word := part.removeprefix(".")).isdecimal())
+    return () if len(words) == 1 and words[0].lower() in VAGUE_WORDS else words
+
+
+def _list_numbers(layer: Layer) -> tuple[str, ...]:
+    """Return the numbers that are components of the path of a layer's container: 1 of `layers.1.conv2.0`."""
+    return tuple(part for part in layer.path.split(".")[:-1] if part.isdecimal())

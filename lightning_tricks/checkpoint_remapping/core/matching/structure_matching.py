@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lightning_tricks.checkpoint_remapping.core.matching.candidates import equal_groups
-from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification, Side
+from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape, group_layers
 from lightning_tricks.checkpoint_remapping.core.matching.layer_order import is_ordered, sort_naturally
 from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
@@ -16,6 +16,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching, matches_of_layers
 from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
+from lightning_tricks.checkpoint_remapping.core.matching.sides import Side
 from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
     fuse_query_key_value,
     mark_transposed,

@@ -1,0 +1,162 @@
+"""What the paths and the order of layers say: where two paths part, and what stands beside a layer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
+
+Parts = tuple[str, ...]
+NO_NUMBER = -1
+
+
+@lru_cache(maxsize=65536)
+def parts_of(path: str) -> Parts:
+    """Split a path at dots, underscores and numbers.
+
+    Example:
+        >>> parts_of("layer1.0.conv_2")
+        ('layer', '1', '.0', '.conv', '2')
+    """
+    return tuple(re.findall(r"\.?(?:\d+|[^\d._]+)", path))
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where the paths of two layers part: their common container, and what follows in each."""
+
+    container: Parts
+    first: Parts
+    second: Parts
+    by_letters: bool  # whether letters count the parts of the container
+
+    @cached_property
+    def numbers(self) -> tuple[int, int] | None:
+        """The numbers in which the two differ; None if they differ in words."""
+        found = [
+            _number(rest[0].removeprefix("."), self.by_letters) if rest else None for rest in (self.first, self.second)
+        ]
+        if None in found and any(rest and rest[0].isdecimal() for rest in (self.first, self.second)):
+            found = [NO_NUMBER if number is None else number for number in found]  # `conv` and `conv2`
+        return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+
+    @property
+    def branches(self) -> tuple[Parts, Parts]:
+        """The parts of the model that hold the first and the second layer."""
+        return (*self.container, *self.first[:1]), (*self.container, *self.second[:1])
+
+
+def common_start(sequences: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Return what all sequences start with."""
+    first = min(sequences, key=len, default=())
+    different = (i for i, part in enumerate(first) if any(other[i] != part for other in sequences))
+    return first[: next(different, len(first))]
+
+
+def _number(part: str, by_letters: bool = False) -> int | None:
+    if part.isdecimal():
+        return int(part)
+    return ord(part) if by_letters and re.fullmatch("[a-h]", part) else None
+
+
+class Side:
+    """The layers of the file or of the model, and what their names and their order say about them.
+
+    Args:
+        layers: The layers.
+        ordered: Whether they come in the order in which the model registers them.
+    """
+
+    def __init__(self, layers: list[Layer], ordered: bool) -> None:
+        self.ordered = ordered
+        self.branches: dict[Parts, list[Layer]] = defaultdict(list)
+        self._in_block: Counter[tuple[Parts, object]] = Counter()
+        self._siblings: dict[str, list[Layer]] = defaultdict(list)
+        for layer in layers:
+            self._siblings[layer.path.rpartition(".")[0]].append(layer)
+            parts = parts_of(layer.path)
+            for depth in range(len(parts) + 1):
+                self.branches[parts[:depth]].append(layer)
+        counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
+        self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+        # Asked for each pair of layers
+        self.words = cache(self._find_words)
+        self.inside = cache(self._find_inside)
+
+    def fork(self, one: Layer, other: Layer) -> Fork:
+        """Return the fork of two layers; letters count if a, b and c are there."""
+        parts = parts_of(one.path), parts_of(other.path)
+        depth = len(common_start(parts))
+        container = parts[0][:depth]
+        by_letters = all((*container, f".{letter}") in self.branches for letter in "abc")
+        return Fork(container, parts[0][depth:], parts[1][depth:], by_letters)
+
+    def _find_words(self, layer: Layer) -> set[str]:
+        """Return the words that say what a layer is; first and second mean something where there are two."""
+        is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
+        words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
+        return words if is_one_of_two else words - ORDINAL_ROLES
+
+    def block(self, layer: Layer) -> Parts:
+        """Return the innermost numbered part that holds a layer and several matrices: a block of a transformer."""
+        parts = parts_of(layer.path)
+        for depth in range(len(parts) - 1, 0, -1):
+            numbered = parts[depth - 1].removeprefix(".").isdecimal() and parts[depth].startswith(".")
+            if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
+                return parts[:depth]
+        return ()
+
+    def siblings(self, layer: Layer) -> list[Layer]:
+        """Return the layers that one module holds directly, of which this is one."""
+        return self._siblings[layer.path.rpartition(".")[0]]
+
+    def _find_inside(self, branch: Parts) -> tuple[frozenset[Layer], frozenset[object]]:
+        """Return the layers in a part of the model, and their sizes."""
+        layers = self.branches[branch]
+        return frozenset(layers), frozenset(layer.signature for layer in layers)
+
+    def counts_backwards(self, container: Parts) -> bool:
+        """Whether what a container numbers is registered from the last to the first, as far as that is known."""
+        if not self.ordered:
+            return False
+        numbered = [parts_of(layer.path)[len(container)] for layer in self._numbered(container)]
+        numbers = list(dict.fromkeys(_number(part.removeprefix(".")) or 0 for part in numbered))
+        return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
+
+    def _numbered(self, container: Parts) -> Iterable[Layer]:
+        depth = len(container)
+        for layer in self.branches[container]:
+            rest = parts_of(layer.path)[depth:]
+            if rest and _number(rest[0].removeprefix(".")) is not None:
+                yield layer
+
+    def num_branches(self, fork: Fork) -> int:
+        """Return how many parts the container of a fork numbers."""
+        return len({parts_of(layer.path)[len(fork.container)] for layer in self._numbered(fork.container)})
+
+    def may_count_backwards(self, container: Parts) -> bool:
+        """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
+        return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
+
+
+def _component(container: Parts) -> Parts:
+    """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
+    starts = [i for i, part in enumerate(container) if part.startswith(".")]
+    return container[starts[-1] :] if starts else container
+
+
+def number_below(container: Parts, layer: Layer) -> int | None:
+    """Return the number of the part of a container that holds a layer."""
+    rest = parts_of(layer.path)[len(container) :]
+    return _number(rest[0].removeprefix("."), by_letters=True) if rest else None
+
+
+def last_word(container: Parts) -> str:
+    """Return the last word of a path."""
+    words = [word for part in container if not (word := part.removeprefix(".")).isdecimal()]
+    return words[-1] if words else ""
