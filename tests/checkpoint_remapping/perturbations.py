@@ -183,11 +183,9 @@ def names_that_say_nothing(model: Architecture, file: File, chance: random.Rando
     chance.shuffle(new)
     others = dict(zip((one, other), new, strict=True))
     containers = set(pairs[kind, one, other])
-    # Each BatchNorm is registered beside its own convolution
-    has_statistics = any(
-        f"{container}.{one}.running_mean".lstrip(".") in file.truth.values() for container in containers
-    )
-    if chance.random() < 0.5 and not has_statistics:
+    # Each norm is registered beside its own convolution
+    weights = [model.tensors.get(f"{container}.{one}.weight".lstrip(".")) for container in containers]
+    if chance.random() < 0.5 and not any(weight is not None and weight.dim() == 1 for weight in weights):
         swap = {one: other, other: one}
         file = _in_order(
             file, lambda path, parts: [swap.get(part, part) for part in parts] if path in containers else parts

@@ -100,6 +100,8 @@ class Side:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
+        if not layer.has_matrix and layer.words & {"post", "pre"}:
+            words -= {"attention", "attn"}  # Llama's norm of the feed-forward is post_attention_layernorm
         return words if is_one_of_two else words - ORDINAL_ROLES
 
     def block(self, layer: Layer) -> Parts:
