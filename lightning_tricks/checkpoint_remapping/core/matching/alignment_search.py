@@ -133,13 +133,13 @@ class _AlignmentSearch:
         by_structure = match_by_structure(sources, targets)
         if by_names.ambiguous:
             return by_structure if by_structure.targets() and not by_structure.ambiguous else by_names
+        # Some names are equal by chance, and say nothing unless they fit half of the model
+        if 2 * len(by_names.targets()) < len(targets):
+            return by_structure
         rest = match_by_structure(*self._left(by_names.sources(), by_names.targets()))
         completed = by_names
         if rest.matches or rest.ambiguous:
             completed = Matching(by_names.matches + rest.matches, rest.ambiguous)
-        # Some names are equal by chance, and say nothing unless they fit half of the model
-        if 2 * len(by_names.targets()) < len(targets):
-            return by_structure
         return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:

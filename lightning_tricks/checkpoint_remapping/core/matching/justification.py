@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     NO_NUMBER,
     Fork,
@@ -22,6 +22,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     last_word,
     number_below,
     parts_of,
+    words_in,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES, VAGUE_WORDS
 
@@ -43,11 +44,12 @@ class Justification:
     ) -> None:
         self.source, self.target, self.matched = source, target, matched
         self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
-        self._directions: dict[tuple[Parts, Parts], bool] = {}
         self._sources = {target: source for source, target in matched.items()}
+        # Asked for many pairs of layers
         self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
-        self._beside: dict[tuple[tuple[Parts, Parts], tuple[Parts, Parts]], bool] = {}
-        self._block_numbers: dict[tuple[Side, Parts], Sequence[str]] = {}
+        self._numbers_of_block = cache(self._find_numbers_of_block)
+        self._are_matched_apart = cache(self._find_whether_matched_apart)
+        self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
         """Return the groups of (layers of the file, layers of the model) that nothing tells apart."""
@@ -68,29 +70,28 @@ class Justification:
             return False
         matches = self.matched[one], self.matched[other]
         forks = self.source.fork(one, other), self.target.fork(*matches)
-        balance = self._words(one, other, *matches, counted=all(fork.numbers for fork in forks)) or _equal_names(*forks)
+        counted = all(fork.numbers for fork in forks)
+        balance = self._words(one, other, *matches, counted) or _equal_names(*forks)
         if balance:
             return balance > 0
-        if all(fork.numbers for fork in forks):
-            return self._beside_others(*forks) or self._numbers(*forks)
-        return self._beside_others(*forks) or self._norms(one, other)
+        return self._beside_others(*forks) or (self._numbers(*forks) if counted else self._norms(one, other))
 
     def _find_whether_blocks_are_kept(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
         match = self.matched[layer]
-        return self._has_numbers_of_block(self.source, layer, match, self.matched) and self._has_numbers_of_block(
-            self.target, match, layer, self._sources
-        )
+        for side, own, other in ((self.source, layer, match), (self.target, match, layer)):
+            block = side.block(own)
+            expected = self._numbers_of_block(side, block)
+            if block and _list_numbers(other)[: len(expected)] != expected:
+                return False
+        return True
 
-    def _has_numbers_of_block(self, side: Side, layer: Layer, match: Layer, matched: Mapping[Layer, Layer]) -> bool:
-        block = side.block(layer)
-        if (side, block) not in self._block_numbers:
-            matches = (matched.get(other) for other in side.branches[block] if other.has_matrix)
-            self._block_numbers[side, block] = common_start([_list_numbers(other) for other in matches if other])
-        expected = self._block_numbers[side, block]
-        return not block or _list_numbers(match)[: len(expected)] == expected
+    def _find_numbers_of_block(self, side: Side, block: Parts) -> Sequence[str]:
+        matched = self.matched if side is self.source else self._sources
+        matches = (matched.get(layer) for layer in side.branches[block] if layer.has_matrix)
+        return common_start([_list_numbers(match) for match in matches if match])
 
-    def _words(self, one: Layer, other: Layer, first: Layer, second: Layer, counted: bool = False) -> int:
+    def _words(self, one: Layer, other: Layer, first: Layer, second: Layer, counted: bool) -> int:
         """Return how many words speak for the matches, less those that speak for the exchange."""
         ignored = ORDINAL_ROLES if counted else frozenset()  # projects count from 0 or from 1
         words = self.source.words(one) - ignored, self.source.words(other) - ignored
@@ -103,12 +104,9 @@ class Justification:
         """Whether the branches of the two hold layers of sizes that the other branch has not, matched likewise."""
         if () in (source.first, source.second, target.first, target.second):
             return False
-        branches, wanted = source.branches, target.branches
-        if (branches, wanted) not in self._beside:
-            self._beside[branches, wanted] = self._are_matched_apart(branches, wanted)
-        return self._beside[branches, wanted]
+        return self._are_matched_apart(source.branches, target.branches)
 
-    def _are_matched_apart(self, sources: tuple[Parts, Parts], targets: tuple[Parts, Parts]) -> bool:
+    def _find_whether_matched_apart(self, sources: tuple[Parts, Parts], targets: tuple[Parts, Parts]) -> bool:
         inside, sizes = zip(*map(self.source.inside, sources), strict=True)
         wanted = [self.target.inside(branch)[0] for branch in targets]
         matches = [{self.matched.get(layer) for layer in layers} for layers in inside]
@@ -125,40 +123,41 @@ class Justification:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
         if source.numbers is None or target.numbers is None or self._is_gated(source, target):
             return False
-        containers = source.container, target.container
-        if containers not in self._directions:
-            self._directions[containers] = self._count_the_same_way(*containers)
         if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
             return False
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
-        return rising and self._directions[containers]
+        return rising and self._count_the_same_way(source.container, target.container)
 
     def _is_gated(self, fork: Fork, target: Fork) -> bool:
         """Whether the two are gate and input of a gated layer, which numbers call by either name.
 
         Beside both is the layer that leads back. In a chain of layers, another one would follow.
         """
-        sizes = [[size for _, size in layer.sizes if len(size) == 2] for layer in self._at(fork)]
+        layers = self._at(fork)
+        sizes = [_matrix_sizes(layer) for layer in layers]
         if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
             return False
         beside = [
             size
-            for layer in self.source.siblings(self._at(fork)[0])
-            for _, size in layer.sizes
-            if len(size) == 2 and {*size} == {*sizes[0][0]}
+            for layer in self.source.siblings(layers[0])
+            for size in _matrix_sizes(layer)
+            if {*size} == {*sizes[0][0]}
         ]
         if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
             return False
         # Three square ones are a chain if all are numbered
         is_square = len({*sizes[0][0]}) == 1
-        return not is_square or min(self.source.num_branches(fork), self.target.num_branches(target)) < 3
+        return (
+            not is_square
+            or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
+        )
 
     def _at(self, fork: Fork) -> list[Layer]:
         """Return the two layers of a fork, if their numbers are the last part of their paths."""
         whole = ((*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1)
         return [layer for path in whole for layer in self.source.branches[path] if parts_of(layer.path) == path]
 
-    def _count_the_same_way(self, source: Parts, target: Parts) -> bool:
+    def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
         if last_word(source) != last_word(target):  # by the same words they count alike
             if self.source.may_count_backwards(source) or self.target.may_count_backwards(target):
                 return False
@@ -201,18 +200,22 @@ def _join(groups: dict[Layer, list[Layer]], one: Layer, other: Layer) -> None:
 
 def _equal_names(source: Fork, target: Fork) -> int:
     """Return how many names are equal as they are matched, less those that are equal the other way round."""
-    names = [[_name(rest) for rest in (fork.first, fork.second)] for fork in (source, target)]
-    (one, other), (first, second) = names
-    equal = [one == first, other == second]
-    exchanged = [one == second, other == first]
-    said = [bool(one) and equal[0], bool(other) and equal[1]]
-    return sum(said) - sum([bool(one) and exchanged[0], bool(other) and exchanged[1]])
+    balance = 0
+    names = _name(target.first), _name(target.second)
+    for name, own, others in ((_name(source.first), *names), (_name(source.second), *names[::-1])):
+        if name:
+            balance += (name == own) - (name == others)
+    return balance
 
 
 def _name(rest: Parts) -> tuple[str, ...]:
     """Return the words of a path; none if they are one vague word."""
-    words = tuple(word for part in rest if not (word := part.removeprefix(".")).isdecimal())
+    words = words_in(rest)
     return () if len(words) == 1 and words[0].lower() in VAGUE_WORDS else words
+
+
+def _matrix_sizes(layer: Layer) -> list[Shape]:
+    return [size for _, size in layer.sizes if len(size) == 2]
 
 
 def _list_numbers(layer: Layer) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
@@ -126,20 +126,19 @@ class Side:
         """Whether what a container numbers is registered from the last to the first, as far as that is known."""
         if not self.ordered:
             return False
-        numbered = [parts_of(layer.path)[len(container)] for layer in self._numbered(container)]
-        numbers = list(dict.fromkeys(_number(part.removeprefix(".")) or 0 for part in numbered))
+        numbers = list(dict.fromkeys(int(part.removeprefix(".")) for part in self._numbered(container)))
         return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
 
-    def _numbered(self, container: Parts) -> Iterable[Layer]:
-        depth = len(container)
-        for layer in self.branches[container]:
-            rest = parts_of(layer.path)[depth:]
-            if rest and _number(rest[0].removeprefix(".")) is not None:
-                yield layer
+    def num_branches(self, container: Parts) -> int:
+        """Return how many parts a container numbers."""
+        return len(set(self._numbered(container)))
 
-    def num_branches(self, fork: Fork) -> int:
-        """Return how many parts the container of a fork numbers."""
-        return len({parts_of(layer.path)[len(fork.container)] for layer in self._numbered(fork.container)})
+    def _numbered(self, container: Parts) -> Iterator[str]:
+        """Yield, for each layer in what a container numbers, the number, as it stands in the path."""
+        for layer in self.branches[container]:
+            part = "".join(parts_of(layer.path)[len(container) :][:1])
+            if part.removeprefix(".").isdecimal():
+                yield part
 
     def may_count_backwards(self, container: Parts) -> bool:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
@@ -160,5 +159,9 @@ def number_below(container: Parts, layer: Layer) -> int | None:
 
 def last_word(container: Parts) -> str:
     """Return the last word of a path."""
-    words = [word for part in container if not (word := part.removeprefix(".")).isdecimal()]
-    return words[-1] if words else ""
+    return "".join(words_in(container)[-1:])
+
+
+def words_in(parts: Parts) -> tuple[str, ...]:
+    """Return the parts that are no numbers."""
+    return tuple(word for part in parts if not (word := part.removeprefix(".")).isdecimal())
