@@ -76,7 +76,6 @@ def examine(name: str) -> Record:
         if file is not None:
             end, wrong = outcome(model, file)
             record["cases"][perturbation] = [end, len(wrong), *wrong[:3]]
-    gc.collect()
     return record | {"seconds": round(time.process_time() - began, 2)}
 
 
@@ -203,7 +202,9 @@ def _read(path: Path | None) -> dict[str, Record]:
 
 def _examined(names: list[str], processes: int) -> Iterator[Record]:
     if processes == 1:
-        yield from map(examine, names)
+        for name in names:
+            yield examine(name)
+            gc.collect()
         return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         yield from pool.imap_unordered(examine, names, chunksize=1)

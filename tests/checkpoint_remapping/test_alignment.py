@@ -247,6 +247,53 @@ def test_a_report_shows_what_has_no_counterpart():
         assert sum(all(word in row for word in words) for row in rows) == 1, words
 
 
+def _doubts(found):
+    """The weak matches, with what makes them weak."""
+    return {match.targets[0]: match.reason for match in found.matches if match.strength == "weak"}
+
+
+def test_equal_names_rules_words_and_conversions_are_strong_evidence():
+    net = ARCHITECTURES["ResNet-18"]["torchvision"]()
+    assert not _doubts(align(net, {f"net.{name}": tensor for name, tensor in net.state_dict().items()}))
+    assert not _doubts(load_weights(net, net.state_dict(), rules=[("fc", "fc")]).alignment)
+    converted = align(*(nn.ModuleDict({name: nn.Linear(4, 4) for name in names}) for names in (_ONE, _OTHER)))
+    assert [match.strength for match in converted.matches] == ["strong"] * 6
+    found = align(ARCHITECTURES["ViT-B"]["timm"](), model("ViT-B", "HF").state_dict())
+    assert {reason.partition("; ")[2] for reason in _doubts(found).values()} == {
+        "taken to be query, key and value, one after another"
+    }
+    assert len(_doubts(found)) == 24
+    assert "24 of 152 matches rest on weak evidence, among them 24 fused tensors" in found.diagnosis
+
+
+_ONE, _OTHER = ("query", "key", "value"), ("q_proj", "k_proj", "v_proj")
+
+
+def test_weak_evidence_is_told_with_what_it_rests_on():
+    found = align(ARCHITECTURES["ResNet-18"]["HF"](), model("ResNet-18", "torchvision").state_dict())
+    doubts = _doubts(found)
+    assert "weak evidence: max_output_difference shows whether the outputs agree" in found.diagnosis
+    assert f"{len(doubts)} of 122 matches rest on weak" in found.diagnosis
+    weak = "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight"
+    assert doubts[weak].endswith("told from others of its size only by numbers behind different words")
+    assert "resnet.embedder.embedder.convolution.weight" not in doubts  # the only one of its size
+    flattened = align(
+        nn.Sequential(nn.Linear(8 * 9, 5)), {"fc.weight": torch.zeros(5, 8, 3, 3), "fc.bias": torch.zeros(5)}
+    )
+    assert _doubts(flattened)["0.weight"].endswith("its elements are taken to be in the same order")
+    alone = align(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.LayerNorm(5)}), _renamed_layers())
+    assert {name: reason.partition("; ")[2] for name, reason in _doubts(alone).items()} == dict.fromkeys(
+        ("b.weight", "b.bias"), "nothing but its size says so"
+    )
+    rows = render_text(alone.report()).splitlines()
+    assert [row.split()[-2] for row in rows for name in ("a.bias", "b.bias") if name in row] == ["strong", "weak"]
+
+
+def _renamed_layers():
+    sizes = {"x.weight": (2, 3), "x.bias": (2,), "y.weight": (5,), "y.bias": (5,)}
+    return {name: torch.zeros(size) for name, size in sizes.items()}
+
+
 def test_rules_of_prefixes_are_short():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for wrapped in ({f"module.net.{n}": t for n, t in net.state_dict().items()}, net.state_dict()):

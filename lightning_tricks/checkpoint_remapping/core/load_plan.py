@@ -56,7 +56,7 @@ class LoadReport:
         unexpected: Names of the file, without wrappers' parts, that the model has no tensor for.
         mismatched: Names of the model whose shapes or kinds differ, and which kept their values.
         diagnosis: What was found, in words.
-        alignment: Which tensor became which, and why; its `report()` is a table.
+        alignment: Which tensor became which, why, and how strong that evidence is; its `report()` is a table.
     """
 
     loaded: int

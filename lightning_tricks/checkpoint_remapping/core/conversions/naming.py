@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
 _PLACEHOLDER = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
@@ -91,12 +88,13 @@ class Naming:
     def _kinds(self) -> set[str]:
         return {kind for pattern in self._patterns for kind, _ in pattern.numbers}
 
-    def read(self, shapes: Mapping[str, Shape]) -> Iterator[list[Tensor]]:
+    def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
         """Yield what the names stand for, if all of them are names of this project behind one prefix.
 
         There are several readings where the number of steps is not known.
         """
-        names = [name for name in shapes if not is_computed(name) and not re.search(self.computed or "$^", name)]
+        if self.computed:
+            names = [name for name in names if not re.search(self.computed, name)]
         for prefix in _prefixes(names):
             found: list[_Found] = []
             for name in names:
@@ -161,7 +159,7 @@ def _tensor(pattern: _Pattern, match: re.Match[str], last: int, steps: int) -> T
     return Tensor(match.string, parts, pattern.transposed and leaf == "weight")
 
 
-def _prefixes(names: list[str]) -> list[str]:
+def _prefixes(names: Sequence[str]) -> list[str]:
     """Return what all names may begin with: nothing, or some components of the first."""
     components = names[0].split(".")[:_MOST_PREFIXES] if names else []
     return ["".join(f"{component}." for component in components[:end]) for end in range(len(components))]

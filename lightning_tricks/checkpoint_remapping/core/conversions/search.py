@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_tricks.checkpoint_remapping.core.conversions import decoders, diffusion, encoders, multimodal
 from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming, Part, Tensor
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 Shapes = Mapping[str, Shape]
 FAMILIES: dict[str, tuple[Naming, ...]] = {
@@ -31,10 +32,13 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
     Returns:
         The matches; None if no table fits.
     """
+    source_names, target_names = (
+        [name for name in shapes if not is_computed(name)] for shapes in (source_shapes, target_shapes)
+    )
     for family, namings in FAMILIES.items():
-        sources = _readings(namings, source_shapes)
+        sources = _readings(namings, source_names)
         if sources:
-            for target, wanted in _readings(namings, target_shapes):
+            for target, wanted in _readings(namings, target_names):
                 for source, given in sources:
                     if source is not target and source.order == target.order:
                         found = _Conversion(family, source, target, source_shapes, target_shapes).match(given, wanted)
@@ -43,8 +47,8 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
     return None
 
 
-def _readings(namings: tuple[Naming, ...], shapes: Shapes) -> list[tuple[Naming, list[Tensor]]]:
-    return [(naming, tensors) for naming in namings for tensors in naming.read(shapes)]
+def _readings(namings: tuple[Naming, ...], names: Sequence[str]) -> list[tuple[Naming, list[Tensor]]]:
+    return [(naming, tensors) for naming in namings for tensors in naming.read(names)]
 
 
 class _Conversion:

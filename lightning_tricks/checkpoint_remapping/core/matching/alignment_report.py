@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, FUSED, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS, strip_wrappers
@@ -26,11 +26,11 @@ def alignment_table(alignment: Alignment, limit: int | None) -> Table:
     table = Table(
         title=summary_line(alignment), caption=alignment.diagnosis, title_justify="left", caption_justify="left"
     )
-    for column in ("in the file", "in the model", "why"):
+    for column in ("in the file", "in the model", "why", "evidence"):
         table.add_column(column, overflow="fold")
     for match in alignment.matches[:limit]:
         shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
-        table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape)
+        table.add_row("\n".join(match.sources), "\n".join(match.targets), match.reason + shape, match.strength)
     for mismatch in alignment.mismatched:
         shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
         table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
@@ -151,10 +151,12 @@ def _other_names(found: Matching) -> Iterable[str]:
     yield (
         "the names are another project's: layers were matched by their order, their sizes and the words in their names"
     )
-    fused = [match for match in found.matches if max(len(match.sources), len(match.targets)) > 1]
-    if fused:
+    weak = [match for match in found.matches if match.strength == "weak"]
+    if weak:
+        fused = sum(FUSED in match.reason for match in weak)
+        parts = f", among them {fused} fused tensors, whose parts are {FUSED}" if fused else ""
         yield (
-            f"the parts of {len(fused)} fused tensors are taken to be query, key and value, one after another: "
+            f"{len(weak)} of {len(found.matches)} matches rest on weak evidence{parts}: "
             "max_output_difference shows whether the outputs agree"
         )
 

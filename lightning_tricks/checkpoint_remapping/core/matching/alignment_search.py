@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -189,12 +190,7 @@ class _AlignmentSearch:
         positions = {name: position for position, name in enumerate(self.target_shapes)}
         matches = sorted(found.matches, key=lambda match: positions[match.targets[0]])
         names = self.model_names
-        return tuple(
-            Match(
-                match.sources, tuple(names[name] for name in match.targets), match.transpose, match.shape, match.reason
-            )
-            for match in matches
-        )
+        return tuple(replace(match, targets=tuple(names[name] for name in match.targets)) for match in matches)
 
     def _mismatch(self, source: str, target: str) -> Mismatch:
         shapes = self.source_shapes[source], self.target_shapes[target]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_tricks.checkpoint_remapping.core.matching.candidates import Series
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 
 
 def pair_by_evidence(
@@ -22,7 +21,7 @@ def pair_by_evidence(
         A series of the file, one of the model, and why they belong together.
     """
     if len(sources) == len(targets) == 1:
-        if len(sources[0]) > 1 or _has_distinctive_size(sources[0][0]) or _words_in_common(sources[0], targets[0]):
+        if len(sources[0]) > 1 or sources[0][0].has_distinctive_size or _words_in_common(sources[0], targets[0]):
             yield sources[0], targets[0], reason_if_unique
         return
     # A word that all series of a side have tells them apart no better than none
@@ -60,8 +59,3 @@ def _mutually_best(sources: list[Series], targets: list[Series], ignored: frozen
 
 def _words_in_common(source: Series, target: Series, ignored: frozenset[str] = frozenset()) -> int:
     return len((source[0].words & target[0].words) - ignored)
-
-
-def _has_distinctive_size(layer: Layer) -> bool:
-    """Whether the sizes of a layer alone identify it; those of a square matrix or of a vector do not."""
-    return any(len(size) > 2 or (len(size) == 2 and len(set(size)) == 2) for _, size in layer.sizes)

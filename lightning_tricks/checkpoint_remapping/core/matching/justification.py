@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 
@@ -29,6 +30,23 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL
 _MOST_NEIGHBORS = 200  # that a layer is compared with: a mixture of experts has thousands of one size
 
 
+class Evidence(IntEnum):
+    """What tells two matches apart, from the weakest to the strongest."""
+
+    NOTHING = 0
+    CONVOLUTIONS = 1
+    NEIGHBORS = 2
+    NUMBERS = 3
+    NAMES = 4
+
+
+_DOUBTS = {
+    Evidence.CONVOLUTIONS: "told from others of its size only by the convolution before it",
+    Evidence.NEIGHBORS: "told from others of its size only by the layers beside it",
+    Evidence.NUMBERS: "told from others of its size only by numbers behind different words",
+}
+
+
 class Justification:
     """What tells layers of equal sizes apart.
 
@@ -45,6 +63,7 @@ class Justification:
         self.source, self.target, self.matched = source, target, matched
         self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
         self._sources = {target: source for source, target in matched.items()}
+        self._weakest: dict[Layer, Evidence] = {}
         # Asked for many pairs of layers
         self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
         self._numbers_of_block = cache(self._find_numbers_of_block)
@@ -52,29 +71,48 @@ class Justification:
         self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
-        """Return the groups of (layers of the file, layers of the model) that nothing tells apart."""
+        """Return the groups of (layers of the file, layers of the model) that nothing tells apart.
+
+        Also find the weakest evidence of each match.
+        """
         alike: dict[tuple[object, object], list[Layer]] = defaultdict(list)
         for source, target in self.matched.items():
             alike[source.signature, target.signature].append(source)
         groups: dict[Layer, list[Layer]] = {}
         for layers in alike.values():
             for one, other in _pairs(layers):
-                if not self.tell_apart(one, other):
+                evidence = self.evidence(one, other)
+                for layer in (one, other):
+                    self._weakest[layer] = min(evidence, self._weakest.get(layer, evidence))
+                if not evidence:
                     _join(groups, one, other)
         distinct = {id(group): group for group in groups.values()}
         return [(group, [self.matched[layer] for layer in group]) for group in distinct.values()]
 
-    def tell_apart(self, one: Layer, other: Layer) -> bool:
-        """Whether something says that two layers of the file belong as they were matched."""
+    def doubt(self, layer: Layer) -> str:
+        """Return why the match of a layer of the file is a weak one; empty for a strong one."""
+        match, weakest = self.matched[layer], self._weakest.get(layer)
+        if layer.signature != match.signature:
+            return "its elements are taken to be in the same order"
+        if weakest is None and not layer.has_distinctive_size and not layer.words & match.words:
+            return "nothing but its size says so"
+        return _DOUBTS.get(weakest or Evidence.NAMES, "")
+
+    def evidence(self, one: Layer, other: Layer) -> Evidence:
+        """Return what says that two layers of the file belong as they were matched, and not the other way round."""
         if not (self._keeps_blocks(one) and self._keeps_blocks(other)):
-            return False
+            return Evidence.NOTHING
         matches = self.matched[one], self.matched[other]
         forks = self.source.fork(one, other), self.target.fork(*matches)
         counted = all(fork.numbers for fork in forks)
         balance = self._words(one, other, *matches, counted) or _equal_names(*forks)
         if balance:
-            return balance > 0
-        return self._beside_others(*forks) or (self._numbers(*forks) if counted else self._norms(one, other))
+            return Evidence.NAMES if balance > 0 else Evidence.NOTHING
+        if counted and self._numbers(*forks):
+            return Evidence.NAMES if _are_counted_alike(*forks) else Evidence.NUMBERS
+        if self._beside_others(*forks):
+            return Evidence.NEIGHBORS
+        return Evidence.CONVOLUTIONS if not counted and self._norms(one, other) else Evidence.NOTHING
 
     def _find_whether_blocks_are_kept(self, layer: Layer) -> bool:
         """Whether a match has the numbers that the matrices of its block were matched with, seen from both sides."""
@@ -206,6 +244,14 @@ def _equal_names(source: Fork, target: Fork) -> int:
         if name:
             balance += (name == own) - (name == others)
     return balance
+
+
+def _are_counted_alike(source: Fork, target: Fork) -> bool:
+    """Whether the numbers follow the same word, or count the parts of lists or the blocks on both sides."""
+    rests = (source.first, source.second, target.first, target.second)
+    in_lists = all(rest and rest[0][1:].isdecimal() for rest in rests)
+    of_blocks = all(any(part.startswith(".") for part in rest[1:]) for rest in rests)
+    return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
 
 
 def _name(rest: Parts) -> tuple[str, ...]:

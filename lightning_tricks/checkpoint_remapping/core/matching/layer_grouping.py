@@ -34,7 +34,7 @@ class Layer:
         """The names of its tensors, their numbers of dimensions, and the order of their elements."""
         return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path))
 
-    @property
+    @cached_property
     def signature(self) -> tuple[object, ...]:
         """What two layers must have in common to be matched."""
         return self.tensor_kinds, self.sizes
@@ -43,6 +43,11 @@ class Layer:
     def has_matrix(self) -> bool:
         """Whether one of its tensors is more than a vector."""
         return any(len(size) > 1 for _, size in self.sizes)
+
+    @cached_property
+    def has_distinctive_size(self) -> bool:
+        """Whether its sizes alone identify it; those of a square matrix or of a vector do not."""
+        return any(len(size) > 2 or (len(size) == 2 and len(set(size)) == 2) for _, size in self.sizes)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
 
 CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
+FUSED = "taken to be query, key and value, one after another"
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,9 @@ class Match:
         transpose: Whether the last two dimensions are swapped.
         shape: The new shape, None where it does not change.
         reason: Why these tensors belong together.
+        strength: How strong that is. `"strong"` are rules, equal names, conversions, words, numbers behind the same
+            word, and sizes that no other layer has; `"weak"` are neighbors, numbers behind different words, and layouts
+            that are taken for granted.
     """
 
     sources: tuple[str, ...]
@@ -26,6 +31,7 @@ class Match:
     transpose: bool = False
     shape: Shape | None = None
     reason: str = ""
+    strength: Literal["strong", "weak"] = "strong"
 
 
 @dataclass
@@ -49,8 +55,15 @@ class Matching:
         return {name for match in self.matches for name in match.targets}
 
 
-def matches_of_layers(source: Layer, target: Layer, reason: str) -> list[Match]:
-    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs."""
+def matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "") -> list[Match]:
+    """Return the matches of the tensors of two layers, with the transposition and the shape that each needs.
+
+    Args:
+        source: The layer of the file.
+        target: The layer of the model.
+        reason: Why they belong together.
+        doubt: What makes the match a weak one.
+    """
     matches = []
     for tensor, (sources, shape) in source.tensors.items():
         if tensor not in target.tensors:
@@ -62,5 +75,8 @@ def matches_of_layers(source: Layer, target: Layer, reason: str) -> list[Match]:
         got = shape[:-2] + shape[:-3:-1] if transpose else shape
         parts = len(targets)
         new = None if got == wanted else (wanted[0] // parts, *wanted[1:]) if parts > 1 else wanted
-        matches.append(Match(sources, targets, transpose, new, reason))
+        why = doubt or FUSED * (max(len(sources), parts) > 1)
+        matches.append(
+            Match(sources, targets, transpose, new, f"{reason}; {why}" if why else reason, "weak" if why else "strong")
+        )
     return matches

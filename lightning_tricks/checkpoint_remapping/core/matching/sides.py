@@ -90,11 +90,16 @@ class Side:
 
     def fork(self, one: Layer, other: Layer) -> Fork:
         """Return the fork of two layers; letters count if a, b and c are there."""
-        parts = parts_of(one.path), parts_of(other.path)
-        depth = len(common_start(parts))
-        container = parts[0][:depth]
-        by_letters = all((*container, f".{letter}") in self.branches for letter in "abc")
-        return Fork(container, parts[0][depth:], parts[1][depth:], by_letters)
+        first, second = parts_of(one.path), parts_of(other.path)
+        depth = 0
+        for part, other_part in zip(first, second, strict=False):
+            if part != other_part:
+                break
+            depth += 1
+        container = first[:depth]
+        is_letter = len(first) > depth and len(first[depth]) == 2
+        by_letters = is_letter and all((*container, f".{letter}") in self.branches for letter in "abc")
+        return Fork(container, first[depth:], second[depth:], by_letters)
 
     def _find_words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""

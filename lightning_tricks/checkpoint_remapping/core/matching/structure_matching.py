@@ -44,7 +44,7 @@ class _StructureMatcher:
         self._prepare(self.target_layers, self.source_layers, target_ordered)
         self.neighbors = NeighborMatching((self.source_layers, self.target_layers), (source_ordered, target_ordered))
         self.sides = Side(self.source_layers, source_ordered), Side(self.target_layers, target_ordered)
-        self.found = Matching()
+        self.pairs: list[tuple[Layer, Layer, str]] = []
 
     @staticmethod
     def _prepare(layers: list[Layer], others: list[Layer], ordered: bool) -> None:
@@ -64,17 +64,18 @@ class _StructureMatcher:
         justification = Justification(*self.sides, self.neighbors.matched, self.neighbors.norms)
         left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
         indistinct = justification.indistinct()
-        self._remove({layer for sources, _ in indistinct for layer in sources})
-        self.found.ambiguous = [
+        refused = {layer for sources, _ in indistinct for layer in sources}
+        matches = [
+            match
+            for source, target, reason in self.pairs
+            if source not in refused
+            for match in matches_of_layers(source, target, reason, justification.doubt(source))
+        ]
+        ambiguous = [
             ([layer.path for layer in sources], [layer.path for layer in targets])
             for sources, targets in [*left, *indistinct]
         ]
-        return self.found
-
-    def _remove(self, layers: set[Layer]) -> None:
-        """Remove the matches of layers of the file."""
-        names = {name for layer in layers for names, _ in layer.tensors.values() for name in names}
-        self.found.matches = [match for match in self.found.matches if names.isdisjoint(match.sources)]
+        return Matching(matches, ambiguous)
 
     def _pair_until_stable(self, pairings: tuple[Pairing, ...], considered: Callable[[Layer], bool]) -> None:
         """Repeat all ways until none finds more: each match leaves fewer candidates for the others."""
@@ -90,9 +91,9 @@ class _StructureMatcher:
             for layers in (self.source_layers, self.target_layers)
         )
         pairs = list(pairing(source_layers, target_layers))
-        for source, target, reason in pairs:
-            self.found.matches += matches_of_layers(source, target, reason)
+        for source, target, _ in pairs:
             self.source_layers.remove(source)
             self.target_layers.remove(target)
             self.neighbors.matched[source] = target
+        self.pairs += pairs
         return bool(pairs)

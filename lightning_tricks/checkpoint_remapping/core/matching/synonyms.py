@@ -126,6 +126,7 @@ def element_order(path: str) -> str:
     return next((order for order, pattern in _ELEMENT_ORDERS.items() if re.search(pattern, path)), "")
 
 
+@lru_cache(maxsize=65536)
 def is_computed(name: str) -> bool:
     """Whether a tensor is one that the model computes for itself."""
     return _COMPUTED_BUFFERS.search(name) is not None
