@@ -20,12 +20,12 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     Parts,
     Side,
     common_start,
+    is_vague,
     last_word,
     number_below,
     parts_of,
-    words_in,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES, VAGUE_WORDS
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES
 
 _MOST_NEIGHBORS = 200  # that a layer is compared with: a mixture of experts has thousands of one size
 
@@ -119,15 +119,23 @@ class Justification:
         match = self.matched[layer]
         for side, own, other in ((self.source, layer, match), (self.target, match, layer)):
             block = side.block(own)
-            expected = self._numbers_of_block(side, block)
-            if block and _list_numbers(other)[: len(expected)] != expected:
+            if not block:
+                continue
+            numbers, wanted = self._numbers_of_block(side, block)
+            deeper = len(numbers) - len(common_start([numbers, own.list_numbers]))  # the matrices are in a list there
+            expected = wanted[: max(0, len(wanted) - deeper)]
+            if other.list_numbers[: len(expected)] != expected:
                 return False
         return True
 
-    def _find_numbers_of_block(self, side: Side, block: Parts) -> Sequence[str]:
+    def _find_numbers_of_block(self, side: Side, block: Parts) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the numbers that all matrices of a block have in common, and those of their matches."""
         matched = self.matched if side is self.source else self._sources
-        matches = (matched.get(layer) for layer in side.branches[block] if layer.has_matrix)
-        return common_start([_list_numbers(match) for match in matches if match])
+        matrices = [layer for layer in side.branches[block] if layer.has_matrix and layer in matched]
+        return (
+            common_start([layer.list_numbers for layer in matrices]),
+            common_start([matched[layer].list_numbers for layer in matrices]),
+        )
 
     def _words(self, one: Layer, other: Layer, first: Layer, second: Layer, counted: bool) -> int:
         """Return how many words speak for the matches, less those that speak for the exchange."""
@@ -183,12 +191,25 @@ class Justification:
         ]
         if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
             return False
+        if self._is_between(layers[0], layers[1], source=fork, target=target):
+            return False
         # Three square ones are a chain if all are numbered
         is_square = len({*sizes[0][0]}) == 1
         return (
             not is_square
             or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
         )
+
+    def _is_between(self, one: Layer, other: Layer, *, source: Fork, target: Fork) -> bool:
+        """Whether w2 leads back on both sides: then w1 is the gate, and w3 the input."""
+        numbers = [
+            number_below(container, layer)
+            for layer in self.source.siblings(one)
+            if layer not in (one, other) and layer in self.matched
+            for container, layer in ((source.container, layer), (target.container, self.matched[layer]))
+            if parts_of(layer.path)[: len(container)] == container
+        ]
+        return source.numbers == target.numbers == (1, 3) and numbers == [2, 2]
 
     def _at(self, fork: Fork) -> list[Layer]:
         """Return the two layers of a fork, if their numbers are the last part of their paths."""
@@ -203,7 +224,9 @@ class Justification:
                 return False
         inside = set(self.target.branches[target])
         numbers: set[tuple[int, int]] = set()
-        for layer in self.source.branches[source]:
+        layers = self.source.branches[source]
+        # A norm that was matched with that of another block shows nothing about the blocks
+        for layer in [layer for layer in layers if layer.has_matrix] or layers:
             match = self.matched.get(layer)
             if match in inside:
                 one, other = number_below(source, layer), number_below(target, match)
@@ -237,13 +260,16 @@ def _join(groups: dict[Layer, list[Layer]], one: Layer, other: Layer) -> None:
 
 
 def _equal_names(source: Fork, target: Fork) -> int:
-    """Return how many names are equal as they are matched, less those that are equal the other way round."""
-    balance = 0
-    names = _name(target.first), _name(target.second)
-    for name, own, others in ((_name(source.first), *names), (_name(source.second), *names[::-1])):
-        if name:
-            balance += (name == own) - (name == others)
-    return balance
+    """Return how many names are equal as they are matched, less those that are equal the other way round.
+
+    One vague word alone says nothing, unless both names are equal.
+    """
+    (one, other), (first, second) = source.names, target.names
+    if (one, other) == (first, second) and () not in (one, other):
+        return int(one != other)
+    pairs = ((one, first, second), (other, second, first))
+    said = [(name, own, others) for name, own, others in pairs if name and not is_vague(name)]
+    return sum((name == own) - (name == others) for name, own, others in said)
 
 
 def _are_counted_alike(source: Fork, target: Fork) -> bool:
@@ -254,16 +280,5 @@ def _are_counted_alike(source: Fork, target: Fork) -> bool:
     return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
 
 
-def _name(rest: Parts) -> tuple[str, ...]:
-    """Return the words of a path; none if they are one vague word."""
-    words = words_in(rest)
-    return () if len(words) == 1 and words[0].lower() in VAGUE_WORDS else words
-
-
 def _matrix_sizes(layer: Layer) -> list[Shape]:
     return [size for _, size in layer.sizes if len(size) == 2]
-
-
-def _list_numbers(layer: Layer) -> tuple[str, ...]:
-    """Return the numbers that are components of the path of a layer's container: 1 of `layers.1.conv2.0`."""
-    return tuple(part for part in layer.path.split(".")[:-1] if part.isdecimal())

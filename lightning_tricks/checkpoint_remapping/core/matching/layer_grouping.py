@@ -21,6 +21,11 @@ class Layer:
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
 
+    @property
+    def parent(self) -> str:
+        """The path of the module that holds it."""
+        return self.path.rpartition(".")[0]
+
     @cached_property
     def sizes(self) -> tuple[tuple[str, Shape], ...]:
         """The sizes of its tensors without ones, which are the same in all layouts of a layer."""
@@ -53,6 +58,11 @@ class Layer:
     def numbers(self) -> tuple[int, ...]:
         """The numbers in its path."""
         return tuple(map(int, re.findall(r"\d+", self.path)))
+
+    @cached_property
+    def list_numbers(self) -> tuple[str, ...]:
+        """The numbers that are components of the path of its container: 1 of `layers.1.conv2.0`."""
+        return tuple(part for part in self.path.split(".")[:-1] if part.isdecimal())
 
     @cached_property
     def words(self) -> frozenset[str]:

@@ -105,23 +105,59 @@ def _containers(layer: Layer) -> list[str]:
 
 
 def _norms_of_convolutions(layers: list[Layer], ordered: bool) -> dict[Layer, Layer]:
-    """Return the norm of each convolution: the next layer or, where the order is lost, the one beside it by name."""
-    if ordered:
-        return {layer: following for layer, following in pairwise(layers) if _is_norm_of(following, layer)}
-    siblings: dict[str, list[Layer]] = defaultdict(list)
-    for layer in layers:
-        siblings[layer.path.rpartition(".")[0]].append(layer)
+    """Return the norm of each convolution: the next layer, unless names or the other layers beside it say otherwise.
+
+    Where the order is lost, it is the one beside it that names say.
+    """
+    by_name = _norms_by_name(layers)
+    if not ordered:
+        return by_name
+    following = {
+        layer: norm for layer, norm in pairwise(layers) if _is_norm_of(norm, layer) and _in_one_block(layer, norm)
+    }
+    for family in _families(layers):
+        norms, convolutions = set(_norms(family)), set(_convolutions(family))
+        # Norms that stand before their convolutions, or apart from them
+        if norms.difference(following.values()) and convolutions - following.keys():
+            for convolution in convolutions:
+                following.pop(convolution, None)
+    return {layer: norm for layer, norm in following.items() if by_name.get(layer, norm) is norm}
+
+
+def _norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms with the number of a convolution beside them, and those that are alone with one."""
     found: dict[Layer, Layer] = {}
-    for family in siblings.values():
-        convolutions = [layer for layer in family if len(layer.tensors.get("weight", ((), ()))[1]) > 2]
-        norms = [layer for layer in family if "running_mean" in layer.tensors]
+    for family in _families(layers):
+        convolutions, norms = _convolutions(family), _norms(family)
+        have_one_name = all(len({_stem_and_number(layer)[0] for layer in side}) == 1 for side in (convolutions, norms))
         for convolution in convolutions:
-            expected = convolution.path.rpartition(".")[2].replace("conv", "bn")
-            named = [norm for norm in norms if norm.path.rpartition(".")[2] == expected]
+            number = _stem_and_number(convolution)[1]
+            named = [norm for norm in norms if have_one_name and number and _stem_and_number(norm)[1] == number]
             fitting = named or (norms if len(norms) == len(convolutions) == 1 else [])
             if len(fitting) == 1 and _is_norm_of(fitting[0], convolution):
                 found[convolution] = fitting[0]
     return found
+
+
+def _families(layers: list[Layer]) -> list[list[Layer]]:
+    """Return the layers by the module that holds them."""
+    families: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        families[layer.parent].append(layer)
+    return list(families.values())
+
+
+def _convolutions(family: list[Layer]) -> list[Layer]:
+    return [layer for layer in family if len(layer.tensors.get("weight", ((), ()))[1]) > 2]
+
+
+def _norms(family: list[Layer]) -> list[Layer]:
+    return [layer for layer in family if "running_mean" in layer.tensors]
+
+
+def _in_one_block(layer: Layer, other: Layer) -> bool:
+    """Whether two layers are parts of the same blocks of lists, one of them perhaps of further ones."""
+    return all(one == two for one, two in zip(layer.list_numbers, other.list_numbers, strict=False))
 
 
 def _is_norm_of(layer: Layer, convolution: Layer) -> bool:

@@ -45,6 +45,15 @@ class Fork:
             found = [NO_NUMBER if number is None else number for number in found]  # `conv` and `conv2`
         return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
 
+    @cached_property
+    def names(self) -> tuple[Parts, Parts]:
+        """The words in which the two differ, with those before them in the same component of the path."""
+        begun = _component(self.container)
+        first, second = (
+            (*(() if rest and rest[0].startswith(".") else begun), *rest) for rest in (self.first, self.second)
+        )
+        return words_in(first), words_in(second)
+
     @property
     def branches(self) -> tuple[Parts, Parts]:
         """The parts of the model that hold the first and the second layer."""
@@ -76,14 +85,16 @@ class Side:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
+        self._beside: Counter[tuple[str, object]] = Counter()
         self._siblings: dict[str, list[Layer]] = defaultdict(list)
         for layer in layers:
-            self._siblings[layer.path.rpartition(".")[0]].append(layer)
+            self._siblings[layer.parent].append(layer)
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+        self._beside.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
         self.words = cache(self._find_words)
         self.inside = cache(self._find_inside)
@@ -103,7 +114,11 @@ class Side:
 
     def _find_words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
-        is_one_of_two = self._in_block[self.block(layer), layer.signature] == 2
+        in_block, beside = (
+            self._in_block[self.block(layer), layer.signature],
+            self._beside[layer.parent, layer.signature],
+        )
+        is_one_of_two = 2 in (in_block, beside)
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         if not layer.has_matrix and layer.words & {"post", "pre"}:
             words -= {"attention", "attn"}  # Llama's norm of the feed-forward is post_attention_layernorm
@@ -120,7 +135,7 @@ class Side:
 
     def siblings(self, layer: Layer) -> list[Layer]:
         """Return the layers that one module holds directly, of which this is one."""
-        return self._siblings[layer.path.rpartition(".")[0]]
+        return self._siblings[layer.parent]
 
     def _find_inside(self, branch: Parts) -> tuple[frozenset[Layer], frozenset[object]]:
         """Return the layers in a part of the model, and their sizes."""
@@ -165,6 +180,11 @@ def number_below(container: Parts, layer: Layer) -> int | None:
 def last_word(container: Parts) -> str:
     """Return the last word of a path."""
     return "".join(words_in(container)[-1:])
+
+
+def is_vague(words: Parts) -> bool:
+    """Whether a name is one word that stands for any part."""
+    return len(words) == 1 and words[0].lower() in VAGUE_WORDS
 
 
 def words_in(parts: Parts) -> tuple[str, ...]:

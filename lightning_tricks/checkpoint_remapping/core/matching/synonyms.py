@@ -94,6 +94,8 @@ _SAME_WORDS = {
     "bn": "norm",
     "ln": "norm",
     "layernorm": "norm",
+    "batchnorm": "norm",
+    "groupnorm": "norm",
     "normalization": "norm",
     "convolution": "conv",
     "conv2d": "conv",
@@ -116,9 +118,14 @@ _COMPUTED_BUFFERS = re.compile(
 def words_of(path: str) -> frozenset[str]:
     """Return the words of a qualified name, and the roles that they stand for."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
-    parts = [_SAME_WORDS.get(part, part) for part in re.split(r"[._\-]", spaced.lower()) if part]
+    parts = [_same_word(part) for part in re.split(r"[._\-]", spaced.lower()) if part]
     text = ".".join(re.split(r"[._\-]", path.lower()))
     return frozenset({role for role, pattern in _ROLES.items() if re.search(pattern, text)} | set(parts))
+
+
+def _same_word(part: str) -> str:
+    word = part.rstrip("0123456789")
+    return _SAME_WORDS.get(part) or _SAME_WORDS.get(word, word) + part[len(word) :]
 
 
 def element_order(path: str) -> str:
