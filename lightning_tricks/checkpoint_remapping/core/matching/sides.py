@@ -176,11 +176,15 @@ class Side:
         """
         if self.ordered:
             return False
-        words = container if self._has_convolutions(container) else _component(container)
-        return any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in words)
+        is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
+        return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))
 
     def _has_convolutions(self, container: Parts) -> bool:
         return any(len(size) > 2 for layer in self.branches[container] for _, size in layer.sizes)
+
+
+def _is_of_decoder(word: str) -> bool:
+    return word.removeprefix(".").lower().startswith(("dec", "up"))
 
 
 def _component(container: Parts) -> Parts:
