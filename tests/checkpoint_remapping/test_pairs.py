@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoint_remapping.pairs import PAIRS, REFUSED, RIGHT, WRONG, outcome
 
-AT_LEAST_RIGHT = 492  # of 1,544, when this was written
+AT_LEAST_RIGHT = 517  # of 1,644, when this was written
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, where a layer is built alone

@@ -953,3 +953,125 @@ def _tokens(part: Part, x: torch.Tensor) -> torch.Tensor:
     for layer in part.layers:
         x = torch.tanh(layer(x)).cumsum(1)
     return torch.cat([part.a(x[:, 0]), part.b(x[:, 1])], -1) + part.a(x[:, 2:].mean(1)).repeat(1, 2)
+
+
+# What is numbered in another way on either side
+
+
+def _own_laterals_parts() -> dict[str, Any]:
+    made: dict[str, Any] = {"stem": nn.Conv2d(3, 8, 3, padding=1)}
+    for level, size in enumerate((8, 12, 20)):
+        made[f"lateral{level}"] = nn.Conv2d(size, 16, 1)
+        made[f"smooth{level}"] = nn.Conv2d(16, 16, 3, padding=1)
+    return made | {"down": [nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 20, 3, padding=1)]}
+
+
+@architecture(
+    "feature pyramid, laterals of their own sizes", IMAGES, _own_laterals_parts,
+    from_the_coarsest=_lines("stem conv1,down layer{n},smooth2 smooth1,smooth1 smooth2,smooth0 smooth3,"
+                             "lateral2 latlayer1,lateral1 latlayer2,lateral0 latlayer3"),
+    lists=_lines("stem stem,down body.{i},lateral0 lateral_convs.0,lateral1 lateral_convs.1,lateral2 lateral_convs.2,"
+                 "smooth0 fpn_convs.0,smooth1 fpn_convs.1,smooth2 fpn_convs.2"),
+    detectron=_lines("lateral0 fpn_lateral2,smooth0 fpn_output2,lateral1 fpn_lateral3,smooth1 fpn_output3,"
+                     "lateral2 fpn_lateral4,smooth2 fpn_output4,stem bottom_up.stem,down bottom_up.res{n}"),
+)  # fmt: skip
+def _own_laterals(part: Part, x: torch.Tensor) -> torch.Tensor:
+    levels = [part.stem(x)]
+    for conv in part.down:
+        levels.append(F.relu(conv(levels[-1])))
+    y = part.lateral2(levels[2])
+    found = [part.smooth2(y)]
+    for level, lateral, smooth in ((1, part.lateral1, part.smooth1), (0, part.lateral0, part.smooth0)):
+        y = torch.tanh(y) + lateral(levels[level])
+        found.append(smooth(y))
+    return torch.cat(found)
+
+
+@architecture(
+    "two convolutions of each block", IMAGES,
+    lambda: {"stem": nn.Conv2d(3, 16, 3, padding=1), "first": convs(16, 16), "second": convs(16, 16)},
+    lists=_lines("stem conv_pre,first convs1.{i},second convs2.{i}"),
+    blocks=_lines("stem stem,first layers.{i}.conv1,second layers.{i}.conv2"),
+    sequential=_lines("stem head,first blocks.{i}.0,second blocks.{i}.2"),
+    other_lists=_lines("stem pre,second conv2.{i},first conv1.{i}"),
+)  # fmt: skip
+def _two_convolutions(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = part.stem(x)
+    for first, second in zip(part.first, part.second, strict=True):
+        x = x + second(F.leaky_relu(first(F.relu(x))))
+    return x
+
+
+def _split_parts() -> dict[str, Any]:
+    halves = {half: nn.Conv2d(24, 12, 1, bias=False) for half in ("long", "short")}
+    return {"stem": nn.Conv2d(3, 24, 3, padding=1), **halves, "last": nn.Conv2d(24, 24, 1), "inner": convs(12, 12)}
+
+
+@architecture(
+    "halves of a split", IMAGES, _split_parts,
+    long_first=_lines("stem stem,long cv1.conv,short cv2.conv,last cv3.conv,inner m.{i}.conv"),
+    short_first=_lines("stem first,short split_conv0.conv,long split_conv1.conv,inner blocks.{i}.conv,"
+                       "last concat.conv"),
+    words=_lines("stem entry,long main_conv.conv,short short_conv.conv,last final_conv.conv,"
+                 "inner blocks.{i}.conv"),
+)  # fmt: skip
+def _split(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = part.stem(x)
+    y = part.long(x)
+    for conv in part.inner:
+        y = y + F.silu(conv(y))
+    return part.last(torch.cat([y, part.short(x)], 1))
+
+
+@architecture(
+    "decoders of one word", IMAGES, _unet_parts,
+    rising=_lines("stem conv_in,down enc{n}.conv,down_norm enc{n}.norm,middle mid,up dec{n}.conv,up_norm dec{n}.norm,"
+                  "head conv_out"),
+    falling=_lines("stem inc,down encoder{n}.c,down_norm encoder{n}.n,middle bottom,up dec{r}.c,up_norm dec{r}.n,"
+                   "head outc"),
+    upconv=_lines("stem first,down e{n}.block,down_norm e{n}.bn,middle center,up upconv{r}.block,up_norm upconv{r}.bn,"
+                  "head last"),
+    lists=_lines("stem s,down encoder.{i}.0,down_norm encoder.{i}.1,middle m,up decoder.{i}.0,up_norm decoder.{i}.1,"
+                 "head h"),
+)  # fmt: skip
+def _one_word(part: Part, x: torch.Tensor) -> torch.Tensor:
+    return _unet(part, x)
+
+
+def _twin_parts() -> dict[str, Any]:
+    sizes = {"1": (HIDDEN, 16), "2": (16, 16), "3": (16, 1)}
+    return {f"{twin}{layer}": nn.Linear(*size) for twin in "ab" for layer, size in sizes.items()}
+
+
+@architecture(
+    "twins in lists", FEATURES, _twin_parts,
+    by_layer=_lines("a1 layers.0.0,b1 layers.0.1,a2 layers.1.0,b2 layers.1.1,a3 layers.2.0,b3 layers.2.1"),
+    by_twin=_lines("a1 nets.0.0,a2 nets.0.1,a3 nets.0.2,b1 nets.1.0,b2 nets.1.1,b3 nets.1.2"),
+    words=_lines("a1 q1.fc1,a2 q1.fc2,a3 q1.fc3,b1 q2.fc1,b2 q2.fc2,b3 q2.fc3"),
+)  # fmt: skip
+def _twins(part: Part, x: torch.Tensor) -> torch.Tensor:
+    one = part.a3(torch.tanh(part.a2(torch.tanh(part.a1(x)))))
+    return torch.cat([one, part.b3(F.relu(part.b2(F.relu(part.b1(x)))))], -1)
+
+
+@architecture(
+    "gated feed-forward with one named", TOKENS, _gated_parts,
+    gate_named=_lines("norms b.{i}.norm,gate b.{i}.gate,up b.{i}.fc1,down b.{i}.fc2"),
+    v_between=_lines("norms h.{i}.norm,gate h.{i}.mlp.w1,up h.{i}.mlp.v1,down h.{i}.mlp.w2"),
+)  # fmt: skip
+def _one_named(part: Part, x: torch.Tensor) -> torch.Tensor:
+    return _gated(part, x)
+
+
+@architecture(
+    "layers counted with the first", FEATURES,
+    lambda: {"stem": nn.Linear(HIDDEN, 16), "a": linear(16, 16), "b": linear(16, 16), "head": nn.Linear(16, 5)},
+    apart=_lines("stem stem,a enc.{i},b dec.{i},head head"),
+    together=_lines("stem enc.0,a enc.{n},b dec.{i},head dec.3"),
+    others=_lines("stem inp,a encoder.{n},b decoder.{n},head out"),
+)  # fmt: skip
+def _with_the_first(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = part.stem(x)
+    for layer in (*part.a, *part.b):
+        x = x + torch.tanh(layer(x))
+    return part.head(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,12 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignm
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
-from lightning_tricks.checkpoint_remapping.core.matching.name_matching import NameMatching, Prefixes, match_by_name
+from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
+    NameMatching,
+    Prefixes,
+    match_by_name,
+    replace_prefix,
+)
 from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
@@ -113,7 +119,7 @@ class _AlignmentSearch:
         """Match by names and, where these are not enough, by structure; return also what is ambiguous."""
         found, prefixes, mismatched = self._match_names()
         if self._needs_structure(found):
-            best = self._best(found)
+            best = self._best(found, prefixes, mismatched)
             if best is not found:
                 return self._result(best, None, mismatched)
         return self._result(found, prefixes, mismatched)
@@ -125,7 +131,7 @@ class _AlignmentSearch:
         lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values())
         return not self.by_name and bool(by_names.ambiguous or not all(map(is_computed, lacking)))
 
-    def _best(self, by_names: Matching) -> Matching:
+    def _best(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
         """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
         sources, targets = self._left(set(), set())
         converted = find_conversion(sources, targets)
@@ -137,11 +143,27 @@ class _AlignmentSearch:
         # Some names are equal by chance, and say nothing unless they fit half of the model
         if 2 * len(by_names.targets()) < len(targets):
             return by_structure
-        rest = match_by_structure(*self._left(by_names.sources(), by_names.targets()))
-        completed = by_names
-        if rest.matches or rest.ambiguous:
-            completed = Matching(by_names.matches + rest.matches, rest.ambiguous)
+        completed = self._completed(by_names, prefixes, mismatched)
         return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
+
+    def _completed(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
+        """Return what names match and, of what is left, what structure does.
+
+        A bias is no evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
+        Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
+        """
+        layers = {target.rpartition(".")[0] for _, target in mismatched}
+        doubted = [match for match in by_names.matches if match.targets[0].rpartition(".")[0] in layers]
+        trusted = Matching([match for match in by_names.matches if match not in doubted])
+        rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
+        shifted = _shifted_starts(rest, prefixes)
+        if shifted:
+            trusted = Matching([match for match in trusted.matches if not _begins(match.targets[0], shifted)])
+            doubted = [match for match in doubted if not _begins(match.targets[0], shifted)]
+            rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
+        sources, targets = rest.sources(), rest.targets()
+        kept = [match for match in doubted if not (sources & {*match.sources} or targets & {*match.targets})]
+        return Matching(trusted.matches + kept + rest.matches, rest.ambiguous)
 
     def _left(self, sources: set[str], targets: set[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
         """Return the tensors of the file and of the model that are not pinned and not among these."""
@@ -195,3 +217,20 @@ class _AlignmentSearch:
     def _mismatch(self, source: str, target: str) -> Mismatch:
         shapes = self.source_shapes[source], self.target_shapes[target]
         return Mismatch(source, shapes[0], self.model_names[target], shapes[1])
+
+
+def _shifted_starts(found: Matching, prefixes: Prefixes) -> tuple[str, ...]:
+    """Return what precedes the numbers in which names differ that were matched with each other."""
+    starts = set()
+    for match in found.matches:
+        other = re.split(r"(\d+)", match.targets[0])
+        one = re.split(r"(\d+)", replace_prefix(match.sources[0], *prefixes))
+        differ = next((i for i, parts in enumerate(zip(one, other, strict=False)) if parts[0] != parts[1]), 0)
+        if differ % 2:
+            starts.add("".join(other[:differ]))
+    return tuple(starts)
+
+
+def _begins(name: str, starts: tuple[str, ...]) -> bool:
+    """Whether a name is one of these beginnings with a number behind it."""
+    return any(name.startswith(start) and name[len(start) : len(start) + 1].isdecimal() for start in starts)

@@ -11,19 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
-from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.numbering import Numbering
 from lightning_tricks.checkpoint_remapping.core.matching.sides import (
-    NO_NUMBER,
     Fork,
     Parts,
     Side,
     common_start,
     is_vague,
     last_word,
-    number_below,
-    parts_of,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES
 
@@ -61,6 +58,7 @@ class Justification:
         self, source: Side, target: Side, matched: Mapping[Layer, Layer], norms: tuple[Mapping[Layer, Layer], ...]
     ) -> None:
         self.source, self.target, self.matched = source, target, matched
+        self._numbering = Numbering(source, target, matched)
         self._convolutions = [{norm: convolution for convolution, norm in side.items()} for side in norms]
         self._sources = {target: source for source, target in matched.items()}
         self._weakest: dict[Layer, Evidence] = {}
@@ -68,7 +66,6 @@ class Justification:
         self._keeps_blocks = cache(self._find_whether_blocks_are_kept)
         self._numbers_of_block = cache(self._find_numbers_of_block)
         self._are_matched_apart = cache(self._find_whether_matched_apart)
-        self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
 
     def indistinct(self) -> list[tuple[list[Layer], list[Layer]]]:
         """Return the groups of (layers of the file, layers of the model) that nothing tells apart.
@@ -108,9 +105,9 @@ class Justification:
         balance = self._words(one, other, *matches, counted) or _equal_names(*forks)
         if balance:
             return Evidence.NAMES if balance > 0 else Evidence.NOTHING
-        if counted and self._numbers(*forks):
+        if counted and self._numbering.tell_apart(one, other, *forks):
             return Evidence.NAMES if _are_counted_alike(*forks) else Evidence.NUMBERS
-        if self._beside_others(*forks):
+        if self._beside_others(*forks) and not self._are_halves(one, other):
             return Evidence.NEIGHBORS
         return Evidence.CONVOLUTIONS if not counted and self._norms(one, other) else Evidence.NOTHING
 
@@ -165,74 +162,14 @@ class Justification:
             if layer.signature not in sizes[others]
         )
 
-    def _numbers(self, source: Fork, target: Fork) -> bool:
-        """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
-        if source.numbers is None or target.numbers is None or self._is_gated(source, target):
+    def _are_halves(self, one: Layer, other: Layer) -> bool:
+        """Whether the two are gate and input of a gated layer: what leads back from it stands beside either."""
+        siblings = [layer for layer in self.source.siblings(one) if layer.has_matrix]
+        if other not in siblings or len(siblings) != 3:
             return False
-        if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
-            return False
-        rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
-        return rising and self._count_the_same_way(source.container, target.container)
-
-    def _is_gated(self, fork: Fork, target: Fork) -> bool:
-        """Whether the two are gate and input of a gated layer, which numbers call by either name.
-
-        Beside both is the layer that leads back. In a chain of layers, another one would follow.
-        """
-        layers = self._at(fork)
-        sizes = [_matrix_sizes(layer) for layer in layers]
-        if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
-            return False
-        beside = [
-            size
-            for layer in self.source.siblings(layers[0])
-            for size in _matrix_sizes(layer)
-            if {*size} == {*sizes[0][0]}
-        ]
-        if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
-            return False
-        if self._is_between(layers[0], layers[1], source=fork, target=target):
-            return False
-        # Three square ones are a chain if all are numbered
-        is_square = len({*sizes[0][0]}) == 1
-        return (
-            not is_square
-            or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
-        )
-
-    def _is_between(self, one: Layer, other: Layer, *, source: Fork, target: Fork) -> bool:
-        """Whether w2 leads back on both sides: then w1 is the gate, and w3 the input."""
-        numbers = [
-            number_below(container, layer)
-            for layer in self.source.siblings(one)
-            if layer not in (one, other) and layer in self.matched
-            for container, layer in ((source.container, layer), (target.container, self.matched[layer]))
-            if parts_of(layer.path)[: len(container)] == container
-        ]
-        return source.numbers == target.numbers == (1, 3) and numbers == [2, 2]
-
-    def _at(self, fork: Fork) -> list[Layer]:
-        """Return the two layers of a fork, if their numbers are the last part of their paths."""
-        whole = ((*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1)
-        return [layer for path in whole for layer in self.source.branches[path] if parts_of(layer.path) == path]
-
-    def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
-        if last_word(source) != last_word(target):  # by the same words they count alike
-            if self.source.may_count_backwards(source) or self.target.may_count_backwards(target):
-                return False
-            if self.source.counts_backwards(source) != self.target.counts_backwards(target):
-                return False
-        inside = set(self.target.branches[target])
-        numbers: set[tuple[int, int]] = set()
-        layers = self.source.branches[source]
-        # A norm that was matched with that of another block shows nothing about the blocks
-        for layer in [layer for layer in layers if layer.has_matrix] or layers:
-            match = self.matched.get(layer)
-            if match in inside:
-                one, other = number_below(source, layer), number_below(target, match)
-                if one is not None and other is not None:
-                    numbers.add((one, other))
-        return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
+        sizes = [size for layer in siblings if layer not in (one, other) for _, size in layer.sizes if len(size) == 2]
+        wide = [size for _, size in one.sizes if len(size) == 2]
+        return bool(wide) and sizes == [size[::-1] for size in wide]
 
     def _norms(self, one: Layer, other: Layer) -> bool:
         """Whether the two are the norms of convolutions that were matched likewise."""
@@ -278,7 +215,3 @@ def _are_counted_alike(source: Fork, target: Fork) -> bool:
     in_lists = all(rest and rest[0][1:].isdecimal() for rest in rests)
     of_blocks = all(any(part.startswith(".") for part in rest[1:]) for rest in rests)
     return in_lists or of_blocks or last_word(source.container) == last_word(target.container)
-
-
-def _matrix_sizes(layer: Layer) -> list[Shape]:
-    return [size for _, size in layer.sizes if len(size) == 2]

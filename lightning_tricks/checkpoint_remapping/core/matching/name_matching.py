@@ -38,9 +38,9 @@ def match_by_name(
         prefixes, rivals = _best_prefixes(source_shapes, target_shapes)
     prefix = prefixes[0] or prefixes[1]
     reason = f"the same name, with {prefix!r} in front" if prefix else "the same name"
-    pairs = [(name, new) for name in source_shapes if (new := _replace_prefix(name, *prefixes)) in target_shapes]
+    pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *prefixes)) in target_shapes]
     if search_prefixes:
-        shifted = _shifted((_replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
+        shifted = _shifted((replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(start for start, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
     # Beside a matrix that is another way round, square ones may be so too, and equal names are other layers
@@ -54,7 +54,7 @@ def match_by_name(
     return NameMatching(found, prefixes, mismatched)
 
 
-def _replace_prefix(name: str, source: str, target: str) -> str:
+def replace_prefix(name: str, source: str, target: str) -> str:
     """Return a name with one prefix instead of another; empty where it does not have the first."""
     if source and not name.startswith(f"{source}."):
         return ""

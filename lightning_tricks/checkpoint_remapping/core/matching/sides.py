@@ -92,12 +92,14 @@ class Side:
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
+        self._of_size = Counter(layer.signature for layer in layers)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
         self._beside.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
         self.words = cache(self._find_words)
         self.inside = cache(self._find_inside)
+        self._beside = cache(self._find_beside)
 
     def fork(self, one: Layer, other: Layer) -> Fork:
         """Return the fork of two layers; letters count if a, b and c are there."""
@@ -149,9 +151,31 @@ class Side:
         numbers = list(dict.fromkeys(int(part.removeprefix(".")) for part in self._numbered(container)))
         return len(numbers) > 1 and numbers == sorted(numbers, reverse=True)
 
+    def containers_beside(self, container: Parts) -> list[Parts]:
+        """Return what is numbered in the same module as what a container numbers."""
+        return self._beside(_module_of(container))
+
+    def num_of_size(self, layer: Layer) -> int:
+        """Return how many layers have the size of this one."""
+        return self._of_size[layer.signature]
+
+    def _find_beside(self, module: Parts) -> list[Parts]:
+        found: dict[Parts, set[str]] = defaultdict(set)
+        for layer in self.branches[module]:
+            parts = parts_of(layer.path)
+            numbered = (i for i in range(len(module) + 1, len(parts)) if parts[i].removeprefix(".").isdecimal())
+            first = next(numbered, None)
+            if first is not None:
+                found[parts[:first]].add(parts[first])
+        return [container for container, numbers in found.items() if len(numbers) > 1]
+
     def num_branches(self, container: Parts) -> int:
         """Return how many parts a container numbers."""
         return len(set(self._numbered(container)))
+
+    def is_list(self, container: Parts) -> bool:
+        """Whether a container numbers parts of its own, not names: `up.0`, not `up1`."""
+        return all(part.startswith(".") for part in self._numbered(container))
 
     def _numbered(self, container: Parts) -> Iterator[str]:
         """Yield, for each layer in what a container numbers, the number, as it stands in the path."""
@@ -161,14 +185,33 @@ class Side:
                 yield part
 
     def may_count_backwards(self, container: Parts) -> bool:
-        """Whether projects count such parts from the first or from the last, and the order of the layers is lost."""
-        return not self.ordered and any(word.removeprefix(".") in COUNTED_EITHER_WAY for word in _component(container))
+        """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
+
+        What a decoder of convolutions holds is counted so too, under any word.
+        """
+        if self.ordered:
+            return False
+        is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
+        return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))
+
+    def _has_convolutions(self, container: Parts) -> bool:
+        return any(len(size) > 2 for layer in self.branches[container] for _, size in layer.sizes)
+
+
+def _is_of_decoder(word: str) -> bool:
+    return word.removeprefix(".").lower().startswith(("dec", "up"))
 
 
 def _component(container: Parts) -> Parts:
     """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
     starts = [i for i, part in enumerate(container) if part.startswith(".")]
     return container[starts[-1] :] if starts else container
+
+
+def _module_of(container: Parts) -> Parts:
+    """Return the path without its last component."""
+    starts = [i for i, part in enumerate(container) if part.startswith(".")]
+    return container[: starts[-1]] if starts else ()
 
 
 def number_below(container: Parts, layer: Layer) -> int | None:

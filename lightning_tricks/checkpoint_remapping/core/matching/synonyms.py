@@ -88,8 +88,8 @@ VAGUE_WORDS = frozenset(
         "w",
     ]
 )
-# Parts that one project counts from the first and another from the last
-COUNTED_EITHER_WAY = frozenset({"up", "ups", "decoder", "dec", "output", "outputs", "upsample", "deconv", "expand"})
+# Parts that one project counts from the first and another from the last: `up`, `upconv`, `decoder`, `dec`, `outputs`
+COUNTED_EITHER_WAY = re.compile(r"up|dec|expand|outputs?$", re.IGNORECASE)
 _SAME_WORDS = {
     "bn": "norm",
     "ln": "norm",

@@ -1,0 +1,223 @@
+"""What numbers say: whether those of the file and those of the model count the same parts in the same way."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+    NO_NUMBER,
+    Fork,
+    Parts,
+    Side,
+    last_word,
+    number_below,
+    parts_of,
+)
+
+_Pair = tuple[Layer, Layer]
+_Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
+
+
+class Numbering:
+    """What the numbers of both sides say about layers of equal sizes.
+
+    Args:
+        source: The layers of the file.
+        target: The layers of the model.
+        matched: The layers of the model by those of the file.
+    """
+
+    def __init__(self, source: Side, target: Side, matched: Mapping[Layer, Layer]) -> None:
+        self.source, self.target, self.matched = source, target, matched
+        self._series: dict[tuple[str, str], list[_Pair]] = defaultdict(list)
+        for pair in matched.items():
+            self._series[_template(pair[0]), _template(pair[1])].append(pair)
+        # Asked for many pairs of layers
+        self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
+        self._go_together = cache(self._find_whether_numbers_go_together)
+
+    def tell_apart(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
+        """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
+        if source.numbers is None or target.numbers is None or self.are_gated(source, target):
+            return False
+        if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
+            return False
+        if last_word(source.container) != last_word(target.container) and self._are_parallel(
+            one, other, source, target
+        ):
+            return False
+        rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
+        alike = rising and self._count_the_same_way(source.container, target.container)
+        return alike and all(
+            self._go_together(_template(layer), _template(self.matched[layer])) for layer in (one, other)
+        )
+
+    def are_gated(self, fork: Fork, target: Fork) -> bool:
+        """Whether the two are gate and input of a gated layer, which numbers call by either name.
+
+        Beside both is the layer that leads back. In a chain of layers, another one would follow.
+        """
+        layers = _at(self.source, fork)
+        sizes = [_matrix_sizes(layer) for layer in layers]
+        if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
+            return False
+        beside = [
+            size
+            for layer in self.source.siblings(layers[0])
+            for size in _matrix_sizes(layer)
+            if {*size} == {*sizes[0][0]}
+        ]
+        if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
+            return False
+        if self._leads_back_between(layers[0], layers[1], source=fork, target=target):
+            return False
+        # Three square ones are a chain if all are numbered
+        is_square = len({*sizes[0][0]}) == 1
+        return (
+            not is_square
+            or min(self.source.num_branches(fork.container), self.target.num_branches(target.container)) < 3
+        )
+
+    def _leads_back_between(self, one: Layer, other: Layer, *, source: Fork, target: Fork) -> bool:
+        """Whether the two are w1 and w3 on both sides, and w2 leads back: then w1 is the gate."""
+        numbers = [
+            number_below(container, layer)
+            for layer in self.source.siblings(one)
+            if layer not in (one, other) and layer in self.matched
+            for container, layer in ((source.container, layer), (target.container, self.matched[layer]))
+            if parts_of(layer.path)[: len(container)] == container
+        ]
+        return source.numbers == target.numbers == (1, 3) and numbers == [2, 2]
+
+    def _are_parallel(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
+        """Whether the two are the only ones of their size in their module, and none can follow the other.
+
+        Such are the two halves of a split, or the mean and the variance: projects have either first.
+        """
+        matches = self.matched[one], self.matched[other]
+        sides = (self.source, (one, other), source), (self.target, matches, target)
+        return all(_are_two_branches(side, *layers, fork) for side, layers, fork in sides)
+
+    def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
+        if self.source.counts_backwards(source) != self.target.counts_backwards(target):
+            return False
+        unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
+        # Lists of one name are in one order: `up.0`, but not `up1`
+        in_lists = self.source.is_list(source) and self.target.is_list(target)
+        if unknown and not (in_lists and last_word(source) == last_word(target)):
+            return False
+        layers = self.source.branches[source]
+        # A norm that was matched with that of another block shows nothing about the blocks
+        numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
+        return _never_falls(numbers) and not self._is_reversed_beside(source, target)
+
+    def _numbers_below(self, source: Parts, target: Parts, layers: Iterable[Layer]) -> set[tuple[int, int]]:
+        """Return the numbers below two containers that were matched with each other."""
+        inside = set(self.target.branches[target])
+        numbers: set[tuple[int, int]] = set()
+        for layer in layers:
+            match = self.matched.get(layer)
+            if match in inside:
+                one, other = number_below(source, layer), number_below(target, match)
+                if one is not None and other is not None:
+                    numbers.add((one, other))
+        return numbers
+
+    def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
+        """Whether sizes match what is numbered beside two containers the other way round.
+
+        The outputs of a pyramid are counted as its lateral convolutions are, from the finest or from the coarsest.
+        """
+        beside = self.target.containers_beside(target)
+        for container in self.source.containers_beside(source):
+            layers = self.source.branches[container]
+            distinct = [layer for layer in layers if self._has_its_own_size(layer)]
+            for other in beside:
+                numbers = sorted(self._numbers_below(container, other, distinct))
+                if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
+                    return True
+        return False
+
+    def _has_its_own_size(self, layer: Layer) -> bool:
+        return layer.has_matrix and self.source.num_of_size(layer) == 1
+
+    def _find_whether_numbers_go_together(self, source: str, target: str) -> bool:
+        """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+
+        Three blocks of two layers and two lists of three layers are no blocks of one order.
+        """
+        pairs = self._series[source, target]
+        columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
+        slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
+        varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
+        if min(map(len, varying)) < 2:
+            return True
+        related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
+        outermost = [side[0] for side in varying]
+        if any(outer not in {pair[side] for pair in related} for side, outer in enumerate(outermost)):
+            return False
+        named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
+        return all(pair in related or _column_repeats(slots, pair) for pair in named)
+
+
+def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
+    """Whether the word before a number is before another one too."""
+    return any(side.count(side[position]) > 1 for side, position in zip(slots, pair, strict=True))
+
+
+def _template(layer: Layer) -> str:
+    return re.sub(r"\d+", "#", layer.path)
+
+
+def _slots(path: str) -> list[_Slot]:
+    """Return what is before each number of a path."""
+    found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
+    return [(match[1], bool(match[1]) and not match[2]) for match in found]
+
+
+def _depends_on_either(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
+    """Whether the values of one column say those of the other."""
+    both = len(set(zip(first, second, strict=True)))
+    return both in (len(set(first)), len(set(second)))
+
+
+def _never_falls(numbers: set[tuple[int, int]]) -> bool:
+    return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
+
+
+def _at(side: Side, fork: Fork) -> list[Layer]:
+    """Return the two layers of a fork, if their numbers are the last part of their paths."""
+    return list(_layers_at(side, fork))
+
+
+def _layers_at(side: Side, fork: Fork) -> Iterator[Layer]:
+    for rest in (fork.first, fork.second):
+        path = (*fork.container, *rest)
+        if len(rest) == 1:
+            yield from (layer for layer in side.branches[path] if parts_of(layer.path) == path)
+
+
+def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
+    """Whether two numbered parts hold one matrix each, of a size that no third one has, and that cannot repeat."""
+    if fork.first[1:] != fork.second[1:] or not _changes_width(one):
+        return False
+    matrices = [[layer for layer in side.branches[branch] if layer.has_matrix] for branch in fork.branches]
+    alike = [layer for layer in side.branches[fork.container] if layer.signature == one.signature]
+    return matrices == [[one], [other]] and len(alike) == 2
+
+
+def _changes_width(layer: Layer) -> bool:
+    """Whether a layer has more inputs than outputs or fewer, and is none of groups."""
+    sizes = [size for _, size in layer.sizes if len(size) > 1]
+    if len(sizes) != 1 or (len(sizes[0]) > 2 and sizes[0][0] % sizes[0][1] == 0):
+        return False
+    return sizes[0][0] != sizes[0][1]
+
+
+def _matrix_sizes(layer: Layer) -> list[Shape]:
+    return [size for _, size in layer.sizes if len(size) == 2]
