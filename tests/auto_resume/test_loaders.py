@@ -336,7 +336,9 @@ def test_objects_that_keep_generators_and_counters(kind, at):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("at", [0, 6, 9])
+@pytest.mark.parametrize(
+    "at", [pytest.param(0, marks=pytest.mark.newest), 6, pytest.param(9, marks=pytest.mark.newest)]
+)
 @pytest.mark.parametrize("kind", ["data", "stream", "ahead", "collate"])
 def test_copies_of_the_data_in_workers(kind, at, persistent):
     def made():
