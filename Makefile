@@ -8,6 +8,12 @@ DECLARED := pyproject.toml constraints.txt
 # Files of tests that meet the oldest: of the shells, the contract, and those with one of these words. Of a file with
 # tests that are marked, these run.
 MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
+# The process that is done takes tests from the other
+TWO_PROCESSES := --numprocesses=2 --dist=worksteal
+
+# Bytecode is kept, wherever images of containers switch that off: without it, each process that a test starts compiles
+# torch and Lightning anew, which takes 8 seconds
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest soak fuzz sweep mutants check fix bench constraints clean
@@ -18,11 +24,11 @@ help: ## Show this list
 demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
 	$(BIN)/lightning-tricks demo
 
-test: $(VENV)/installed-test ## Run the tests, or those in TESTS="tests/flops ..."
-	$(BIN)/python -m pytest $(TESTS)
+test: $(VENV)/installed-test ## Run the tests in two processes, or in one those in TESTS="tests/flops ..."
+	$(BIN)/python -m pytest $(or $(TESTS),$(TWO_PROCESSES))
 
 test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that meet the oldest Lightning and torch supported
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $$( \
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $(if $(TESTS),,$(TWO_PROCESSES)) $$( \
 	{ grep -rlE '$(MEETS_OLDEST)' $(or $(TESTS),tests) --include='test_*.py'; \
 	find $(or $(TESTS),tests) -name test_callback.py -o -name test_contract.py; } | sort -u)
 
