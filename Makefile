@@ -8,8 +8,6 @@ DECLARED := pyproject.toml constraints.txt
 # Files of tests that meet the oldest: of the shells, the contract, and those with one of these words. Of a file with
 # tests that are marked, these run.
 MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
-# The process that is done takes tests from the other
-TWO_PROCESSES := --numprocesses=2 --dist=worksteal
 
 # Bytecode is kept, wherever images of containers switch that off: without it, each process that a test starts compiles
 # torch and Lightning anew, which takes 8 seconds
@@ -24,11 +22,11 @@ help: ## Show this list
 demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
 	$(BIN)/lightning-tricks demo
 
-test: $(VENV)/installed-test ## Run the tests in two processes, or in one those in TESTS="tests/flops ..."
-	$(BIN)/python -m pytest $(or $(TESTS),$(TWO_PROCESSES))
+test: $(VENV)/installed-test ## Run the tests, or those in TESTS="tests/flops ..."
+	$(BIN)/python -m pytest $(TESTS)
 
 test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that meet the oldest Lightning and torch supported
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $(if $(TESTS),,$(TWO_PROCESSES)) $$( \
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $$( \
 	{ grep -rlE '$(MEETS_OLDEST)' $(or $(TESTS),tests) --include='test_*.py'; \
 	find $(or $(TESTS),tests) -name test_callback.py -o -name test_contract.py; } | sort -u)
 

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 
@@ -165,3 +166,12 @@ def test_a_broken_import_rule_is_caught(house, file, statement):
     run = _lint_imports(house)
     assert run.returncode == 1
     assert "BROKEN" in run.stdout
+
+
+def test_ci_runs_each_folder_of_tests_once():
+    root = Path(__file__).parents[2]
+    lines = (root / ".ci" / "run").read_text().splitlines()
+    patterns = [word.strip("'") for line in lines if line.startswith("test '") for word in line.split()[1:]]
+    for folder in {path.parent for path in (root / "tests").glob("*/test_*.py")}:
+        name = folder.relative_to(root).as_posix()
+        assert sum(fnmatchcase(name, pattern) for pattern in patterns) == 1, name
