@@ -9,6 +9,10 @@ DECLARED := pyproject.toml constraints.txt
 # tests that are marked, these run.
 MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
 
+# Bytecode is kept, wherever images of containers switch that off: without it, each process that a test starts compiles
+# torch and Lightning anew, which takes 8 seconds
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest soak fuzz sweep mutants check fix bench constraints clean
 

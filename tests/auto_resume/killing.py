@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pty
 import random
 import re
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import worker
 
 from tests.auto_resume.training import DEFAULTS, train
 
@@ -75,20 +77,32 @@ def run(
     return status
 
 
+def start_on_terminal(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
+    """Start the script in a fork that leads a new terminal's session; return its id and the terminal's other end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        _be_a_script(folder, options, train, on_terminal=True)
+    return pid, terminal
+
+
 def die_after(cpu_seconds: float) -> None:
     """Let this process be killed, as if by SIGKILL, when it has worked for so many seconds; 0 is never."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends a process at once
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
-def _be_a_script(folder: Path, options: dict[str, Any], script: Callable[[Path, dict[str, Any]], Any]) -> None:
+def _be_a_script(
+    folder: Path, options: dict[str, Any], script: Callable[[Path, dict[str, Any]], Any], on_terminal: bool = False
+) -> None:
     status = 1
-    os.setpgid(0, 0)  # a signal to its process group is not for us
     torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
+    worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
     try:
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        if not on_terminal:
+            os.setpgid(0, 0)  # a signal to its process group is not for us
+            output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         for logger in ("lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(logger).handlers:

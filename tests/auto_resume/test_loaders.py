@@ -1,7 +1,9 @@
 """A loader resumes at its position: compared with an uninterrupted iteration, in any training loop."""
 
 import gc
+import multiprocessing
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -22,7 +24,12 @@ from torch.utils.data import (
 from lightning_tricks import isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_position import position_of
 from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _set_state, _state_bytes
-from lightning_tricks.auto_resume.core.data.rng_state import WorkerRngStates, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.rng_state import (
+    WorkerInit,
+    WorkerRngStates,
+    pack_rng_state,
+    unpack_rng_state,
+)
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
@@ -336,7 +343,9 @@ def test_objects_that_keep_generators_and_counters(kind, at):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("at", [0, 6, 9])
+@pytest.mark.parametrize(
+    "at", [pytest.param(0, marks=pytest.mark.newest), 6, pytest.param(9, marks=pytest.mark.newest)]
+)
 @pytest.mark.parametrize("kind", ["data", "stream", "ahead", "collate"])
 def test_copies_of_the_data_in_workers(kind, at, persistent):
     def made():
@@ -462,6 +471,32 @@ def test_attributes_of_other_data_are_named():
             assert fit.differences == []
         else:
             assert "the training loader has other data than in the stopped run: dataset.indices" in fit.differences[0]
+
+
+def test_workers_of_a_stopped_run_end_once_the_fit_was_left():
+    """As by an exception; at exit multiprocessing sends each worker one SIGTERM, and waits for it."""
+    forks, request = multiprocessing.get_context("fork"), StopRequest(["SIGTERM"])
+    begun = forks.Event()
+
+    def work():
+        WorkerInit(None, signals=request.signal_numbers, stopping=request.stopping)(0)
+        begun.set()
+        while True:
+            signal.pause()
+
+    worker = forks.Process(target=work, daemon=True)
+    worker.start()
+    assert begun.wait(60)
+    before = signal.getsignal(signal.SIGTERM)
+    assert request.install_handlers()
+    signal.raise_signal(signal.SIGTERM)
+    request.close()
+    signal.signal(signal.SIGTERM, before)
+    worker.terminate()
+    worker.join(20)
+    status = worker.exitcode
+    worker.kill()
+    assert status == -signal.SIGTERM
 
 
 class Caching(Noisy):

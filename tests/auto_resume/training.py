@@ -1,6 +1,6 @@
-"""A training script as people write them: run as `python -m tests.auto_resume.training FOLDER OPTIONS`.
+"""A training script as people write them: `train(folder, options)`.
 
-OPTIONS are JSON. It writes each logged value to `FOLDER/logged.<rank>.jsonl` and, at its end, the digests of all that
+It writes each logged value to `FOLDER/logged.<rank>.jsonl` and, at its end, the digests of all that
 a run leaves to `FOLDER/end.<rank>.json`. With "kill" it sends itself a signal at a moment.
 """
 
@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -463,8 +462,3 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
     if options["tests"]:
         trainer.test(module, held_out[0], ckpt_path="best", verbose=False)
     return trainer
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train(Path(sys.argv[1]), json.loads(sys.argv[2]))

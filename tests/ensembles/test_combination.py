@@ -88,7 +88,7 @@ def test_log_probabilities_do_not_underflow():
         functional.cross_entropy,
         nn.MultiMarginLoss(),
     ],
-    ids=str,
+    ids=lambda criterion: getattr(criterion, "__name__", str(criterion)),
 )
 def test_losses_are_those_of_each_member_alone(criterion):
     scores, targets = _scores(), torch.randint(4, (5, 7), generator=torch.Generator().manual_seed(1))

@@ -49,6 +49,7 @@ pytestmark = [
 CLASSIFIERS = [VotingClassifier, BaggingClassifier, FusionClassifier, SnapshotEnsembleClassifier]
 REGRESSORS = [VotingRegressor, BaggingRegressor, FusionRegressor, SnapshotEnsembleRegressor]
 ADAM = ("Adam", {"lr": 5e-3})
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.newest) for seed in (1, 2))]
 
 
 CONFIG = """
@@ -78,7 +79,7 @@ def _same(a, b, **tolerance):
 
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_classifiers_learn_the_digits(kind, seed):
     train, test = digits()
     ensemble = kind(MLP, 4, optimizer=ADAM, seed=seed)
@@ -93,7 +94,7 @@ def test_classifiers_learn_the_digits(kind, seed):
 
 
 @pytest.mark.parametrize("kind", REGRESSORS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_regressors_learn_diabetes(kind, seed):
     train, test = diabetes()
     ensemble = kind(MLP, 4, {"inputs": 10, "outputs": 1}, optimizer=("Adam", {"lr": 2e-3}), seed=seed)

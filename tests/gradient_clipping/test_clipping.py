@@ -122,7 +122,9 @@ def test_infinite_max_norm_touches_nothing():
         assert torch.equal(parameter.grad.view(torch.int32), gradient.view(torch.int32))
 
 
-@pytest.mark.parametrize("parameters", [[], iter(()), [torch.zeros(3, requires_grad=True)]], ids=str)
+@pytest.mark.parametrize(
+    "parameters", [[], iter(()), [torch.zeros(3, requires_grad=True)]], ids=["list", "iterator", "parameter"]
+)
 def test_nothing_to_clip(parameters):
     assert clip_grad_norm_(parameters, 1.0).item() == 0.0
 

@@ -60,7 +60,7 @@ def _fit(module, data=None, **trainer):
         {"max_steps": 1000},
         {"overfit_batches": 2},
     ],
-    ids=str,
+    ids=lambda arguments: ", ".join(arguments) or "nothing",
 )
 @pytest.mark.filterwarnings("ignore:.*overfit")
 def test_predicts_the_steps(arguments):

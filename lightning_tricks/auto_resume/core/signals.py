@@ -81,7 +81,12 @@ class StopRequest:
         return True
 
     def close(self) -> None:
-        """Cancel what was to be done at exit; the Trainer restores the handlers."""
+        """Cancel what was to be done at exit, and do it now; the Trainer restores the handlers.
+
+        A rank that leaves the fit by an exception may still have workers: multiprocessing sends them one SIGTERM at
+        exit, and waits for them.
+        """
+        self.stopping.value = LEAVING
         if self._exit_finalizer is not None:
             self._exit_finalizer.cancel()
 
