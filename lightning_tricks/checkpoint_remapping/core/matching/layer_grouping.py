@@ -20,6 +20,7 @@ class Layer:
     position: int
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
+    said: frozenset[str] = frozenset()  # words that the layers beside it give to it
 
     @property
     def parent(self) -> str:
@@ -67,7 +68,10 @@ class Layer:
     @cached_property
     def words(self) -> frozenset[str]:
         """The words in its path and the roles that they stand for, without numbers."""
-        return frozenset(word for word in words_of(self.path) if not word.isdecimal())
+        words = frozenset(word for word in words_of(self.path) if not word.isdecimal())
+        if not self.has_matrix and words & {"post", "pre"}:
+            words -= {"attention", "attn"}  # Llama's norm of the feed-forward is post_attention_layernorm
+        return words | self.said
 
 
 BATCH_COUNTER = "num_batches_tracked"

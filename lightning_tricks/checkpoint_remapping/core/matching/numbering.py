@@ -213,10 +213,10 @@ def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
 
 def _changes_width(layer: Layer) -> bool:
     """Whether a layer has more inputs than outputs or fewer, and is none of groups."""
-    sizes = [size for _, size in layer.sizes if len(size) > 1]
-    if len(sizes) != 1 or (len(sizes[0]) > 2 and sizes[0][0] % sizes[0][1] == 0):
+    shapes = [shape for _, shape in layer.tensors.values() if len(shape) > 1]
+    if len(shapes) != 1 or (len(shapes[0]) > 2 and shapes[0][0] % shapes[0][1] == 0):
         return False
-    return sizes[0][0] != sizes[0][1]
+    return shapes[0][0] != shapes[0][1]
 
 
 def _matrix_sizes(layer: Layer) -> list[Shape]:

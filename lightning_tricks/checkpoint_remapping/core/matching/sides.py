@@ -85,7 +85,7 @@ class Side:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
-        self._beside: Counter[tuple[str, object]] = Counter()
+        self._ordinal_siblings: Counter[tuple[str, object]] = Counter()
         self._siblings: dict[str, list[Layer]] = defaultdict(list)
         for layer in layers:
             self._siblings[layer.parent].append(layer)
@@ -95,7 +95,7 @@ class Side:
         self._of_size = Counter(layer.signature for layer in layers)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
-        self._beside.update((layer.parent, layer.signature) for layer in counted)
+        self._ordinal_siblings.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
         self.words = cache(self._find_words)
         self.inside = cache(self._find_inside)
@@ -118,12 +118,10 @@ class Side:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         in_block, beside = (
             self._in_block[self.block(layer), layer.signature],
-            self._beside[layer.parent, layer.signature],
+            self._ordinal_siblings[layer.parent, layer.signature],
         )
         is_one_of_two = 2 in (in_block, beside)
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
-        if not layer.has_matrix and layer.words & {"post", "pre"}:
-            words -= {"attention", "attn"}  # Llama's norm of the feed-forward is post_attention_layernorm
         return words if is_one_of_two else words - ORDINAL_ROLES
 
     def block(self, layer: Layer) -> Parts:

@@ -20,6 +20,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import Side
 from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
     fuse_query_key_value,
     mark_transposed,
+    name_gates,
     unify_positions,
 )
 
@@ -53,6 +54,7 @@ class _StructureMatcher:
         unify_positions(layers, others)
         fuse_query_key_value(layers, others)
         mark_transposed(layers)
+        name_gates(layers)
 
     def match(self) -> Matching:
         """Return all matches, and what remains ambiguous."""

@@ -29,6 +29,8 @@ _ROLES = {
     "narrowing layer": (
         r"(fc|linear|lin|pwconv)\.?2$|(?<!attention\.)output\.dense$|mlp\.c\.proj$|mlp\.3$|pwl$|project"
     ),
+    "gate": r"(^|\.)wi\.0$",
+    "up": r"(^|\.)wi\.1$",
     "class token": r"(^|\.)(cls|class)",
     "distillation": r"dist",
     "mask": r"mask",

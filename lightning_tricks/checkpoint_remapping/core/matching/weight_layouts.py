@@ -53,6 +53,19 @@ def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
             layer.tensors[""] = layer.tensors.pop("weight")
 
 
+def name_gates(layers: list[Layer]) -> None:
+    """Call w1 a gate where w2 leads back: w1 and w3 are then gate and input of a gated layer, as in Meta's Llama."""
+    families: dict[str, dict[str, Layer]] = defaultdict(dict)
+    for layer in layers:
+        families[layer.parent][layer.path.rpartition(".")[2]] = layer
+    for family in families.values():
+        w1, w2, w3 = (family.get(name) for name in ("w1", "w2", "w3"))
+        if w1 and w2 and w3:
+            wide, back, other = ([size for tensor, size in layer.sizes if tensor == "weight"] for layer in (w1, w2, w3))
+            if wide == other != back and back == [size[::-1] for size in wide]:
+                w1.said, w3.said = frozenset({"gate"}), frozenset({"up"})
+
+
 def _says_its_layout(layer: Layer) -> bool:
     weight, bias = layer.tensors["weight"][1], layer.tensors["bias"][1]
     return len(set(weight)) == 2 and bias in (weight[:1], weight[1:])
