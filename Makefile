@@ -13,8 +13,21 @@ MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
 # torch and Lightning anew, which takes 8 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
+# Parts of the tests, those that take longest first. A part takes one core.
+PARTS := contract-and-weights auto-resume d-to-l notebooks a m-to-z
+contract-and-weights := tests/[bc]*
+auto-resume := tests/au*
+d-to-l := tests/[d-l]*
+notebooks := tests/n*
+a := tests/a[!u]*
+m-to-z := tests/m* tests/[o-z]* lightning_tricks
+OLDEST_PARTS := a-to-d e-to-z
+a-to-d := tests/[a-d]*
+e-to-z := tests/[e-z]*
+TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest soak fuzz sweep mutants check fix bench constraints clean
+.PHONY: help demo test test-oldest ci soak fuzz sweep mutants check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -22,13 +35,27 @@ help: ## Show this list
 demo: $(VENV)/installed-package ## Train a real model on real digits with every trick
 	$(BIN)/lightning-tricks demo
 
-test: $(VENV)/installed-test ## Run the tests, or those in TESTS="tests/flops ..."
-	$(BIN)/python -m pytest $(TESTS)
+test: $(VENV)/installed-test ## Run the tests two parts at a time, or those in TESTS="tests/flops ..." at once
+	$(if $(TESTS),$(BIN)/python -m pytest $(TESTS),$(TWO_AT_A_TIME) $(PARTS:%=test-%))
+
+$(PARTS:%=test-%): test-%: $(VENV)/installed-test
+	$(BIN)/python -m pytest $($*)
 
 test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that meet the oldest Lightning and torch supported
+	$(call with_oldest,$(or $(TESTS),tests))
+
+$(OLDEST_PARTS:%=test-oldest-%): test-oldest-%: $(OLDEST)/installed $(VENV)/installed-test
+	$(call with_oldest,$($*))
+
+define with_oldest
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --oldest $$( \
-	{ grep -rlE '$(MEETS_OLDEST)' $(or $(TESTS),tests) --include='test_*.py'; \
-	find $(or $(TESTS),tests) -name test_callback.py -o -name test_contract.py; } | sort -u)
+	{ grep -rlE '$(MEETS_OLDEST)' $(1) --include='test_*.py'; \
+	find $(1) -name test_callback.py -o -name test_contract.py; } | sort -u)
+endef
+
+# The newest versions are installed beside the oldest, and these beside the first tests
+ci: $(VENV)/bin/python
+	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(PARTS:%=test-%) $(OLDEST_PARTS:%=test-oldest-%) check
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
