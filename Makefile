@@ -14,7 +14,7 @@ MEETS_OLDEST := _lightning_compat|_torch_compat|mark\.oldest
 unexport PYTHONDONTWRITEBYTECODE
 
 # Parts of the tests, those that take longest first. A part takes one core.
-PARTS := contract-and-weights auto-resume d-to-l notebooks a m-to-z
+PARTS := auto-resume contract-and-weights d-to-l notebooks m-to-z a
 contract-and-weights := tests/[bc]*
 auto-resume := tests/au*
 d-to-l := tests/[d-l]*
@@ -53,9 +53,10 @@ define with_oldest
 	find $(1) -name test_callback.py -o -name test_contract.py; } | sort -u)
 endef
 
-# The newest versions are installed beside the oldest, and these beside the first tests
+# The newest versions are installed beside the oldest, and these beside the first tests; what takes longest comes first
 ci: $(VENV)/bin/python
-	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(PARTS:%=test-%) $(OLDEST_PARTS:%=test-oldest-%) check
+	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(wordlist 1,3,$(PARTS:%=test-%)) \
+	$(OLDEST_PARTS:%=test-oldest-%) $(wordlist 4,6,$(PARTS:%=test-%)) check
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
