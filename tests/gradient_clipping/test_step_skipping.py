@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
+from lightning_tricks.gradient_clipping.core.clip_state import ClipState
 from tests.contract.lab import SETTINGS, HostReads, Net, full, real_fp16, same
 
 _OPTIMIZERS = {
@@ -356,3 +357,18 @@ def test_a_scaler_that_is_off_is_none(lab, policy):
     lab.fit([callback], plugins=[plugin], module=module, probe=False)
     assert callback._states[0].counts.skipped == 4
     assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_that_never_comes_is_taken_back(fused):
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    state = ClipState()
+    weight.grad = torch.tensor([1.0, torch.nan])
+    state.skip_step_(optimizer, torch.tensor(True), by_scaler=False, schedulers=None)
+    state.close()
+    assert not hasattr(optimizer, "found_inf")
+    assert not optimizer._optimizer_step_post_hooks
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert (weight < 1).all()

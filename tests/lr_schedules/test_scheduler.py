@@ -109,6 +109,14 @@ def test_a_new_group_with_the_optimizers_default_tensor():
     assert [_step(optimizer, scheduler) for _ in range(2)] == [pytest.approx([rate] * 2) for rate in (1 / 2, 1 / 3)]
 
 
+def test_a_new_group_with_a_tensor_of_its_own():
+    optimizer = torch.optim.Adam([_parameter()], lr=torch.tensor(0.1), foreach=False)
+    scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))
+    _step(optimizer, scheduler)
+    optimizer.add_param_group({"params": [_parameter()], "lr": torch.tensor(1.0)})
+    assert [new for _, new in (_step(optimizer, scheduler) for _ in range(2))] == pytest.approx([1 / 2, 1 / 3])
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])
 def test_a_copy_takes_groups_in_mid_run_too(copied):
     optimizer = torch.optim.SGD([_parameter()], lr=0.1)

@@ -17,6 +17,13 @@ def test_defaults_are_what_the_issue_of_warm_up_needs():
     assert ScheduleSpec("one_cycle").warmup == 0.3
 
 
+def test_a_spec_keeps_milestones_that_its_caller_changes():
+    milestones = [1, 2]
+    spec = ScheduleSpec("multistep", milestones=milestones)
+    milestones.append(3)
+    assert spec.milestones == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
