@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from timm.utils.agc import adaptive_clip_grad as timm_agc
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
+from lightning_tricks import AGC
 from lightning_tricks.gradient_clipping import adaptive_clip_grad_, clip_grad_value_, gradient_norms
+from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
+from lightning_tricks.gradient_clipping.core.clip_state import ClipState
 from tests.contract.lab import HostReads, fork
 
 _shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
@@ -226,3 +229,16 @@ def test_shards_are_clipped_as_the_whole(tmp_path):
             torch.testing.assert_close(seen["clipped"], [p.grad for p in copies], rtol=1e-5, atol=0)
             if done:
                 torch.testing.assert_close(seen["done"], tuple(done), rtol=1e-5, atol=0)
+
+
+def test_the_norm_after_clipping_counts_what_is_excluded():
+    body, head = (torch.ones(3, 2, requires_grad=True) for _ in range(2))
+    body.grad, head.grad = torch.full((3, 2), 5.0), torch.full((3, 2), 7.0)
+    parameters, groups = [body, head], ClipGroups({}, AGC(0.1, exclude="head"))
+    after, was_clipped = ClipState().clip_(
+        groups, parameters, gradient_norms(parameters), 2.0, lambda _: ["body", "head"]
+    )
+    assert was_clipped
+    assert torch.equal(head.grad, torch.full((3, 2), 7.0))
+    assert after == pytest.approx(torch.cat([body.grad, head.grad]).norm().item())
+    assert body.grad.norm() < 1
