@@ -153,8 +153,11 @@ class _AlignmentSearch:
         Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
         """
         layers = {target.rpartition(".")[0] for _, target in mismatched}
-        doubted = [match for match in by_names.matches if match.targets[0].rpartition(".")[0] in layers]
-        trusted = Matching([match for match in by_names.matches if match not in doubted])
+        doubted: list[Match] = []
+        certain: list[Match] = []
+        for match in by_names.matches:
+            (doubted if match.targets[0].rpartition(".")[0] in layers else certain).append(match)
+        trusted = Matching(certain)
         rest = match_by_structure(*self._left(trusted.sources(), trusted.targets()))
         shifted = _shifted_starts(rest, prefixes)
         if shifted:

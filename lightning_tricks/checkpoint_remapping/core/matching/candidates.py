@@ -40,7 +40,8 @@ def series_of(layers: list[Layer], template: Template) -> list[Series]:
     return [sorted(members, key=lambda layer: layer.numbers) for members in series.values()]
 
 
-def _all_numbers(layer: Layer) -> str:
+def without_numbers(layer: Layer) -> str:
+    """Return the path of a layer with each number written as `#`."""
     return re.sub(r"\d+", "#", layer.path)
 
 
@@ -53,4 +54,4 @@ def _all_numbers_but_the_last(layer: Layer) -> str:
 
 
 # Projects number blocks, layers in a block, or both; a series of one project may be that of another by any of these
-TEMPLATES: tuple[Template, ...] = (_all_numbers, _numbers_between_dots, _all_numbers_but_the_last)
+TEMPLATES: tuple[Template, ...] = (without_numbers, _numbers_between_dots, _all_numbers_but_the_last)

@@ -167,9 +167,8 @@ class Justification:
         siblings = [layer for layer in self.source.siblings(one) if layer.has_matrix]
         if other not in siblings or len(siblings) != 3:
             return False
-        sizes = [size for layer in siblings if layer not in (one, other) for _, size in layer.sizes if len(size) == 2]
-        wide = [size for _, size in one.sizes if len(size) == 2]
-        return bool(wide) and sizes == [size[::-1] for size in wide]
+        back = [size for layer in siblings if layer not in (one, other) for size in layer.matrix_sizes]
+        return bool(one.matrix_sizes) and back == [size[::-1] for size in one.matrix_sizes]
 
     def _norms(self, one: Layer, other: Layer) -> bool:
         """Whether the two are the norms of convolutions that were matched likewise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,11 @@ class Layer:
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
+
+    @property
+    def name(self) -> str:
+        """The last component of its path."""
+        return self.path.rpartition(".")[2]
 
     @property
     def parent(self) -> str:
@@ -44,6 +50,11 @@ class Layer:
     def signature(self) -> tuple[object, ...]:
         """What two layers must have in common to be matched."""
         return self.tensor_kinds, self.sizes
+
+    @property
+    def matrix_sizes(self) -> list[Shape]:
+        """The sizes of its matrices."""
+        return [size for _, size in self.sizes if len(size) == 2]
 
     @cached_property
     def has_matrix(self) -> bool:
@@ -94,6 +105,14 @@ def group_layers(shapes: Mapping[str, Shape]) -> list[Layer]:
         layer = layers.setdefault(parent, Layer(parent, position))
         layer.tensors[leaf] = (name,), tuple(shape)
     return [layer for layer in layers.values() if list(layer.tensors) != [BATCH_COUNTER]]
+
+
+def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
+    """Return the layers that each module holds directly."""
+    families: dict[str, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        families[layer.parent].append(layer)
+    return families
 
 
 def _without_ones(shape: Shape) -> Shape:

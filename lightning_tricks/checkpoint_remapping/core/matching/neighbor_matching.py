@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order
 
 
@@ -115,7 +115,7 @@ def _norms_of_convolutions(layers: list[Layer], ordered: bool) -> dict[Layer, La
     following = {
         layer: norm for layer, norm in pairwise(layers) if _is_norm_of(norm, layer) and _in_one_block(layer, norm)
     }
-    for family in _families(layers):
+    for family in layers_by_parent(layers).values():
         norms, convolutions = set(_norms(family)), set(_convolutions(family))
         # Norms that stand before their convolutions, or apart from them
         if norms.difference(following.values()) and convolutions - following.keys():
@@ -127,7 +127,7 @@ def _norms_of_convolutions(layers: list[Layer], ordered: bool) -> dict[Layer, La
 def _norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
     """Return the norms with the number of a convolution beside them, and those that are alone with one."""
     found: dict[Layer, Layer] = {}
-    for family in _families(layers):
+    for family in layers_by_parent(layers).values():
         convolutions, norms = _convolutions(family), _norms(family)
         have_one_name = all(len({_stem_and_number(layer)[0] for layer in side}) == 1 for side in (convolutions, norms))
         for convolution in convolutions:
@@ -137,14 +137,6 @@ def _norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
             if len(fitting) == 1 and _is_norm_of(fitting[0], convolution):
                 found[convolution] = fitting[0]
     return found
-
-
-def _families(layers: list[Layer]) -> list[list[Layer]]:
-    """Return the layers by the module that holds them."""
-    families: dict[str, list[Layer]] = defaultdict(list)
-    for layer in layers:
-        families[layer.parent].append(layer)
-    return list(families.values())
 
 
 def _convolutions(family: list[Layer]) -> list[Layer]:
@@ -172,6 +164,5 @@ def _is_norm_of(layer: Layer, convolution: Layer) -> bool:
 
 
 def _stem_and_number(layer: Layer) -> tuple[str, str]:
-    name = layer.path.rpartition(".")[2]
-    stem = name.rstrip("0123456789")
-    return stem, name[len(stem) :]
+    stem = layer.name.rstrip("0123456789")
+    return stem, layer.name[len(stem) :]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.candidates import without_numbers
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     NO_NUMBER,
     Fork,
@@ -36,14 +37,14 @@ class Numbering:
         self.source, self.target, self.matched = source, target, matched
         self._series: dict[tuple[str, str], list[_Pair]] = defaultdict(list)
         for pair in matched.items():
-            self._series[_template(pair[0]), _template(pair[1])].append(pair)
+            self._series[without_numbers(pair[0]), without_numbers(pair[1])].append(pair)
         # Asked for many pairs of layers
         self._count_the_same_way = cache(self._find_whether_counted_the_same_way)
         self._go_together = cache(self._find_whether_numbers_go_together)
 
     def tell_apart(self, one: Layer, other: Layer, source: Fork, target: Fork) -> bool:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
-        if source.numbers is None or target.numbers is None or self.are_gated(source, target):
+        if source.numbers is None or target.numbers is None or self._are_gated(source, target):
             return False
         if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
             return False
@@ -54,22 +55,22 @@ class Numbering:
         rising = (source.numbers[0] < source.numbers[1]) == (target.numbers[0] < target.numbers[1])
         alike = rising and self._count_the_same_way(source.container, target.container)
         return alike and all(
-            self._go_together(_template(layer), _template(self.matched[layer])) for layer in (one, other)
+            self._go_together(without_numbers(layer), without_numbers(self.matched[layer])) for layer in (one, other)
         )
 
-    def are_gated(self, fork: Fork, target: Fork) -> bool:
+    def _are_gated(self, fork: Fork, target: Fork) -> bool:
         """Whether the two are gate and input of a gated layer, which numbers call by either name.
 
         Beside both is the layer that leads back. In a chain of layers, another one would follow.
         """
-        layers = _at(self.source, fork)
-        sizes = [_matrix_sizes(layer) for layer in layers]
+        layers = _layers_at(self.source, fork)
+        sizes = [layer.matrix_sizes for layer in layers]
         if len(sizes) != 2 or not sizes[0] or sizes[0] != sizes[1]:
             return False
         beside = [
             size
             for layer in self.source.siblings(layers[0])
-            for size in _matrix_sizes(layer)
+            for size in layer.matrix_sizes
             if {*size} == {*sizes[0][0]}
         ]
         if sorted(beside) != sorted([sizes[0][0], sizes[0][0], sizes[0][0][::-1]]):
@@ -170,10 +171,6 @@ def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:
     return any(side.count(side[position]) > 1 for side, position in zip(slots, pair, strict=True))
 
 
-def _template(layer: Layer) -> str:
-    return re.sub(r"\d+", "#", layer.path)
-
-
 def _slots(path: str) -> list[_Slot]:
     """Return what is before each number of a path."""
     found = re.finditer(r"([^\W\d_]*)([._]?)\d+", path)
@@ -190,16 +187,10 @@ def _never_falls(numbers: set[tuple[int, int]]) -> bool:
     return all(one[1] <= other[1] for one, other in pairwise(sorted(numbers)) if one[0] < other[0])
 
 
-def _at(side: Side, fork: Fork) -> list[Layer]:
+def _layers_at(side: Side, fork: Fork) -> list[Layer]:
     """Return the two layers of a fork, if their numbers are the last part of their paths."""
-    return list(_layers_at(side, fork))
-
-
-def _layers_at(side: Side, fork: Fork) -> Iterator[Layer]:
-    for rest in (fork.first, fork.second):
-        path = (*fork.container, *rest)
-        if len(rest) == 1:
-            yield from (layer for layer in side.branches[path] if parts_of(layer.path) == path)
+    paths = [(*fork.container, *rest) for rest in (fork.first, fork.second) if len(rest) == 1]
+    return [layer for path in paths for layer in side.branches[path] if parts_of(layer.path) == path]
 
 
 def _are_two_branches(side: Side, one: Layer, other: Layer, fork: Fork) -> bool:
@@ -217,7 +208,3 @@ def _changes_width(layer: Layer) -> bool:
     if len(shapes) != 1 or (len(shapes[0]) > 2 and shapes[0][0] % shapes[0][1] == 0):
         return False
     return shapes[0][0] != shapes[0][1]
-
-
-def _matrix_sizes(layer: Layer) -> list[Shape]:
-    return [size for _, size in layer.sizes if len(size) == 2]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]
@@ -86,9 +86,8 @@ class Side:
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()
         self._ordinal_siblings: Counter[tuple[str, object]] = Counter()
-        self._siblings: dict[str, list[Layer]] = defaultdict(list)
+        self._siblings = layers_by_parent(layers)
         for layer in layers:
-            self._siblings[layer.parent].append(layer)
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
@@ -116,11 +115,8 @@ class Side:
 
     def _find_words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
-        in_block, beside = (
-            self._in_block[self.block(layer), layer.signature],
-            self._ordinal_siblings[layer.parent, layer.signature],
-        )
-        is_one_of_two = 2 in (in_block, beside)
+        in_block = self._in_block[self.block(layer), layer.signature]
+        is_one_of_two = 2 in (in_block, self._ordinal_siblings[layer.parent, layer.signature])
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         return words if is_one_of_two else words - ORDINAL_ROLES
 
@@ -202,8 +198,7 @@ def _is_of_decoder(word: str) -> bool:
 
 def _component(container: Parts) -> Parts:
     """Return the parts of the last component of a path: `up` and `blocks` of `decoder.up_blocks`."""
-    starts = [i for i, part in enumerate(container) if part.startswith(".")]
-    return container[starts[-1] :] if starts else container
+    return container[len(_module_of(container)) :]
 
 
 def _module_of(container: Parts) -> Parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
 _POSITIONS = re.compile(r"(^|[._])(pos(itions?|itional)?_?(emb|embed|embeds|embedding|embeddings)?|wpe)$")
@@ -55,11 +55,9 @@ def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
 
 def name_gates(layers: list[Layer]) -> None:
     """Call w1 a gate where w2 leads back: w1 and w3 are then gate and input of a gated layer, as in Meta's Llama."""
-    families: dict[str, dict[str, Layer]] = defaultdict(dict)
-    for layer in layers:
-        families[layer.parent][layer.path.rpartition(".")[2]] = layer
-    for family in families.values():
-        w1, w2, w3 = (family.get(name) for name in ("w1", "w2", "w3"))
+    for family in layers_by_parent(layers).values():
+        named = {layer.name: layer for layer in family}
+        w1, w2, w3 = map(named.get, ("w1", "w2", "w3"))
         if w1 and w2 and w3:
             wide, back, other = ([size for tensor, size in layer.sizes if tensor == "weight"] for layer in (w1, w2, w3))
             if wide == other != back and back == [size[::-1] for size in wide]:
