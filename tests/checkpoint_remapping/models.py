@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import timm
 import torch
@@ -93,6 +95,15 @@ ARCHITECTURES: dict[str, dict[str, Builder]] = {
     "GPT-2": {"HF": lambda: HuggingFaceGPT2(), "Linear": lambda: LinearGPT2()},
 }
 SIDES = {"MobileViT": 256}
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Leave the parameters of models that are built here as they are allocated, which saves seconds for large ones."""
+    with ExitStack() as stack:
+        for name in ("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"):
+            stack.enter_context(patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
+        yield
 
 
 def randomized(model: nn.Module) -> nn.Module:

@@ -23,14 +23,16 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
     read_rules,
 )
-from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized
+from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
 
 
 @cache
 def model(architecture, origin):
-    return randomized(ARCHITECTURES[architecture][origin]())
+    with without_initial_values():
+        built = ARCHITECTURES[architecture][origin]()
+    return randomized(built)
 
 
 def unset(architecture, origin):
