@@ -118,7 +118,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.set_members(members)
         self._checked_stages: set[str] = set()
         self._losses = MeanLoss()
-        self._training_data = TrainingData()
+        self.training_data = TrainingData()
         self._installed = ExitStack()  # what a fit has put around parts of the Trainer
         frame = currentframe()
         save_plain_hyperparameters(self, estimator, frame)
@@ -183,30 +183,30 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return mean_with_gradient_of_sum(member_losses(self.criterion, outputs, targets))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimized in a training step, and the outputs of the trained members.
+        """Return what is minimized in a training step, and the outputs that metrics see.
 
         Args:
-            inputs: The inputs of the batch, which `training_outputs(*inputs)` runs.
+            inputs: The inputs of the batch, which `training_outputs(inputs, targets)` runs.
             targets: The targets of each trained member, (n, B, ...).
 
         Returns:
-            The loss and the outputs (n, B, ...).
+            The loss, and the outputs of the trained members, (n, B, ...), or of the ensemble, (1, B, ...).
         """
-        outputs = self.training_outputs(*inputs)
+        outputs = self.training_outputs(inputs, targets)
+        return self.member_loss(outputs, targets), outputs
+
+    def training_outputs(self, inputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """Run the trained members on the inputs of a training batch, each on its own rows: outputs (n, B, ...).
+
+        The first batch of a fit is checked.
+        """
+        members = self.trained_members()
+        outputs = members(*inputs) if self.training_data.has_member_rows else members.forward_shared(*inputs)
         if "train" not in self._checked_stages and not torch.compiler.is_compiling():
             if self._is_stacked():
                 self._log_why_sequential()
             self._check_first_batch(outputs, targets, "train")
-        try:
-            return self.member_loss(outputs, targets), outputs
-        except IndexError as error:  # a class index that does not exist
-            self.check_batch(outputs, targets, "train")
-            raise error from None
-
-    def training_outputs(self, *inputs: Tensor) -> Tensor:
-        """Run the trained members on the inputs of a training batch, each on its own rows: outputs (n, B, ...)."""
-        members = self.trained_members()
-        return members(*inputs) if self._training_data.has_member_rows else members.forward_shared(*inputs)
+        return outputs
 
     @property
     def uses_member_steps(self) -> bool:
@@ -240,7 +240,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def training_loader(self, loaders: Any) -> Any:
         """Return the loader to train with, for the loaders that the user gave."""
-        return self._training_data.loader(self, loaders)
+        return self.training_data.loader(self, loaders)
 
     # --- the optimization
 
@@ -261,13 +261,18 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
-        members, data = self.trained_members(), self._training_data
+        members, data = self.trained_members(), self.training_data
         if self._has_lightning_members:
             batches = data.batches_of_members(batch, len(members))
             results = lightning_members.run_training_steps(members, batches, batch_idx)
         else:
             inputs, targets = data.split(batch, len(members))
-            loss, outputs = self.training_loss(inputs, targets)
+            try:
+                loss, outputs = self.training_loss(inputs, targets)
+            except IndexError as error:  # a class index that does not exist
+                self.check_batch(self.training_outputs(inputs, targets), targets, "train")
+                raise error from None
+            targets = targets[: len(outputs)]
             results = {"loss": loss, "preds": outputs.detach().flatten(0, 1), "target": targets.flatten(0, 1)}
         self._losses.update(results["loss"], 1)
         return results
@@ -301,7 +306,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
     def teardown(self, stage: str) -> None:
         """Close what `setup` has installed."""
         self._installed.close()
-        self._training_data.has_member_rows = False
+        self.training_data.has_member_rows = False
         self._losses = MeanLoss()
 
     def configure_optimizers(self) -> Any:

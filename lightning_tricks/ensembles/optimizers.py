@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
@@ -16,7 +18,7 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks.ensembles.core.combination import Criterion
 from lightning_tricks.ensembles.core.members import Members
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
-from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule
+from lightning_tricks.lr_schedules.builders import build_optimizer, build_schedule, steps_in_epochs
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
 from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
@@ -141,15 +143,40 @@ def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Op
 _KERNELS = {"fused", "foreach", "differentiable", "capturable"}
 
 
-def make_schedule(optimizer: Optimizer, choice: Any, trainer: Trainer, has_validation: bool) -> dict[str, Any]:
-    """Make the schedule of the optimizer, as Lightning takes it from `configure_optimizers`."""
+def make_schedule(
+    optimizer: Optimizer, choice: Any, trainer: Trainer, has_validation: bool, epochs: int | None = None
+) -> dict[str, Any]:
+    """Make the schedule of the optimizer, as Lightning takes it from `configure_optimizers`.
+
+    Args:
+        optimizer: The optimizer.
+        choice: What `parse_schedule` returned.
+        trainer: The Trainer of the fit.
+        has_validation: Whether there is a validation loss to go by.
+        epochs: The length of a schedule that has none of its own; that of the run by default.
+
+    Raises:
+        MisconfigurationException: If the length is needed in steps, and the training data has none.
+    """
     if isinstance(choice, ScheduleSpec):
+        if epochs is not None and choice.needs_total and choice.total is None:
+            choice = replace(choice, total=_length(choice, epochs, trainer))
         return build_schedule(optimizer, choice, trainer)
     made = _SCHEDULERS[choice[0]](optimizer, **choice[1]) if isinstance(choice, tuple) else choice(optimizer)
     schedule = {"scheduler": made, "interval": "epoch"}
     if isinstance(made, lr_scheduler.ReduceLROnPlateau):
         schedule["monitor"] = getattr(made, "monitor", "val/loss" if has_validation else "train/loss")
     return schedule
+
+
+def _length(choice: ScheduleSpec, epochs: int, trainer: Trainer) -> int:
+    length = epochs if choice.interval == "epoch" else steps_in_epochs(trainer, epochs)
+    if length == math.inf:
+        raise MisconfigurationException(
+            "The schedule needs the number of steps, and the training data has no length (an IterableDataset): give "
+            "ScheduleSpec(total=...)."
+        )
+    return max(1, int(length))
 
 
 def _parse(argument: str, choice: Any, known: Mapping[str, Any], spec: type) -> Any:

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.ddp import rewrap_ddp
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.layout import as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.lr_schedules.builders import total_steps
-from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
 
 class StagedEnsemble(Ensemble):
     """Base of ensembles that are trained in stages, each of which trains other members.
 
-    A stage begins with a new optimizer and a new schedule of the trained members. All other members are in evaluation
-    mode and have no optimizer: neither weight decay nor BatchNorm changes them. The stage is a part of the state dict,
-    so that a run resumes in the middle of a stage. A new fit begins with stage 0.
+    A stage begins with a new optimizer and a new schedule of the trained members. All other members are frozen: they
+    are in evaluation mode and have no gradients and no optimizer, so that neither weight decay nor BatchNorm changes
+    them. The stage is a part of the state dict, so that a run resumes in the middle of a stage. A new fit begins with
+    stage 0.
 
     A family overrides, beside the methods of `Ensemble`:
 
     - `n_stages`: the number of stages, one for each member by default;
-    - `stage_at(epoch)`: the stage of an epoch; by default all stages have the same number of epochs;
+    - `epochs_per_stage()`: the length of a stage; by default the run's epochs divided by the number of stages;
     - `trained_members()`: the members that the current stage trains, one by default;
     - `on_stage_start()`: called when a stage has begun, with its optimizer made;
     - `predict_members(*x)` and `n_members`: by default the members up to the current stage predict;
@@ -43,25 +45,32 @@ class StagedEnsemble(Ensemble):
 
     stage: int
     stage_number: Tensor
+    _trainable: list[bool] | None = None  # which parameters a fit trains, in their order; None outside of a fit
 
     @property
     def n_stages(self) -> int:
         """The number of stages."""
         return self.n_estimators
 
-    def stage_at(self, epoch: int) -> int:
-        """Return the stage of an epoch.
+    def epochs_per_stage(self) -> int:
+        """Return the length of a stage in epochs.
 
         Raises:
-            MisconfigurationException: If `max_epochs` is no multiple of the number of stages.
+            MisconfigurationException: If the run cannot be divided into the stages.
         """
         epochs = self.trainer.max_epochs or 0
+        if is_fast_dev_run(self.trainer):
+            return 1
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
                 f"{type(self).__name__} has {self.n_stages} stages of equal length, into which max_epochs={epochs} "
                 f"does not divide: set max_epochs to a multiple of {self.n_stages}."
             )
-        return min(epoch // (epochs // self.n_stages), self.n_stages - 1)
+        return epochs // self.n_stages
+
+    def stage_at(self, epoch: int) -> int:
+        """Return the stage that an epoch belongs to."""
+        return min(epoch // self.epochs_per_stage(), self.n_stages - 1)
 
     def on_stage_start(self) -> None:
         """React to the beginning of a stage; `self.stage` is the new one."""
@@ -71,6 +80,7 @@ class StagedEnsemble(Ensemble):
         super().set_members(members)
         self.estimators_ = as_sequential(self.estimators_)
         register_count(self, "stage_number", "stage")
+        self.register_load_state_dict_post_hook(_freeze_after_load)  # type: ignore[no-untyped-call]
 
     def trained_members(self) -> SequentialMembers:
         """Return the member of the current stage."""
@@ -82,8 +92,8 @@ class StagedEnsemble(Ensemble):
         return members
 
     def predict_members(self, *x: Tensor) -> Tensor:
-        """Return the outputs of the members up to the current stage, (stage + 1, B, ...)."""
-        return self._members(range(self.stage + 1)).forward_shared(*x)
+        """Return the outputs of the members up to the current stage, (n_members, B, ...)."""
+        return self._members(range(self.n_members)).forward_shared(*x)
 
     @property
     def n_members(self) -> int:
@@ -98,12 +108,17 @@ class StagedEnsemble(Ensemble):
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Make the schedule of one stage: a length that is not given is that of the stage."""
         choice = self.lr_scheduler
-        if isinstance(choice, ScheduleSpec) and choice.needs_total and choice.total is None:
-            whole = self.trainer.max_epochs if choice.interval == "epoch" else total_steps(self.trainer)
-            choice = replace(choice, total=max(1, int(whole or 0) // self.n_stages))
         if choice is None or self.uses_member_optimizers:
             return None
-        return optimizers.make_schedule(optimizer, choice, self.trainer, bool(self.trainer.enable_validation))
+        has_validation = bool(self.trainer.enable_validation)
+        return optimizers.make_schedule(optimizer, choice, self.trainer, has_validation, self.epochs_per_stage())
+
+    @classmethod
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained members, as after the last stage."""
+        ensemble = super().from_members(members, **options)
+        ensemble._set_stage(ensemble.n_stages - 1)
+        return ensemble
 
     def train(self, mode: bool = True) -> StagedEnsemble:
         """Set the mode; the members that the current stage does not train stay in evaluation mode."""
@@ -118,10 +133,13 @@ class StagedEnsemble(Ensemble):
     def setup(self, stage: str) -> None:
         """Begin with the first stage; a checkpoint to resume from is loaded after this."""
         if stage == "fit":
+            self.epochs_per_stage()  # whose error comes before anything is changed
+        super().setup(stage)
+        if stage == "fit":
+            self._installed.enter_context(self._frozen_members())
             self._set_stage(0)
             for member in self.estimators_.children():
                 member.train(self.training)  # Lightning warns of modules in evaluation mode before `on_train_start`
-        super().setup(stage)
 
     def on_train_start(self) -> None:
         """Set the modes of the members for the stage that is trained, and begin the first stage."""
@@ -135,13 +153,49 @@ class StagedEnsemble(Ensemble):
         if stage != self.stage:
             self._set_stage(stage)
             self.train()
+            rewrap_ddp(self.trainer)
             self.trainer.strategy.setup_optimizers(self.trainer)
             self.on_stage_start()
 
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""
+        super().on_train_epoch_end()
+        epochs = self.n_stages * self.epochs_per_stage()
+        if self.current_epoch + 1 >= epochs and self.trainer.max_epochs != epochs:
+            self.trainer.should_stop = True
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._trainable is not None
+
+    def freeze_other_members(self) -> None:
+        """Let only the members of the current stage have gradients, in a fit."""
+        if not self._is_fitting:
+            return
+        trained = {id(parameter) for parameter in self.trained_members().parameters()}
+        for parameter, trainable in zip(self.estimators_.parameters(), self._trainable or (), strict=True):
+            parameter.requires_grad_(trainable and id(parameter) in trained)
+
+    @contextmanager
+    def _frozen_members(self) -> Iterator[None]:
+        parameters = list(self.estimators_.parameters())
+        self._trainable = before = [parameter.requires_grad for parameter in parameters]
+        try:
+            yield
+        finally:
+            for parameter, trainable in zip(parameters, before, strict=True):
+                parameter.requires_grad_(trainable)
+            self._trainable = None
+
     def _set_stage(self, stage: int) -> None:
         set_count(self, "stage_number", "stage", stage)
+        self.freeze_other_members()
 
     def _members(self, indices: Any) -> SequentialMembers:
         members: Any = self.estimators_
         chosen: SequentialMembers = members.only(indices)
         return chosen
+
+
+def _freeze_after_load(ensemble: Any, keys: Any) -> None:
+    ensemble.freeze_other_members()

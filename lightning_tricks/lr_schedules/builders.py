@@ -89,7 +89,7 @@ def build_schedule(
         else:
             total = total_steps(trainer, n_optimizers=n_optimizers)
     try:
-        factor = spec.bind(total, partial(_steps_in_epochs, trainer))
+        factor = spec.bind(total, partial(steps_in_epochs, trainer))
     except ValueError as error:
         if not is_fast_dev_run(trainer):
             raise
@@ -118,7 +118,7 @@ def total_steps(trainer: Trainer, *, n_optimizers: int | None = None) -> int:
     if trainer.max_steps != -1:
         limit = math.ceil(trainer.max_steps / (n_optimizers or 1))
     epochs = trainer.max_epochs
-    by_epochs = math.inf if epochs in (None, -1) else _steps_in_epochs(trainer, epochs or 0)
+    by_epochs = math.inf if epochs in (None, -1) else steps_in_epochs(trainer, epochs or 0)
     total = min(limit, by_epochs)
     timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     if total == math.inf:
@@ -143,15 +143,15 @@ def _total_epochs(trainer: Trainer, n_optimizers: int | None) -> float:
     if trainer.max_steps == -1 and trainer.max_epochs not in (None, -1):
         return trainer.max_epochs or 0
     steps = total_steps(trainer, n_optimizers=n_optimizers)
-    if _steps_in_epochs(trainer, 1) == math.inf:
+    if steps_in_epochs(trainer, 1) == math.inf:
         raise MisconfigurationException(
             f"The schedule needs the number of epochs, and the training data has no length: {_REMEDY}, and "
             'interval="step".'
         )
-    return bisect_left(range(steps + 1), float(steps), key=partial(_steps_in_epochs, trainer))
+    return bisect_left(range(steps + 1), float(steps), key=partial(steps_in_epochs, trainer))
 
 
-def _steps_in_epochs(trainer: Trainer, epochs: float) -> float:
+def steps_in_epochs(trainer: Trainer, epochs: float) -> float:
     """Count the steps of one optimizer in the first epochs, with the accumulation of each; Inf without a length."""
     if trainer.limit_train_batches == 0:
         return 0  # the Trainer then looks at no data

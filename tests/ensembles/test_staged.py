@@ -35,7 +35,7 @@ class Residual(StagedEnsemble, ClassifierEnsemble):
         return outputs.sum(0)
 
     def training_loss(self, inputs, targets):
-        outputs = self.training_outputs(*inputs)
+        outputs = self.training_outputs(inputs, targets)
         earlier = self.earlier_outputs(*inputs)
         scores = torch.zeros_like(outputs[0]) if earlier is None else earlier.sum(0)
         residual = nn.functional.one_hot(targets[0], outputs.shape[-1]) - scores.softmax(-1)

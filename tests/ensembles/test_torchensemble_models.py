@@ -174,7 +174,7 @@ def test_members_of_one_module_differ_on_unshuffled_data():
 
 
 @pytest.mark.trap("ensembles: a class that is missing in the training data decides about n_outputs")
-def test_a_class_may_be_missing_in_the_training_data():
+def test_a_class_may_be_missing_in_thetraining_data():
     x, y = digits()[0].tensors
     ensemble = VotingClassifier(MLP, 2, seed=0)
     fit(ensemble, few(TensorDataset(x[y != 9], y[y != 9]), 64))

@@ -147,7 +147,7 @@ def classification_uncertainty(scores: Tensor, weights: Tensor | None = None) ->
         >>> [round(float(part), 3) for part in (uncertainty.total, uncertainty.aleatoric, uncertainty.epistemic)]
         [0.693, 0.0, 0.693]
     """
-    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    scores = at_least_single(scores)
     logs = scores.log_softmax(-1)
     combined = log_mean_probabilities(scores, weights)
     total = -(combined.exp() * combined).nan_to_num().sum(-1)
@@ -178,6 +178,11 @@ def regression_uncertainty(
     return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, epistemic.sqrt())
 
 
+def at_least_single(values: Tensor) -> Tensor:
+    """Return values of half precision in single precision, and others as they are."""
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
 def snapshot_factor(step: int, cycle: int) -> float:
     """Return the learning rate's factor in cycles of half a cosine, each from 1 towards 0.
 
@@ -192,6 +197,26 @@ def snapshot_factor(step: int, cycle: int) -> float:
         [1.0, 0.854, 0.5, 0.146, 1.0, 0.854]
     """
     return (math.cos(math.pi * (step % cycle) / cycle) + 1) / 2
+
+
+def triangle_factor(step: int, cycle: int, high: float, low: float) -> float:
+    """Return the learning rate's factor in cycles that fall in straight lines from `high` to `low` and rise again.
+
+    Args:
+        step: Optimizer steps made.
+        cycle: Steps of a cycle, in the middle of which the factor is `low`.
+        high: Factor at the start of a cycle.
+        low: Factor in its middle.
+
+    Source: Garipov et al., arXiv 1802.10026.
+
+    Example:
+        >>> [triangle_factor(step, cycle=4, high=1.0, low=0.0) for step in range(5)]
+        [1.0, 0.5, 0.0, 0.5, 1.0]
+    """
+    share = (step % cycle) / cycle
+    towards_high = abs(1 - 2 * share)
+    return high * towards_high + low * (1 - towards_high)
 
 
 def normalized_weights(weights: Sequence[float] | None, n: int) -> Tensor | None:

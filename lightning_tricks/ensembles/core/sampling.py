@@ -119,6 +119,7 @@ class MemberLoader:
         self.dataset, self.batch_size, self.drop_last = loader.dataset, batches.batch_size, batches.drop_last
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
         self._batch_loader: DataLoader[Any] | None = None
+        self._indices: Tensor | None = None  # those of the epoch
         self.given = 0  # batches of the epoch in which the last iteration started
         self._epoch = -1  # that epoch
         self._resume_position = {"epoch": -1, "batches": 0}
@@ -149,9 +150,13 @@ class MemberLoader:
 
     def batches(self) -> Iterator[Tensor]:
         """Yield this epoch's indices that were not given yet, (n, batch) for each batch."""
-        indices = self.sampler.draw_orders()
+        self._indices = self.sampler.draw_orders()
         for number in range(self.given, len(self)):
-            yield indices[:, number * self.batch_size : (number + 1) * self.batch_size]
+            yield self.indices_of(number)
+
+    def indices_of(self, batch_idx: int) -> Tensor:
+        """Return the indices of the samples in a batch of this epoch, (n, batch)."""
+        return cast(Tensor, self._indices)[:, batch_idx * self.batch_size : (batch_idx + 1) * self.batch_size]
 
     def _index_batches(self, tensors: Sequence[Tensor], subset: Tensor | None) -> Iterator[Any]:
         pinned = self.loader.pin_memory and torch.cuda.is_available()

@@ -1,0 +1,260 @@
+"""Gradient boosting: members that are trained one after another, each on what the earlier ones get wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
+from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.mean_loss import MeanLoss
+from lightning_tricks.ensembles.boosting import BoostedClassifier, BoostedMembers, BoostedRegressor
+from lightning_tricks.ensembles.core.boosting import negative_gradient
+from lightning_tricks.ensembles.core.combination import at_least_single
+from lightning_tricks.ensembles.core.counts import register_count, set_count
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.kept_scores import KeptScores
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.staged import StagedEnsemble
+
+# Of ensembles in a fit; they are no attributes, so that no checkpoint and no copy holds them
+_KEPT_SCORES: WeakKeyDictionary[nn.Module, KeptScores] = WeakKeyDictionary()
+
+
+class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
+    """Members in stages, each fitted to the negative gradient of the loss at the sum of the earlier ones.
+
+    Attributes:
+        stage_losses: With early stopping, the validation loss after each stage, (n_estimators,); infinite for stages
+            that were not trained.
+    """
+
+    epochs_per_estimator: int | None
+    early_stopping_rounds: int | None
+    stage_losses: Tensor
+    kept_number: Tensor
+    _n_kept: int  # members that predict when the run has ended; 0 before
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        shrinkage_rate: float = 1.0,
+        epochs_per_estimator: int | None = None,
+        early_stopping_rounds: int | None = None,
+        use_reduction_sum: bool = False,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        n_outputs: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.epochs_per_estimator = _check_optional_count("epochs_per_estimator", epochs_per_estimator)
+        self.early_stopping_rounds = _check_optional_count("early_stopping_rounds", early_stopping_rounds)
+        self._stage_loss = MeanLoss()
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            shrinkage_rate=shrinkage_rate,
+            use_reduction_sum=use_reduction_sum,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            n_outputs=n_outputs,
+            vectorize=False,
+            seed=seed,
+        )
+
+    def set_members(self, members: Sequence[nn.Module]) -> None:
+        """Keep the members, and what early stopping knows of the stages."""
+        super().set_members(members)
+        self.register_buffer("stage_losses", torch.full((len(members),), math.inf))
+        register_count(self, "kept_number", "_n_kept")
+
+    @property
+    def n_members(self) -> int:
+        """The number of members that predict: those up to the current stage, or up to the best one after the run."""
+        return self._n_kept or self.stage + 1
+
+    def epochs_per_stage(self) -> int:
+        """Return `epochs_per_estimator`, or the run's epochs divided by the number of members.
+
+        Raises:
+            MisconfigurationException: If the run is too short, or cannot be divided.
+        """
+        if self.epochs_per_estimator is None:
+            return super().epochs_per_stage()
+        needed, epochs = self.n_stages * self.epochs_per_estimator, self.trainer.max_epochs
+        if epochs not in (None, -1) and epochs < needed and not is_fast_dev_run(self.trainer):
+            raise MisconfigurationException(
+                f"{type(self).__name__} trains {self.n_stages} members for epochs_per_estimator="
+                f"{self.epochs_per_estimator} epochs each, and max_epochs={epochs} ends before: set "
+                f"max_epochs={needed}."
+            )
+        return self.epochs_per_estimator
+
+    # --- a training step
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Note the tensors of a training batch, whose scores of earlier members are kept."""
+        if self.stage and self.trainer.training:
+            _KEPT_SCORES[self].remember(batch)
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Look up the scores of the earlier members."""
+        if self.stage:
+            _KEPT_SCORES[self].look_up(self, batch, batch_idx)
+
+    def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the squared error of the member to the residual, and the scores of the ensemble with it."""
+        outputs = self.training_outputs(inputs, targets)
+        sums = _KEPT_SCORES[self].of_batch
+        if sums is None:
+            earlier = self.earlier_outputs(*inputs)
+            sums = torch.zeros_like(outputs[0]) if earlier is None else at_least_single(earlier).sum(0)
+        residuals = negative_gradient(self.criterion, self.shrinkage_rate * sums, targets[0])
+        loss = self.fit_to_residuals(outputs, residuals.unsqueeze(0)).sum()
+        return loss, self.shrinkage_rate * (sums + outputs.detach())
+
+    # --- early stopping
+
+    def setup(self, stage: str) -> None:
+        """Begin with the first stage, and check that early stopping has a validation to go by."""
+        if stage == "fit" and self.early_stopping_rounds is not None:
+            self._check_validation()
+        super().setup(stage)
+        if stage == "fit":
+            _KEPT_SCORES[self] = KeptScores()
+            self.stage_losses.fill_(math.inf)
+            set_count(self, "kept_number", "_n_kept", 0)
+
+    def teardown(self, stage: str) -> None:
+        """Close what `setup` has installed, and forget the kept scores."""
+        super().teardown(stage)
+        _KEPT_SCORES.pop(self, None)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Evaluate the combined prediction; the first loader's loss is that of early stopping."""
+        results = super().validation_step(batch, batch_idx, dataloader_idx)
+        if self._is_fitting and self.early_stopping_rounds is not None and dataloader_idx == 0:
+            self._stage_loss.update(results["loss"], len(results["target"]))
+        return results
+
+    def on_validation_epoch_end(self) -> None:
+        """Keep the loss of the stage, and decide at its end which members predict from then on."""
+        mean, samples, self._stage_loss = self._stage_loss.compute(), self._stage_loss.samples, MeanLoss()
+        if mean is None or self.trainer.sanity_checking or not self._is_last_epoch_of_stage:
+            return
+        count = torch.tensor(samples, dtype=mean.dtype, device=mean.device)
+        total, count = self.trainer.strategy.reduce(torch.stack([mean * count, count]), reduce_op="sum")
+        self.stage_losses[self.stage] = (total / count).nan_to_num(nan=math.inf)
+        if self.trainer.is_last_batch:
+            self._keep_best_stages()
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the steps' losses, and end the run where no more stage helps."""
+        super().on_train_epoch_end()
+        if self.early_stopping_rounds is not None and self._is_last_epoch_of_stage and self._keep_best_stages():
+            self.trainer.should_stop = True
+
+    def _keep_best_stages(self) -> bool:
+        """Let the members up to the best stage predict, if this stage is the last one; return whether it is."""
+        losses = self.stage_losses[: self.stage + 1].tolist()
+        best = losses.index(min(losses))
+        is_last = self.stage == self.n_stages - 1 or self.stage - best >= (self.early_stopping_rounds or 0)
+        if is_last:
+            set_count(self, "kept_number", "_n_kept", best + 1)
+        return is_last
+
+    @property
+    def _is_last_epoch_of_stage(self) -> bool:
+        return (self.current_epoch + 1) % self.epochs_per_stage() == 0
+
+    def _check_validation(self) -> None:
+        trainer, name = self.trainer, f"early_stopping_rounds={self.early_stopping_rounds}"
+        if not trainer.enable_validation:
+            raise MisconfigurationException(f"{name} needs validation data: give trainer.fit a validation loader.")
+        every, length = trainer.check_val_every_n_epoch, self.epochs_per_stage()
+        if every is None or length % every:
+            raise MisconfigurationException(
+                f"{name} needs a validation at the end of each stage, so after every {length} epochs, and "
+                f"check_val_every_n_epoch={every}."
+            )
+
+
+def _check_optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else check_count(name, value)
+
+
+class GradientBoostingClassifier(GradientBoostedMembers, BoostedClassifier):
+    """Train classifiers one after another, each on what the sum of the earlier ones gets wrong.
+
+    Each member is fitted, by least squares, to the negative gradient of the loss at the sum of the earlier ones; the
+    prediction are the probabilities of `shrinkage_rate` times the sum. A stage trains one member with a new optimizer
+    and schedule; earlier members are frozen, and their outputs for training data in memory are computed once.
+
+    Args:
+        estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
+            module.
+        n_estimators: Number of members and of stages, >= 1.
+        estimator_args: Arguments of the class or factory.
+        shrinkage_rate: Factor of each member's output, in (0, 1].
+        epochs_per_estimator: Epochs of a stage, >= 1; by default the run's `max_epochs` divided by `n_estimators`.
+        early_stopping_rounds: Number of stages without a lower validation loss, >= 1, after which the run ends; the
+            members up to the best stage are then the ensemble, also if the run ends before. None trains all stages and
+            keeps them.
+        use_reduction_sum: Whether the squared error is summed over a batch, as by torchensemble, so that the size of a
+            step grows with that of the batch; by default it is averaged.
+        optimizer: The optimizer of each stage, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule of each stage, as for `VotingClassifier`; none by default.
+        criterion: Loss of the sum (B, n_outputs) and targets; cross-entropy by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
+            validation at the end of each stage.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Friedman, Annals of Statistics 29, 2001; torchensemble's class of this name.
+    """
+
+
+class GradientBoostingRegressor(GradientBoostedMembers, BoostedRegressor):
+    """Train regressors one after another, each on what the sum of the earlier ones gets wrong.
+
+    Args:
+        estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
+            module.
+        n_estimators: Number of members and of stages, >= 1.
+        estimator_args: Arguments of the class or factory.
+        shrinkage_rate: Factor of each member's output, in (0, 1].
+        epochs_per_estimator: Epochs of a stage, >= 1; by default the run's `max_epochs` divided by `n_estimators`.
+        early_stopping_rounds: See `GradientBoostingClassifier`.
+        use_reduction_sum: Whether the squared error is summed over a batch instead of averaged.
+        optimizer: The optimizer of each stage; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule of each stage; none by default.
+        criterion: Loss of the sum and targets of the same shape, whose negative gradient is fitted; the mean squared
+            error by default, for which that is the residual.
+        n_outputs: Number of values that are predicted for each sample.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
+            validation at the end of each stage.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Friedman, Annals of Statistics 29, 2001; torchensemble's class of this name.
+    """
