@@ -11,12 +11,22 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping import replace_head as replace_head
     from lightning_tricks.checkpoint_remapping import save_weights as save_weights
+    from lightning_tricks.ensembles import AdversarialTrainingClassifier as AdversarialTrainingClassifier
+    from lightning_tricks.ensembles import AdversarialTrainingRegressor as AdversarialTrainingRegressor
     from lightning_tricks.ensembles import BaggingClassifier as BaggingClassifier
     from lightning_tricks.ensembles import BaggingRegressor as BaggingRegressor
+    from lightning_tricks.ensembles import FastGeometricClassifier as FastGeometricClassifier
+    from lightning_tricks.ensembles import FastGeometricRegressor as FastGeometricRegressor
     from lightning_tricks.ensembles import FusionClassifier as FusionClassifier
     from lightning_tricks.ensembles import FusionRegressor as FusionRegressor
+    from lightning_tricks.ensembles import GradientBoostingClassifier as GradientBoostingClassifier
+    from lightning_tricks.ensembles import GradientBoostingRegressor as GradientBoostingRegressor
+    from lightning_tricks.ensembles import NeuralForestClassifier as NeuralForestClassifier
+    from lightning_tricks.ensembles import NeuralForestRegressor as NeuralForestRegressor
     from lightning_tricks.ensembles import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
+    from lightning_tricks.ensembles import SoftGradientBoostingClassifier as SoftGradientBoostingClassifier
+    from lightning_tricks.ensembles import SoftGradientBoostingRegressor as SoftGradientBoostingRegressor
     from lightning_tricks.ensembles import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles import VotingRegressor as VotingRegressor
     from lightning_tricks.flops import FlopsReport as FlopsReport
@@ -59,19 +69,27 @@ if TYPE_CHECKING:
 
     __all__ = [
         "AGC",
+        "AdversarialTrainingClassifier",
+        "AdversarialTrainingRegressor",
         "AutoResume",
         "BaggingClassifier",
         "BaggingRegressor",
         "CheckpointRemapping",
         "ClipValue",
+        "FastGeometricClassifier",
+        "FastGeometricRegressor",
         "FlopsReport",
         "FusionClassifier",
         "FusionRegressor",
+        "GradientBoostingClassifier",
+        "GradientBoostingRegressor",
         "GradientClipping",
         "ImageLogger",
         "MetricSuite",
         "MetricsMonitor",
         "ModelReport",
+        "NeuralForestClassifier",
+        "NeuralForestRegressor",
         "OptimizerSpec",
         "PercentileClip",
         "RunFingerprint",
@@ -79,6 +97,8 @@ if TYPE_CHECKING:
         "SeedEverything",
         "SnapshotEnsembleClassifier",
         "SnapshotEnsembleRegressor",
+        "SoftGradientBoostingClassifier",
+        "SoftGradientBoostingRegressor",
         "Tricks",
         "TricksMixin",
         "VotingClassifier",
@@ -131,6 +151,16 @@ else:  # or a type checker would take any name for one of the package
                 "save_weights",
             ),
             "ensembles": (
+                "AdversarialTrainingClassifier",
+                "AdversarialTrainingRegressor",
+                "FastGeometricClassifier",
+                "FastGeometricRegressor",
+                "GradientBoostingClassifier",
+                "GradientBoostingRegressor",
+                "NeuralForestClassifier",
+                "NeuralForestRegressor",
+                "SoftGradientBoostingClassifier",
+                "SoftGradientBoostingRegressor",
                 "BaggingClassifier",
                 "BaggingRegressor",
                 "FusionClassifier",

@@ -20,6 +20,12 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
 
 
+@needs_private("a forest whose trees take their size from the data")
+def requested_train_loaders(trainer: Trainer) -> Any:
+    """Return what the user gave as training data, in `setup`, before the Trainer asks for it."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
 @contextmanager
 def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Pass what the user gave as training data through a function whenever the Trainer asks for it.

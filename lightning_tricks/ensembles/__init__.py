@@ -21,27 +21,55 @@ arXiv 1704.00109 (snapshots); torchensemble 0.2, whose classes these are named a
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_tricks.ensembles.adversarial_training import (
+        AdversarialTrainingClassifier as AdversarialTrainingClassifier,
+    )
+    from lightning_tricks.ensembles.adversarial_training import (
+        AdversarialTrainingRegressor as AdversarialTrainingRegressor,
+    )
     from lightning_tricks.ensembles.bagging import BaggingClassifier as BaggingClassifier
     from lightning_tricks.ensembles.bagging import BaggingRegressor as BaggingRegressor
     from lightning_tricks.ensembles.core.combination import Uncertainty as Uncertainty
     from lightning_tricks.ensembles.core.combination import classification_uncertainty as classification_uncertainty
     from lightning_tricks.ensembles.core.combination import regression_uncertainty as regression_uncertainty
     from lightning_tricks.ensembles.ensemble import Ensemble as Ensemble
+    from lightning_tricks.ensembles.fast_geometric import FastGeometricClassifier as FastGeometricClassifier
+    from lightning_tricks.ensembles.fast_geometric import FastGeometricRegressor as FastGeometricRegressor
     from lightning_tricks.ensembles.fusion import FusionClassifier as FusionClassifier
     from lightning_tricks.ensembles.fusion import FusionRegressor as FusionRegressor
+    from lightning_tricks.ensembles.gradient_boosting import GradientBoostingClassifier as GradientBoostingClassifier
+    from lightning_tricks.ensembles.gradient_boosting import GradientBoostingRegressor as GradientBoostingRegressor
+    from lightning_tricks.ensembles.neural_forest import NeuralForestClassifier as NeuralForestClassifier
+    from lightning_tricks.ensembles.neural_forest import NeuralForestRegressor as NeuralForestRegressor
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
+    from lightning_tricks.ensembles.soft_gradient_boosting import (
+        SoftGradientBoostingClassifier as SoftGradientBoostingClassifier,
+    )
+    from lightning_tricks.ensembles.soft_gradient_boosting import (
+        SoftGradientBoostingRegressor as SoftGradientBoostingRegressor,
+    )
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
 
     __all__ = [
+        "AdversarialTrainingClassifier",
+        "AdversarialTrainingRegressor",
         "BaggingClassifier",
         "BaggingRegressor",
         "Ensemble",
+        "FastGeometricClassifier",
+        "FastGeometricRegressor",
         "FusionClassifier",
         "FusionRegressor",
+        "GradientBoostingClassifier",
+        "GradientBoostingRegressor",
+        "NeuralForestClassifier",
+        "NeuralForestRegressor",
         "SnapshotEnsembleClassifier",
         "SnapshotEnsembleRegressor",
+        "SoftGradientBoostingClassifier",
+        "SoftGradientBoostingRegressor",
         "Uncertainty",
         "VotingClassifier",
         "VotingRegressor",
@@ -54,6 +82,11 @@ else:  # or a type checker would take any name for one of the package
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "adversarial_training": ("AdversarialTrainingClassifier", "AdversarialTrainingRegressor"),
+            "fast_geometric": ("FastGeometricClassifier", "FastGeometricRegressor"),
+            "gradient_boosting": ("GradientBoostingClassifier", "GradientBoostingRegressor"),
+            "neural_forest": ("NeuralForestClassifier", "NeuralForestRegressor"),
+            "soft_gradient_boosting": ("SoftGradientBoostingClassifier", "SoftGradientBoostingRegressor"),
             "bagging": ("BaggingClassifier", "BaggingRegressor"),
             "core.combination": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
             "fusion": ("FusionClassifier", "FusionRegressor"),

@@ -202,11 +202,15 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """
         members = self.trained_members()
         outputs = members(*inputs) if self.training_data.has_member_rows else members.forward_shared(*inputs)
+        self.check_training_batch(outputs, targets)
+        return outputs
+
+    def check_training_batch(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check the first batch of a fit, (n, B, ...), and say why members do not run at once."""
         if "train" not in self._checked_stages and not torch.compiler.is_compiling():
             if self._is_stacked():
                 self._log_why_sequential()
             self._check_first_batch(outputs, targets, "train")
-        return outputs
 
     @property
     def uses_member_steps(self) -> bool:

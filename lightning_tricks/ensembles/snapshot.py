@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.captured import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
-from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.layout import as_members
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers
-from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
@@ -39,14 +36,10 @@ class _ClampedCyclicLR(FactorLR):
         return [min(max(rate, low), high) for rate in super().get_lr()]
 
 
-class SnapshotMembers(Ensemble):
-    """One model, `working`, and copies of it that are captured at the ends of cycles.
+class SnapshotMembers(CapturedMembers):
+    """Copies of one model at the ends of cycles of its learning rate."""
 
-    Before the first copy the model itself predicts.
-    """
-
-    taken: Tensor
-    _num_captured: int
+    _cycle = 0  # its optimizer steps
 
     def __init__(
         self,
@@ -70,43 +63,8 @@ class SnapshotMembers(Ensemble):
             criterion=criterion,
             weights=weights,
             n_outputs=n_outputs,
-            vectorize=False,
             seed=seed,
         )
-
-    @property
-    def trains_one_model(self) -> bool:
-        """Whether one model is trained, of which the members are copies: always."""
-        return True
-
-    @property
-    def uses_member_optimizers(self) -> bool:
-        """Whether the model's own `configure_optimizers` is used: never, as the cycles set its learning rate."""
-        return False
-
-    def set_members(self, members: Sequence[nn.Module]) -> None:
-        """Keep the model as `working`, and a copy for each snapshot as `estimators_`."""
-        super().set_members(members)
-        self.working: Members = SequentialMembers(members)
-        snapshots = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
-        self.estimators_ = as_members(snapshots).requires_grad_(False)
-        register_count(self, "taken", "_num_captured")
-        self._cycle = 0
-
-    def trained_members(self) -> Members:
-        """Return the members that a fit trains: the working model."""
-        return self.working
-
-    @property
-    def n_members(self) -> int:
-        """The number of members that predict: the snapshots captured so far."""
-        return self._num_captured
-
-    def predict_members(self, *x: Tensor) -> Tensor:
-        """Return the outputs of each snapshot, (captured, B, ...); before the first one, those of the model."""
-        if not self._num_captured:
-            return self.working.forward_shared(*x)
-        return self.estimators_.forward_shared(*x)[: self._num_captured]
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: cycles of equal length over the run."""
@@ -114,31 +72,16 @@ class SnapshotMembers(Ensemble):
         limits = self.hparams["lr_clip"] or (-math.inf, math.inf)
         return {"scheduler": _ClampedCyclicLR(optimizer, self._cycle, limits), "interval": "step"}
 
-    def on_train_start(self) -> None:
-        """Start without snapshots in a new fit; in a resumed one, capture what was due when it ended."""
-        if self.trainer.global_step == 0:
-            self._set_num_captured(0)
-        self._capture_if_due()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Capture a snapshot at the end of a cycle."""
-        self._capture_if_due()
+    def captures_due(self, step: int) -> int:
+        """Return the number of cycles that end within so many optimizer steps."""
+        return step // self._cycle
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
-        """Refuse: the cycles are the schedule."""
-        raise ValueError(
-            f"{type(self).__name__} sets the learning rate in cycles, so that {scheduler_name} cannot be set."
+        """Warn that the cycles are the schedule; nothing changes."""
+        warnings.warn(
+            f"{type(self).__name__} sets the learning rate in cycles: set_scheduler({scheduler_name!r}) has no effect.",
+            stacklevel=2,
         )
-
-    @classmethod
-    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
-        """Return an ensemble of trained snapshots, the last of which is the working model."""
-        made: Any = cls
-        ensemble = made([members[-1]], len(members), **options)
-        for index, member in enumerate(members):
-            ensemble.estimators_.copy_member_(index, member)
-        ensemble._set_num_captured(len(members))
-        return ensemble
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
@@ -151,15 +94,6 @@ class SnapshotMembers(Ensemble):
             f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide: set "
             f"{'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}."
         )
-
-    def _capture_if_due(self) -> None:
-        cycles, rest = divmod(self.trainer.global_step, self._cycle)
-        if rest == 0 and self._num_captured < cycles <= self.n_estimators:
-            self.estimators_.copy_member_(cycles - 1, self.working.member(0))
-            self._set_num_captured(cycles)
-
-    def _set_num_captured(self, count: int) -> None:
-        set_count(self, "taken", "_num_captured", count)
 
 
 def _check_lr_clip(limits: Sequence[float] | None) -> None:

@@ -219,7 +219,8 @@ def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, boo
     if not slow:
         options += ["-k", f"not ({SLOW})", *(f"--ignore={path}" for path in NOT_RUN)]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that Lightning has imported already
-    pytest.main([*options, f"--rootdir={ROOT}", f"tests/{room}", f"lightning_tricks/{room}"], plugins=[plugin])
+    folders = [f"tests/{room.strip('_')}", f"lightning_tricks/{room}"]
+    pytest.main([*options, f"--rootdir={ROOT}", *folders], plugins=[plugin])
     if not plugin.found:
         os.write(output, (folder / "log.txt").read_bytes()[-3000:])
     shutil.rmtree(folder, ignore_errors=True)

@@ -269,6 +269,13 @@ def tensors_in_memory(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tens
     return dataset.tensors, rows
 
 
+def batch_of_first_sample(loader: Any) -> Any:
+    """Return the first sample of a loader's data set as a batch of one; None where that would read on in a stream."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    return loader.collate_fn([loader.dataset[0]])
+
+
 def batch_of_member(batch: Any, index: int, n_members: int) -> Any:
     """Return one member's part of a batch that holds the rows of all."""
     if isinstance(batch, Tensor):

@@ -1,0 +1,217 @@
+"""Adversarial training: voting whose members also learn from samples that were moved to where their loss is higher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.checks import check_choice, check_number
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.core.adversarial import FeatureRanges, call_without_statistics, fast_gradient_sign
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.voting import IndependentMembers
+
+
+class AdversarialMembers(IndependentMembers):
+    """Independent members whose loss is that of the samples and of adversarial ones."""
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        epsilon: float = 0.01,
+        feature_range: float | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.epsilon = check_number("epsilon", epsilon, above=0, at_most=1, note="a share of each feature's range")
+        self.feature_range = None if feature_range is None else check_number("feature_range", feature_range, above=0)
+        self._ranges = FeatureRanges()
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=vectorize,
+            shared_order=shared_order,
+            seed=seed,
+        )
+
+    @property
+    def uses_member_steps(self) -> bool:
+        """Whether members are trained by their own `training_step`: never, as it has no gradient of the inputs."""
+        return False
+
+    def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of the samples plus that of adversarial ones, and the outputs for the samples."""
+        members = self.trained_members()
+        steps = self._step_lengths(inputs)
+        if not self.training_data.has_member_rows:  # each member has adversarial samples of its own
+            inputs = [value.expand(len(members), *value.shape).flatten(0, 1) for value in inputs]
+        leaves = [value.detach().requires_grad_() if value.is_floating_point() else value for value in inputs]
+        outputs = members(*leaves)
+        self.check_training_batch(outputs, targets)
+        loss = self.member_loss(outputs, targets)
+        gradients = iter(self._input_gradients(loss, [leaf for leaf in leaves if leaf.requires_grad]))
+        moved = [
+            leaf if step is None else fast_gradient_sign(leaf, next(gradients), step)
+            for leaf, step in zip(leaves, steps, strict=True)
+        ]
+        return loss + self.member_loss(call_without_statistics(members, *moved), targets), outputs
+
+    def _step_lengths(self, inputs: Sequence[Tensor]) -> list[Tensor | float | None]:
+        if not any(value.is_floating_point() for value in inputs):
+            kinds = ", ".join(str(value.dtype) for value in inputs)
+            raise TypeError(
+                f"{type(self).__name__} moves inputs along their gradient, and whole numbers have none, got {kinds}: "
+                "give floating-point inputs, or use Voting instead."
+            )
+        if self.feature_range is not None:
+            fixed = self.epsilon * self.feature_range
+            return [fixed if value.is_floating_point() else None for value in inputs]
+        self._ranges.update(inputs)
+        if self.trainer.world_size > 1:
+            self._ranges.extremes = [
+                None if both is None else self.trainer.strategy.reduce(both, reduce_op="max")
+                for both in self._ranges.extremes
+            ]
+        return [None if width is None else self.epsilon * width for width in self._ranges.ranges()]
+
+    def _input_gradients(self, loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of the inputs, of which the signs are used: scaled, so that none vanishes in fp16."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scaled = loss if scaler is None else scaler.scale(loss)
+        gradients = torch.autograd.grad(scaled, leaves, retain_graph=True, allow_unused=True)
+        return [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+        ]
+
+    # --- the fit
+
+    def setup(self, stage: str) -> None:
+        """Forget the ranges of an earlier fit; those of a checkpoint are loaded after this."""
+        super().setup(stage)
+        if stage == "fit":
+            self._ranges = FeatureRanges()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the ranges of the features so far."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["ensemble"]["feature_extremes"] = self._ranges.extremes
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the ranges of the features, to resume."""
+        super().on_load_checkpoint(checkpoint)
+        self._ranges.extremes = list(checkpoint.get("ensemble", {}).get("feature_extremes", []))
+
+
+class AdversarialTrainingClassifier(AdversarialMembers, ClassifierEnsemble):
+    """Train classifiers independently on the samples and on adversarial ones, and average their probabilities.
+
+    The adversarial sample is moved along the sign of the gradient of its member's loss, by `epsilon` times the range of
+    each feature in the training data seen so far. Both losses count alike. A step runs the members twice; the
+    statistics of BatchNorm are those of the given samples.
+
+    Args:
+        estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
+            module.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        epsilon: Length of the step as a share of each feature's range, in (0, 1].
+        feature_range: The range of all features, > 0, such as 1.0 for pixels in [0, 1]; by default that of each one in
+            the training data.
+        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
+        voting_strategy: "soft" averages probabilities, "hard" counts votes.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of classes; by default the number of the members' outputs.
+        vectorize: Whether members run at once: True, False or "auto".
+        shared_order: Whether members share the batches, which hold a member's rows alone: less accurate together.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or no input has floating-point values.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        epsilon: float = 0.01,
+        feature_range: float | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            epsilon=epsilon,
+            feature_range=feature_range,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=vectorize,
+            shared_order=shared_order,
+            seed=seed,
+        )
+
+
+class AdversarialTrainingRegressor(AdversarialMembers, RegressorEnsemble):
+    """Train regressors independently on the samples and on adversarial ones, and average their predictions.
+
+    Args:
+        estimator: The members, in any of the forms that `VotingClassifier` takes; a LightningModule counts as a plain
+            module.
+        n_estimators: Number of members, >= 1.
+        estimator_args: Arguments of the class or factory.
+        epsilon: Length of the step as a share of each feature's range, in (0, 1].
+        feature_range: The range of all features, > 0; by default that of each feature.
+        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        criterion: See `VotingRegressor`.
+        weights: Weights of the members, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
+        vectorize: Whether members run at once.
+        shared_order: Whether members share the batches.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or no input has floating-point values.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
+    """

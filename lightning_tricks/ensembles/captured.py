@@ -1,0 +1,119 @@
+"""Ensembles of one model that is trained in cycles of the learning rate, with copies of it as members."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks.ensembles.core.counts import register_count, set_count
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.core.layout import as_members
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.ensemble import Ensemble
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+
+
+class CapturedMembers(Ensemble):
+    """One model, `working`, and copies of it that are captured in the course of a run.
+
+    Before the first copy the model itself predicts. A family overrides `make_schedule` and `captures_due`.
+    """
+
+    taken: Tensor
+    _num_captured: int
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=False,
+            seed=seed,
+        )
+
+    def captures_due(self, step: int) -> int:
+        """Return how many copies there should be after so many optimizer steps."""
+        raise NotImplementedError
+
+    @property
+    def trains_one_model(self) -> bool:
+        """Whether one model is trained, of which the members are copies: always."""
+        return True
+
+    @property
+    def uses_member_optimizers(self) -> bool:
+        """Whether the model's own `configure_optimizers` is used: never, as the cycles set its learning rate."""
+        return False
+
+    def set_members(self, members: Sequence[nn.Module]) -> None:
+        """Keep the model as `working`, and a copy for each member as `estimators_`."""
+        super().set_members(members)
+        self.working: Members = SequentialMembers(members)
+        copies = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
+        self.estimators_ = as_members(copies).requires_grad_(False)
+        register_count(self, "taken", "_num_captured")
+
+    def trained_members(self) -> Members:
+        """Return the members that a fit trains: the working model."""
+        return self.working
+
+    @property
+    def n_members(self) -> int:
+        """The number of members that predict: the copies captured so far."""
+        return self._num_captured
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return the outputs of each copy, (captured, B, ...); before the first one, those of the model."""
+        if not self._num_captured:
+            return self.working.forward_shared(*x)
+        return self.estimators_.forward_shared(*x)[: self._num_captured]
+
+    def on_train_start(self) -> None:
+        """Start without copies in a new fit; in a resumed one, capture what was due when it ended."""
+        if self.trainer.global_step == 0:
+            self._set_num_captured(0)
+        self._capture_if_due()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Capture a copy where one is due."""
+        self._capture_if_due()
+
+    @classmethod
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return an ensemble of trained copies, the last of which is the working model."""
+        made: Any = cls
+        ensemble = made([members[-1]], len(members), **options)
+        for index, member in enumerate(members):
+            ensemble.estimators_.copy_member_(index, member)
+        ensemble._set_num_captured(len(members))
+        return ensemble
+
+    def _capture_if_due(self) -> None:
+        step = self.trainer.global_step
+        due = self.captures_due(step)
+        if self._num_captured < due <= self.n_estimators and self.captures_due(step - 1) < due:
+            self.estimators_.copy_member_(due - 1, self.working.member(0))
+            self._set_num_captured(due)
+
+    def _set_num_captured(self, count: int) -> None:
+        set_count(self, "taken", "_num_captured", count)

@@ -1,0 +1,259 @@
+"""Fast geometric ensembles: a base model, and copies of it from the middles of cycles of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
+from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks.ensembles import optimizers
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.captured import CapturedMembers
+from lightning_tricks.ensembles.core.combination import triangle_factor
+from lightning_tricks.ensembles.core.factory import Estimator
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
+from lightning_tricks.lr_schedules.core.scheduler import FactorLR
+
+
+class _BaseThenCyclesLR(FactorLR):
+    """The learning rates of the base model's schedule, and then those of the cycles.
+
+    Args:
+        optimizer: The optimizer of both.
+        cycles: The factor of the cycles, of the steps made in them.
+        base: The schedule of the base model, or None for constant learning rates.
+        base_steps: Steps of the base model.
+        base_interval: Steps between two of its schedule.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, cycles: Any, base: LRScheduler | None, base_steps: int, base_interval: int
+    ) -> None:
+        self.base, self.base_steps, self.base_interval = base, base_steps, base_interval
+        super().__init__(optimizer, lambda step: cycles(step - base_steps) if step >= base_steps else 1.0)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Make a step of the schedule that holds now."""
+        made = self.last_epoch + 1
+        if self.base is not None and 0 < made < self.base_steps and made % self.base_interval == 0:
+            self.base.step()
+        super().step(epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of each group at `last_epoch`."""
+        if self.base is not None and self.last_epoch < self.base_steps:
+            return [group["lr"] for group in self.optimizer.param_groups]
+        return super().get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with that of the base model's schedule."""
+        state = {name: value for name, value in super().state_dict().items() if name != "base"}
+        return {**state, "base": None if self.base is None else self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state, and that of the base model's schedule."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "base"})
+        if self.base is not None and state_dict["base"] is not None:
+            self.base.load_state_dict(state_dict["base"])
+
+
+class FastGeometricMembers(CapturedMembers):
+    """Copies of one model from the middles of cycles, in which its learning rate is the lowest."""
+
+    _base_steps = 0
+    _cycle_steps = 1
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        cycle: int = 4,
+        lr_1: float | None = None,
+        lr_2: float | None = None,
+        base_epochs: int | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.cycle = check_count("cycle", cycle)
+        self.base_epochs = None if base_epochs is None else check_count("base_epochs", base_epochs, minimum=0)
+        self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
+        self.lr_2 = None if lr_2 is None else check_number("lr_2", lr_2, above=0)
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            seed=seed,
+        )
+
+    def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Make the schedule: that of the base model, and then cycles."""
+        total_steps(self.trainer)  # raises an error where the training data has no length
+        epochs, per_epoch = self._count_base_epochs(), int(steps_in_epochs(self.trainer, 1))
+        self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
+        schedule = self._base_schedule(optimizer, epochs)
+        interval = per_epoch if schedule.get("interval") == "epoch" else 1
+        rate = float(optimizer.defaults["lr"])
+        high = 0.5 if self.lr_1 is None else self.lr_1 / rate
+        low = 0.005 if self.lr_2 is None else self.lr_2 / rate
+        if low > high:
+            raise ValueError(
+                f"lr_2={low * rate:g} is the lowest learning rate of a cycle, and is above the highest, "
+                f"lr_1={high * rate:g}."
+            )
+        cycles = partial(triangle_factor, cycle=self._cycle_steps, high=high, low=low)
+        scheduler = _BaseThenCyclesLR(optimizer, cycles, schedule.get("scheduler"), self._base_steps, interval)
+        return {"scheduler": scheduler, "interval": "step"}
+
+    def captures_due(self, step: int) -> int:
+        """Return the number of cycles of which more than the first half lies within so many optimizer steps."""
+        after_first = step - self._base_steps - (self._cycle_steps + 1) // 2
+        return max(0, after_first // self._cycle_steps + 1)
+
+    def _count_base_epochs(self) -> int:
+        """Return the epochs of the base model.
+
+        Raises:
+            MisconfigurationException: If the run does not hold them and the cycles.
+        """
+        trainer, cycles = self.trainer, self.n_estimators * self.cycle
+        if is_fast_dev_run(trainer):
+            return 0
+        epochs = trainer.max_epochs or 0
+        base = epochs - cycles if self.base_epochs is None else self.base_epochs
+        unused = epochs - base - cycles  # after the last copy half a cycle may be left out
+        if base >= 0 and -(self.cycle // 2) <= unused <= 0 and trainer.max_steps == -1:
+            return base
+        of_base = "" if self.base_epochs is None else f" for base_epochs={base} epochs"
+        needed = f"{cycles} or more" if self.base_epochs is None else base + cycles
+        raise MisconfigurationException(
+            f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of {self.cycle} "
+            f"epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give: set max_epochs={needed}, "
+            "and leave out max_steps."
+        )
+
+    def _base_schedule(self, optimizer: Optimizer, epochs: int) -> dict[str, Any]:
+        if self.lr_scheduler is None or not epochs:
+            return {}
+        schedule = optimizers.make_schedule(optimizer, self.lr_scheduler, self.trainer, False, epochs)
+        if isinstance(schedule["scheduler"], ReduceLROnPlateau):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: ReduceLROnPlateau goes by a metric, which the schedule of the base model "
+                "cannot: choose one that goes by steps or epochs."
+            )
+        return schedule
+
+
+class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
+    """Train one classifier, go on in short cycles of the learning rate, and average the copies from their middles.
+
+    After the base model each cycle lowers the learning rate in a straight line and raises it again; the copy is taken
+    where it is the lowest. Optimizer and momentum stay the same all along. Before the first copy the model itself
+    predicts. Of the last cycle, what comes after its copy may be left out of `max_epochs`.
+
+    Args:
+        estimator: The model: a class or factory, a module (of which a copy is trained), a list of one pretrained module
+            (with `base_epochs=0`), or a LightningModule, whose `training_step` is then the loss.
+        n_estimators: Number of cycles, >= 1, and of copies.
+        estimator_args: Arguments of the class or factory.
+        cycle: Epochs of a cycle, >= 1, even or odd.
+        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's, as in the paper. A parameter
+            group with a learning rate of its own has as many times as much of it.
+        lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
+        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        optimizer: See `VotingClassifier`.
+        lr_scheduler: The schedule of the base model, as for `VotingClassifier`; none by default.
+        criterion: See `VotingClassifier`.
+        voting_strategy: See `VotingClassifier`.
+        weights: Weights of the copies, >= 0; equal ones by default.
+        n_outputs: See `VotingClassifier`.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run does not hold the base model and the cycles.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Garipov et al., arXiv 1802.10026, whose authors average probabilities as well (torchensemble's class of this
+        name averages logits).
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None,
+        n_estimators: int = 10,
+        estimator_args: Mapping[str, Any] | None = None,
+        *,
+        cycle: int = 4,
+        lr_1: float | None = None,
+        lr_2: float | None = None,
+        base_epochs: int | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        n_outputs: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
+        super().__init__(
+            estimator,
+            n_estimators,
+            estimator_args,
+            cycle=cycle,
+            lr_1=lr_1,
+            lr_2=lr_2,
+            base_epochs=base_epochs,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            seed=seed,
+        )
+
+
+class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
+    """Train one regressor, go on in short cycles of the learning rate, and average the copies from their middles.
+
+    Args:
+        estimator: The model, in any of the forms that `FastGeometricClassifier` takes.
+        n_estimators: Number of cycles, >= 1, and of copies.
+        estimator_args: Arguments of the class or factory.
+        cycle: Epochs of a cycle, >= 1, even or odd.
+        lr_1: Highest learning rate of a cycle, > 0; by default half of the optimizer's.
+        lr_2: Lowest learning rate of a cycle, > 0; by default 1/200 of the optimizer's.
+        base_epochs: Epochs of the base model, >= 0; by default those of the run but for the cycles.
+        optimizer: See `VotingClassifier`.
+        lr_scheduler: The schedule of the base model; none by default.
+        criterion: See `VotingRegressor`.
+        weights: Weights of the copies, >= 0; equal ones by default.
+        n_outputs: Number of values that are predicted for each sample.
+        seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if the run does not hold the base model and the cycles.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Garipov et al., arXiv 1802.10026; torchensemble's class of this name.
+    """

@@ -1,0 +1,213 @@
+"""Neural forests: voting of soft decision trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks._lightning_compat.loaders import requested_train_loaders
+from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
+from lightning_tricks.ensembles.core.factory import build_members
+from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
+from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.training_data import unpack
+from lightning_tricks.ensembles.voting import IndependentMembers
+
+
+class ForestMembers(IndependentMembers):
+    """Independent soft decision trees, whose size follows from the data where it is not given."""
+
+    def __init__(
+        self,
+        n_estimators: int = 10,
+        depth: int = 5,
+        lamda: float = 1e-3,
+        n_outputs: int | None = None,
+        *,
+        n_inputs: int | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        weights: Sequence[float] | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.depth = check_count("depth", depth)
+        self.lamda = check_not_negative("lamda", lamda)
+        self.n_inputs = None if n_inputs is None else check_count("n_inputs", n_inputs)
+        super().__init__(
+            SoftDecisionTree,
+            n_estimators,
+            {"n_inputs": n_inputs or 1, "n_outputs": n_outputs or 1, "depth": depth},
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            n_outputs=n_outputs,
+            vectorize=vectorize,
+            shared_order=shared_order,
+            seed=seed,
+        )
+
+    def setup(self, stage: str) -> None:
+        """Make the trees in the size that the training data has, where it was not given."""
+        if stage == "fit" and not self._has_size:
+            self._make_trees()
+        super().setup(stage)
+
+    def predict_members(self, *x: Tensor) -> Tensor:
+        """Return what each tree gives for the same rows, (n, B, n_outputs).
+
+        Raises:
+            ValueError: If the size of the trees is not known yet.
+        """
+        if not self._has_size:
+            raise ValueError(f"{type(self).__name__} does not know n_inputs and n_outputs before a fit: give both.")
+        return super().predict_members(*x)
+
+    def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss with the penalty of unbalanced trees, and the outputs."""
+        loss, outputs = super().training_loss(inputs, targets)
+        members: Any = self.trained_members()
+        trees: list[Any] = [members.net] if isinstance(members, StackedMembers) else list(members.children())
+        gates = torch.cat([tree.gates for tree in trees]).unflatten(0, (len(members), -1))
+        for tree in trees:
+            tree.gates = None
+        return loss + mean_with_gradient_of_sum(balance_penalty(gates, self.lamda)), outputs
+
+    def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
+        """Return the number of outputs for a data set and the first target, (1, ...), of it."""
+        raise NotImplementedError
+
+    @property
+    def _has_size(self) -> bool:
+        return None not in (self.n_inputs, self.hparams["n_outputs"])
+
+    def _make_trees(self) -> None:
+        loader = requested_train_loaders(self.trainer)
+        with isolated_rng():
+            batch = batch_of_first_sample(loader)
+        if batch is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} cannot see the size of a sample without reading the data: give n_inputs and "
+                "n_outputs."
+            )
+        first, *_, target = unpack(batch)
+        self.n_inputs = self.n_inputs or first[0].numel()
+        self.n_outputs = self.n_outputs or self.default_n_outputs(loader.dataset, target)
+        self.hparams.update(n_inputs=self.n_inputs, n_outputs=self.n_outputs)
+        sizes = {"n_inputs": self.n_inputs, "n_outputs": self.n_outputs, "depth": self.depth}
+        self.set_members(build_members(SoftDecisionTree, self.n_estimators, sizes, self.seed)[0])
+
+
+class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
+    """Train soft decision trees independently and average their probabilities.
+
+    A tree sends each sample left and right at every inner node, with probabilities that are learned, and has 2 **
+    `depth` leaves. Inputs are flattened.
+
+    Args:
+        n_estimators: Number of trees, >= 1.
+        depth: Number of decisions from the root to a leaf, >= 1.
+        lamda: Weight of the penalty of unbalanced trees, >= 0; it halves with each level. 0 switches it off.
+        n_outputs: Number of classes; by default that of the attribute `classes` of the training data set.
+        n_inputs: Number of values of a sample; by default those of the first sample of the training data.
+        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
+        voting_strategy: "soft" averages probabilities, "hard" counts votes.
+        weights: Weights of the trees, >= 0; equal ones by default.
+        vectorize: Whether trees run at once: True, False or "auto".
+        shared_order: Whether trees share the batches.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if a size is neither given nor seen in the data.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Frosst and Hinton, arXiv 1711.09784; torchensemble's class of this name.
+    """
+
+    def __init__(
+        self,
+        n_estimators: int = 10,
+        depth: int = 5,
+        lamda: float = 1e-3,
+        n_outputs: int | None = None,
+        *,
+        n_inputs: int | None = None,
+        optimizer: OptimizerChoice = None,
+        lr_scheduler: ScheduleChoice = None,
+        criterion: CriterionChoice = None,
+        voting_strategy: Literal["soft", "hard"] = "soft",
+        weights: Sequence[float] | None = None,
+        vectorize: bool | Literal["auto"] = "auto",
+        shared_order: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
+        super().__init__(
+            n_estimators,
+            depth,
+            lamda,
+            n_outputs,
+            n_inputs=n_inputs,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            criterion=criterion,
+            weights=weights,
+            vectorize=vectorize,
+            shared_order=shared_order,
+            seed=seed,
+        )
+
+    def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
+        """Return the number of the data set's `classes`; labels that occur tell nothing of those that do not."""
+        classes = getattr(dataset, "classes", None)
+        if classes is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs n_outputs, the number of classes: {type(dataset).__name__} has no "
+                "attribute classes."
+            )
+        return len(classes)
+
+
+class NeuralForestRegressor(ForestMembers, RegressorEnsemble):
+    """Train soft decision trees independently and average their predictions.
+
+    Args:
+        n_estimators: Number of trees, >= 1.
+        depth: Number of decisions from the root to a leaf, >= 1.
+        lamda: Weight of the penalty of unbalanced trees, >= 0; it halves with each level. 0 switches it off.
+        n_outputs: Number of values that are predicted for each sample; by default those of the first target.
+        n_inputs: Number of values of a sample; by default those of the first sample of the training data.
+        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
+        criterion: Loss of outputs (B, n_outputs) and targets of the same shape; the mean squared error by default.
+        weights: Weights of the trees, >= 0; equal ones by default.
+        vectorize: Whether trees run at once.
+        shared_order: Whether trees share the batches.
+        seed: Seed of the initial weights and sample orders, >= 0; drawn from torch's generator by default.
+
+    Raises:
+        MisconfigurationException: When a fit starts, if a size is neither given nor seen in the data.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range or a name unknown.
+
+    Source: Frosst and Hinton, arXiv 1711.09784; torchensemble's class of this name.
+    """
+
+    def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
+        """Return the number of values of a target."""
+        return target[0].numel()
