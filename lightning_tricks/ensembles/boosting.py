@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_number
-from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.core.boosting import virtual_ensemble
-from lightning_tricks.ensembles.core.combination import (
-    Criterion,
-    Uncertainty,
-    classification_uncertainty,
-    regression_uncertainty,
-)
+from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
@@ -62,8 +53,20 @@ class BoostedMembers(Ensemble):
         return False
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the scores of the ensemble, (B, ...), of the outputs of its members, (n, B, ...)."""
-        return self.shrinkage_rate * outputs.sum(0)
+        """Return the scores of the ensemble as those of one member, (1, B, ...), of outputs (n, B, ...)."""
+        return self.shrinkage_rate * outputs.sum(0, keepdim=True)
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities of the sum, or the sum itself."""
+        return super().combine(self.scores(outputs))
+
+    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the criterion of the sum."""
+        return super().prediction_loss(self.scores(outputs), target)
+
+    def uncertainty(self, outputs: Tensor) -> Uncertainty:
+        """Return the uncertainty of the sum, all of it as noise: the members are parts of one model."""
+        return super().uncertainty(self.scores(outputs))
 
     def fit_to_residuals(self, outputs: Tensor, residuals: Tensor) -> Tensor:
         """Return the squared error of each member, (n,): the mean of its values, or their sum."""
@@ -74,45 +77,6 @@ class BoostedMembers(Ensemble):
         """Choose the loss, whose negative gradient the members are fitted to."""
         _check_criterion(criterion)
         super().set_criterion(criterion)
-
-
-class BoostedClassifier(BoostedMembers, ClassifierEnsemble):
-    """A boosted ensemble whose sum are logits."""
-
-    def combine(self, outputs: Tensor) -> Tensor:
-        """Return the probabilities of the sum."""
-        return self.scores(outputs).softmax(-1)
-
-    def log_prediction(self, outputs: Tensor) -> Tensor:
-        """Return the sum, which are logits."""
-        return self.scores(outputs)
-
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
-        """Split the entropy of the prediction by how much the last stages have changed it."""
-        virtual = classification_uncertainty(virtual_ensemble(outputs, self.shrinkage_rate))
-        whole = classification_uncertainty(self.scores(outputs).unsqueeze(0))
-        epistemic = torch.minimum(virtual.epistemic, whole.total)
-        return replace(
-            virtual, mean=whole.mean, total=whole.total, aleatoric=whole.total - epistemic, epistemic=epistemic
-        )
-
-
-class BoostedRegressor(BoostedMembers, RegressorEnsemble):
-    """A boosted ensemble whose sum is the prediction."""
-
-    def combine(self, outputs: Tensor) -> Tensor:
-        """Return the sum."""
-        return self.scores(outputs)
-
-    def prediction_loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the criterion of the sum."""
-        return self.criterion(self.scores(outputs), target)
-
-    def uncertainty(self, outputs: Tensor) -> Uncertainty:
-        """Return the variance of what the last stages predict around the prediction."""
-        return replace(
-            regression_uncertainty(virtual_ensemble(outputs, self.shrinkage_rate)), mean=self.scores(outputs)
-        )
 
 
 def _check_criterion(criterion: Any) -> None:

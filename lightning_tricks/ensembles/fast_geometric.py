@@ -145,9 +145,9 @@ class FastGeometricMembers(CapturedMembers):
         of_base = "" if self.base_epochs is None else f" for base_epochs={base} epochs"
         needed = f"{cycles} or more" if self.base_epochs is None else base + cycles
         raise MisconfigurationException(
-            f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of {self.cycle} "
-            f"epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give: set max_epochs={needed}, "
-            "and leave out max_steps."
+            f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of "
+            f"{self.cycle} epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give: set "
+            f"max_epochs={needed}, and leave out max_steps."
         )
 
     def _base_schedule(self, optimizer: Optimizer, epochs: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.mean_loss import MeanLoss
-from lightning_tricks.ensembles.boosting import BoostedClassifier, BoostedMembers, BoostedRegressor
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.boosting import BoostedMembers
 from lightning_tricks.ensembles.core.boosting import negative_gradient
 from lightning_tricks.ensembles.core.combination import at_least_single
 from lightning_tricks.ensembles.core.counts import register_count, set_count
@@ -196,7 +197,7 @@ def _check_optional_count(name: str, value: Any) -> int | None:
     return None if value is None else check_count(name, value)
 
 
-class GradientBoostingClassifier(GradientBoostedMembers, BoostedClassifier):
+class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
     """Train classifiers one after another, each on what the sum of the earlier ones gets wrong.
 
     Each member is fitted, by least squares, to the negative gradient of the loss at the sum of the earlier ones; the
@@ -231,7 +232,7 @@ class GradientBoostingClassifier(GradientBoostedMembers, BoostedClassifier):
     """
 
 
-class GradientBoostingRegressor(GradientBoostedMembers, BoostedRegressor):
+class GradientBoostingRegressor(GradientBoostedMembers, RegressorEnsemble):
     """Train regressors one after another, each on what the sum of the earlier ones gets wrong.
 
     Args:

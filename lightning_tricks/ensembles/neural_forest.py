@@ -58,10 +58,11 @@ class ForestMembers(IndependentMembers):
             shared_order=shared_order,
             seed=seed,
         )
+        self.register_load_state_dict_pre_hook(_take_size)  # type: ignore[no-untyped-call]
 
     def setup(self, stage: str) -> None:
         """Make the trees in the size that the training data has, where it was not given."""
-        if stage == "fit" and not self._has_size:
+        if stage == "fit" and not self.has_size:
             self._make_trees()
         super().setup(stage)
 
@@ -71,7 +72,7 @@ class ForestMembers(IndependentMembers):
         Raises:
             ValueError: If the size of the trees is not known yet.
         """
-        if not self._has_size:
+        if not self.has_size:
             raise ValueError(f"{type(self).__name__} does not know n_inputs and n_outputs before a fit: give both.")
         return super().predict_members(*x)
 
@@ -90,7 +91,8 @@ class ForestMembers(IndependentMembers):
         raise NotImplementedError
 
     @property
-    def _has_size(self) -> bool:
+    def has_size(self) -> bool:
+        """Whether the size of the trees is known."""
         return None not in (self.n_inputs, self.hparams["n_outputs"])
 
     def _make_trees(self) -> None:
@@ -103,11 +105,23 @@ class ForestMembers(IndependentMembers):
                 "n_outputs."
             )
         first, *_, target = unpack(batch)
-        self.n_inputs = self.n_inputs or first[0].numel()
-        self.n_outputs = self.n_outputs or self.default_n_outputs(loader.dataset, target)
-        self.hparams.update(n_inputs=self.n_inputs, n_outputs=self.n_outputs)
-        sizes = {"n_inputs": self.n_inputs, "n_outputs": self.n_outputs, "depth": self.depth}
+        n_outputs = self.hparams["n_outputs"] or self.default_n_outputs(loader.dataset, target)
+        self.set_size(self.n_inputs or first[0].numel(), n_outputs)
+
+    def set_size(self, n_inputs: int, n_outputs: int) -> None:
+        """Make the trees anew for samples of `n_inputs` values, with `n_outputs` outputs."""
+        self.n_inputs, self.n_outputs = n_inputs, n_outputs
+        sizes = {"n_inputs": n_inputs, "n_outputs": n_outputs, "depth": self.depth}
+        self.hparams.update(sizes, estimator_args=sizes)
         self.set_members(build_members(SoftDecisionTree, self.n_estimators, sizes, self.seed)[0])
+
+
+def _take_size(forest: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Give a forest whose size is not known that of the trees in a state dict."""
+    tree = f"{prefix}estimators_.0."
+    inner, leaves = (state.get(f"{tree}{name}.weight") for name in ("inner_nodes.0", "leaf_nodes"))
+    if not forest.has_size and inner is not None and leaves is not None:
+        forest.set_size(inner.shape[1] - 1, leaves.shape[0])
 
 
 class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_tricks.ensembles.boosting import BoostedClassifier, BoostedMembers, BoostedRegressor
+from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
+from lightning_tricks.ensembles.boosting import BoostedMembers
 from lightning_tricks.ensembles.core.boosting import exclusive_sums, negative_gradient
 from lightning_tricks.ensembles.core.combination import at_least_single, mean_with_gradient_of_sum
 
@@ -23,10 +24,10 @@ class SoftGradientBoostedMembers(BoostedMembers):
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is minimized, and the scores of the ensemble."""
         loss, outputs = super().training_loss(inputs, targets)
-        return loss, self.scores(outputs.detach()).unsqueeze(0)
+        return loss, self.scores(outputs.detach())
 
 
-class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, BoostedClassifier):
+class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, ClassifierEnsemble):
     """Train classifiers at once, each on what the sum of those before it gets wrong in this very batch.
 
     Like `GradientBoostingClassifier` in the time of one stage, as members of one structure run at once.
@@ -55,7 +56,7 @@ class SoftGradientBoostingClassifier(SoftGradientBoostedMembers, BoostedClassifi
     """
 
 
-class SoftGradientBoostingRegressor(SoftGradientBoostedMembers, BoostedRegressor):
+class SoftGradientBoostingRegressor(SoftGradientBoostedMembers, RegressorEnsemble):
     """Train regressors at once, each on what the sum of those before it gets wrong in this very batch.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the next member of a boosted ensemble is fitted to, and what the partial sums of members say about doubt."""
+"""What the members of a boosted ensemble are fitted to."""
 
 from __future__ import annotations
 
@@ -59,21 +59,6 @@ def exclusive_sums(outputs: Tensor) -> Tensor:
         [[0.0], [1.0], [3.0]]
     """
     return torch.cat([torch.zeros_like(outputs[:1]), outputs[:-1]]).cumsum(0)
-
-
-def virtual_ensemble(outputs: Tensor, rate: float) -> Tensor:
-    """Return the scores of the boosted model after each stage of its second half, which differ where it is unsure.
-
-    Args:
-        outputs: Outputs of the members, (n, B, C).
-        rate: The shrinkage rate.
-
-    Returns:
-        Scores, (n // 2 + 1, B, C), of which the last are those of the whole model; one of them for one member.
-
-    Source: Malinin et al., arXiv 2006.10562.
-    """
-    return rate * outputs.cumsum(0)[(len(outputs) - 1) // 2 :]
 
 
 def _is_plain_cross_entropy(criterion: Any, targets: Tensor) -> bool:

@@ -1,0 +1,286 @@
+"""Promises that every family of ensembles keeps: boosting, fast geometric, adversarial training and neural forests."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+import lightning_tricks
+from lightning_tricks import AutoResume
+from tests.contract.lab import QUIET, EvaluatedNet, HostReads, real_fp16
+from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:`lr_scheduler.step"),
+]
+
+ADAM = ("Adam", {"lr": 5e-3})
+# Of each family: its arguments, and the epochs of a short fit of two members
+FAMILIES = {
+    "GradientBoosting": ({}, 4),
+    "SoftGradientBoosting": ({}, 4),
+    "FastGeometric": ({"cycle": 1, "base_epochs": 2, "lr_scheduler": ("StepLR", {"step_size": 1})}, 4),
+    "AdversarialTraining": ({}, 4),
+    "NeuralForest": ({"depth": 3}, 4),
+}
+STACKED = ("SoftGradientBoosting", "AdversarialTraining", "NeuralForest")
+
+
+def made(family, kind="Classifier", n=2, make=MLP, **options):
+    """Return an ensemble of a family for digits or for diabetes."""
+    arguments = {"inputs": 10, "outputs": 1} if kind == "Regressor" else None
+    members = {"estimator": make, "n_estimators": n, "estimator_args": arguments}
+    if family == "NeuralForest":
+        members = {"n_estimators": n, "n_outputs": 1 if kind == "Regressor" else 10}
+    return getattr(lightning_tricks, family + kind)(
+        **members, **{"optimizer": ADAM, "seed": 0, **FAMILIES[family][0], **options}
+    )
+
+
+def some(kind="Classifier", count=64, **arguments):
+    return few((diabetes() if kind == "Regressor" else digits())[0], count, **arguments)
+
+
+def same(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+LENGTHS = {"GradientBoosting": 20, "FastGeometric": 16}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classifiers_learn_the_digits(family):
+    train, test = digits()
+    options = {"base_epochs": None, "lr_scheduler": None} if family == "FastGeometric" else {}
+    ensemble = made(family, n=4, optimizer=("Adam", {"lr": 1e-2}), **options)
+    epochs = LENGTHS.get(family, 12)
+    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 64), max_epochs=epochs)
+    x, y = test.tensors
+    found = accuracy(ensemble.predict(x), y)
+    assert found > (0.88 if family == "NeuralForest" else 0.94)
+    assert trainer.callback_metrics["val/acc"].item() == pytest.approx(found)
+    nll = torch.nn.functional.nll_loss(ensemble.predict(x).log(), y).item()
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(nll, rel=1e-4)
+    uncertainty = ensemble.predict_uncertainty(x)
+    torch.testing.assert_close(uncertainty.mean, ensemble.predict(x))
+    torch.testing.assert_close(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
+    assert uncertainty.total[y != uncertainty.mean.argmax(1)].mean() > 1.2 * uncertainty.total.mean()
+    assert uncertainty.epistemic.any() == ("Boosting" not in family)  # whose members are parts of one model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_regressors_learn_diabetes(family):
+    train, test = diabetes()
+    options = {"base_epochs": None, "lr_scheduler": None} if family == "FastGeometric" else {}
+    ensemble = made(family, "Regressor", n=4, optimizer=("Adam", {"lr": 5e-3}), **options)
+    trainer = fit(ensemble, DataLoader(train, 32, shuffle=True), DataLoader(test, 30), max_epochs=24)
+    x, y = test.tensors
+    error = (ensemble.predict(x) - y).square().mean().item()
+    assert error < 0.65  # the mean alone: 1.0
+    assert trainer.callback_metrics["val/loss"].item() == pytest.approx(error, rel=1e-4)
+    uncertainty = ensemble.predict_uncertainty(x)
+    torch.testing.assert_close(uncertainty.mean, ensemble.predict(x))
+    assert uncertainty.epistemic.any() == ("Boosting" not in family)
+
+
+SETTINGS = {
+    "bf16": {"precision": "bf16-mixed"},
+    "64": {"precision": "64-true"},
+    "bf16-true": {"precision": "bf16-true"},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "clipping": {"gradient_clip_val": 0.5},
+    "limited": {"limit_train_batches": 3},
+    "overfit": {"overfit_batches": 2},
+    "dev run": {"fast_dev_run": True, "max_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+def test_settings_of_the_trainer(family, setting):
+    ensemble = made(family, make=CNN)
+    before = values(ensemble)
+    options = {"max_epochs": FAMILIES[family][1], **SETTINGS[setting]}
+    trainer = fit(ensemble, some(count=96), some(shuffle=False), **options)
+    after = values(ensemble)
+    weights = ("weight", "bias")
+    assert all(value.isfinite().all() for name, value in after.items() if name.endswith(weights))
+    moved = [name for name in before if name.endswith(weights) and not torch.equal(before[name], after[name])]
+    trained = [name for name in before if name.endswith(weights)]
+    assert moved == trained or (setting == "dev run" and moved)  # which trains one stage, or captures no copy
+    assert trainer.callback_metrics["train/loss"].isfinite()
+    assert trainer.callback_metrics["val/loss"].isfinite()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_fp16(family):
+    ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
+    epochs = {"FastGeometric": 4}.get(family, 10)
+    fit(ensemble, some(count=640, batch_size=32), plugins=real_fp16(), max_epochs=epochs, gradient_clip_val=1.0)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.7
+
+
+class _Agree(Callback):
+    """Compares the weights of the ranks after each epoch."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        of_rank = torch.cat([value.double().flatten() for value in pl_module.state_dict().values()])
+        assert torch.equal(trainer.strategy.broadcast(of_rank), of_rank)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_agree(family):
+    ensemble = made(family, seed=None, optimizer=("Adam", {"lr": 1e-2}))
+    fit(
+        ensemble, some(count=640), some(shuffle=False), max_epochs={"FastGeometric": 4}.get(family, 8),
+        strategy="ddp_fork", devices=2, callbacks=[_Agree()],
+    )  # fmt: skip
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.7
+
+
+class _Stops(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize("step", [2, 4, 7, 8, 11, 14])  # of 16, four an epoch
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("error:AutoResume")
+def test_a_run_that_was_stopped_anywhere_ends_as_one_that_was_not(family, step, tmp_path):
+    train, val = some(), some(shuffle=False)
+    options = {"early_stopping_rounds": 1} if family == "GradientBoosting" else {}
+    whole, first, second = (made(family, make=CNN, **options) for _ in range(3))
+    fit(whole, train, val, max_epochs=4)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(first, train, val, max_epochs=4, callbacks=[AutoResume(tmp_path, every_n_train_steps=1), _Stops(step)])
+    fit(second, train, val, max_epochs=4, callbacks=[AutoResume(tmp_path)])
+    same(values(second), values(whole), rtol=0, atol=0)
+    assert second.n_members == whole.n_members
+
+
+@pytest.mark.parametrize("kind", ["Classifier", "Regressor"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_says_what_the_ensemble_is(family, kind, tmp_path):
+    ensemble = made(family, kind)
+    trainer = fit(ensemble, some(kind), max_epochs=4)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = type(ensemble).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    x = some(kind).dataset.tensors[0]
+    assert torch.equal(loaded.predict(x), ensemble.predict(x))
+    assert loaded.hparams == ensemble.hparams
+    assert (loaded.seed, loaded.n_outputs, loaded.n_members) == (ensemble.seed, ensemble.n_outputs, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.trap("ensembles: fit() twice doubles the members (Fusion, GB, Snapshot)")
+def test_a_second_fit_trains_the_same_members(family):
+    ensemble = made(family)
+    fit(ensemble, some(), max_epochs=4)
+    names, first = list(ensemble.state_dict()), values(ensemble)
+    fit(ensemble, some(), max_epochs=4)
+    assert list(ensemble.state_dict()) == names
+    assert len(ensemble.estimators_) == ensemble.n_members == 2
+    weights = [name for name in names if name.endswith("weight")]
+    assert not any(torch.equal(ensemble.state_dict()[name], first[name]) for name in weights)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "NeuralForest"])
+@pytest.mark.trap("ensembles: the first validation runs in train mode, BatchNorm learns from validation data")
+@pytest.mark.trap("ensembles: AdversarialTraining counts 12 batches in BatchNorm where there were 4")
+def test_statistics_are_those_of_training_batches(family):
+    ensemble = made(family, make=CNN)
+    fit(ensemble, some(), some(shuffle=False), max_epochs=4, num_sanity_val_steps=2)
+    counts = {name: int(value) for name, value in values(ensemble).items() if name.endswith("num_batches_tracked")}
+    expected = {"GradientBoosting": [8, 8], "FastGeometric": [10, 14, 16]}.get(family, [16, 16])
+    assert sorted(counts.values()) == expected
+    before = values(ensemble)
+    ensemble.predict(torch.rand(5, 64))
+    ensemble.predict_uncertainty(torch.rand(5, 64))
+    same(values(ensemble), before, rtol=0, atol=0)
+
+
+class _Reads(Callback):
+    """Counts the reads of steps of the last epoch."""
+
+    def __init__(self):
+        self.reads = HostReads()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 3 and batch_idx == 0:
+            self.reads.__enter__()
+        if trainer.current_epoch == 3 and batch_idx == 2:
+            self.reads.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_read_no_more_from_the_device_than_those_of_one_model(family):
+    def reads(module):
+        counter = _Reads()
+        fit(module, some(), some(shuffle=False), callbacks=[counter], max_epochs=4)
+        return counter.reads.count
+
+    assert reads(made(family, make=CNN)) <= reads(EvaluatedNet(optimization="fused"))
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_at_once_or_one_after_another_is_the_same(family):
+    def trained(vectorize):
+        ensemble = made(family, n=3, vectorize=vectorize, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}))
+        fit(ensemble, some(), max_epochs=2)
+        assert (type(ensemble.estimators_).__name__ == "StackedMembers") == vectorize
+        return values(ensemble)
+
+    same(trained(True), trained(False), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["GradientBoosting", "AdversarialTraining"])
+@pytest.mark.newest
+def test_compiled(family):
+    ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
+    fit(torch.compile(ensemble, backend="aot_eager"), some(count=640, batch_size=32), max_epochs=6)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exception_in_the_middle_leaves_an_ensemble_that_trains_on(family):
+    ensemble = made(family)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(ensemble, some(), max_epochs=4, callbacks=[_Stops(9)])
+    assert all(parameter.requires_grad for parameter in ensemble.trained_members().parameters())
+    if family == "GradientBoosting":
+        assert all(parameter.requires_grad for parameter in ensemble.parameters())
+    trainer = fit(ensemble, some(), max_epochs=4)
+    assert trainer.global_step == 16
+    assert ensemble.n_members == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.trap("ensembles: a class that is missing in the training data crashes GB")
+def test_a_class_may_be_missing_in_the_training_data(family):
+    x, y = digits()[0].tensors
+    ensemble = made(family)
+    fit(ensemble, few(torch.utils.data.TensorDataset(x[y != 9], y[y != 9]), 64), max_epochs=4)
+    assert ensemble.n_outputs == 10
+    assert ensemble.predict(x).shape == (len(x), 10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trainer_tests_and_predicts(family):
+    ensemble = made(family)
+    fit(ensemble, some(), max_epochs=4)
+    x, y = digits()[1].tensors
+    (results,) = Trainer(**QUIET).test(ensemble, DataLoader(digits()[1], 100), verbose=False)
+    assert results["test/acc"] == pytest.approx(accuracy(ensemble.predict(x), y))
+    found = torch.cat(Trainer(**QUIET).predict(ensemble, DataLoader(digits()[1], 100)))
+    torch.testing.assert_close(found, ensemble.predict(x))
