@@ -105,12 +105,6 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
 
     # --- a training step
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Note the tensors of a training batch, whose scores of earlier members are kept."""
-        if self.stage and self.trainer.training:
-            _KEPT_SCORES[self].remember(batch)
-        return batch
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look up the scores of the earlier members."""
         if self.stage:
@@ -119,7 +113,8 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared error of the member to the residual, and the scores of the ensemble with it."""
         outputs = self.training_outputs(inputs, targets)
-        sums = _KEPT_SCORES[self].of_batch
+        kept = _KEPT_SCORES.get(self)
+        sums = None if kept is None else kept.of_batch
         if sums is None:
             earlier = self.earlier_outputs(*inputs)
             sums = torch.zeros_like(outputs[0]) if earlier is None else at_least_single(earlier).sum(0)
@@ -135,7 +130,8 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
             self._check_validation()
         super().setup(stage)
         if stage == "fit":
-            _KEPT_SCORES[self] = KeptScores()
+            _KEPT_SCORES[self] = kept = KeptScores()
+            self._installed.enter_context(kept.watch_batches(self.trainer))
             self.stage_losses.fill_(math.inf)
             set_count(self, "kept_number", "_n_kept", 0)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.ensembles.core.combination import at_least_single
 from lightning_tricks.ensembles.core.sampling import MemberLoader, tensors_in_memory
 
-_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class KeptScores:
@@ -32,10 +35,20 @@ class KeptScores:
         self._n_members = 0  # whose outputs are in the sums
         self._given: list[tuple[Tensor, int]] = []
 
-    def remember(self, batch: Any) -> None:
-        """Note the tensors of a batch as the loader gave them, on the device of the module."""
-        parts = batch if isinstance(batch, list | tuple) else ()
-        self._given = [(part, part._version) for part in parts if isinstance(part, Tensor)]
+    @contextmanager
+    def watch_batches(self, trainer: Trainer) -> Iterator[None]:
+        """Note the tensors of each training batch as the loader gave them, once they are on the device."""
+        strategy = trainer.strategy
+        to_device = strategy.batch_to_device
+
+        def to_device_and_note(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = to_device(batch, *args, **kwargs)
+            parts = batch if trainer.training and isinstance(batch, list | tuple) else ()
+            self._given = [(part, part._version) for part in parts if isinstance(part, Tensor)]
+            return batch
+
+        with overriding(strategy, batch_to_device=to_device_and_note):
+            yield
 
     def look_up(self, ensemble: Any, batch: Any, batch_idx: int) -> None:
         """Set `of_batch`.

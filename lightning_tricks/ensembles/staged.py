@@ -175,6 +175,8 @@ class StagedEnsemble(Ensemble):
         trained = {id(parameter) for parameter in self.trained_members().parameters()}
         for parameter, trainable in zip(self.estimators_.parameters(), self._trainable or (), strict=True):
             parameter.requires_grad_(trainable and id(parameter) in trained)
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     @contextmanager
     def _frozen_members(self) -> Iterator[None]:

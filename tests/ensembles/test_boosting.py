@@ -1,0 +1,482 @@
+"""Boosting: what members are fitted to, what a stage leaves alone, what is computed once, and where a run ends."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import (
+    AutoResume,
+    GradientBoostingClassifier,
+    GradientBoostingRegressor,
+    SoftGradientBoostingClassifier,
+    SoftGradientBoostingRegressor,
+)
+from lightning_tricks.ensembles.core.boosting import exclusive_sums, negative_gradient
+from tests.contract.lab import QUIET
+from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+SGD = ("SGD", {"lr": 0.1, "momentum": 0.9})
+
+
+def some(count=64, **arguments):
+    return few(digits()[0], count, **arguments)
+
+
+def same(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+# --- residuals
+
+
+class _Asymmetric:
+    """A loss without `reduction`, the mean over samples."""
+
+    def __call__(self, scores, targets):
+        error = targets - scores
+        return torch.where(error > 0, error.square(), 3 * error.square()).sum(1).mean()
+
+
+CLASSES = torch.tensor([0, 2, 1, 2])
+REAL = torch.tensor([[0.3, -2.0, 0.1], [1.0, 0.2, 4.0], [0.0, 0.7, -0.4], [0.6, 0.5, 0.2]])
+LOSSES = {
+    "cross-entropy": (nn.CrossEntropyLoss(), CLASSES),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=2), CLASSES),
+    "ignored by default": (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2])),
+    "weighted": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), CLASSES),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), CLASSES),
+    "probabilities": (nn.CrossEntropyLoss(), REAL.softmax(1)),
+    "summed": (nn.CrossEntropyLoss(reduction="sum"), CLASSES),
+    "absolute": (nn.L1Loss(), REAL),
+    "Huber": (nn.HuberLoss(delta=0.5), REAL),
+    "Poisson": (nn.PoissonNLLLoss(), REAL.abs()),
+    "binary": (nn.BCEWithLogitsLoss(), REAL.sigmoid()),
+    "own": (_Asymmetric(), REAL),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_residuals_are_finite_differences_of_each_samples_loss(name):
+    criterion, targets = LOSSES[name]
+    scores = torch.linspace(-1, 1.3, 12, dtype=torch.float64).view(4, 3)
+    summed = copy.copy(criterion)
+    if hasattr(criterion, "weight") and criterion.weight is not None:
+        summed = nn.CrossEntropyLoss(weight=criterion.weight.double())
+        criterion = copy.copy(summed)
+    if hasattr(summed, "reduction"):
+        summed.reduction = "sum"
+    targets = targets.double() if targets.is_floating_point() else targets
+    found = negative_gradient(criterion, scores, targets)
+    assert not found.requires_grad
+    for index in torch.cartesian_prod(torch.arange(4), torch.arange(3)).tolist():
+        step = torch.zeros_like(scores)
+        step[tuple(index)] = 1e-5
+        of_batch = 1 if hasattr(summed, "reduction") else len(scores)
+        slope = (summed(scores + step, targets) - summed(scores - step, targets)) * of_batch / 2e-5
+        assert found[tuple(index)].item() == pytest.approx(-slope.item(), abs=1e-6), index
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 4), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_residuals_of_cross_entropy_are_those_of_autograd(n, batch, classes, random):
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    scores = torch.randn(n * batch, classes, generator=generator)
+    targets = torch.randint(classes, (n * batch,), generator=generator)
+    leaf = scores.clone().requires_grad_()
+    nn.functional.cross_entropy(leaf, targets, reduction="sum").backward()
+    torch.testing.assert_close(negative_gradient(nn.CrossEntropyLoss(), scores, targets), -leaf.grad)
+
+
+def test_the_residual_of_the_squared_error_is_the_error():
+    assert torch.equal(negative_gradient(nn.MSELoss(), REAL, REAL + 2), (REAL + 2) - REAL)
+
+
+def test_a_loss_that_does_not_depend_on_the_scores():
+    with pytest.raises(ValueError, match="does not depend on the scores: nothing can be fitted to it"):
+        negative_gradient(lambda scores, targets: targets.mean().requires_grad_(), REAL, REAL)
+
+
+def test_sums_of_the_members_before():
+    outputs = torch.randn(5, 2, 3)
+    for index, found in enumerate(exclusive_sums(outputs)):
+        torch.testing.assert_close(found, outputs[:index].sum(0) if index else torch.zeros(2, 3))
+
+
+# --- gradient boosting
+
+
+def _boosted_by_hand(ensemble, train, epochs, rate, loss):
+    """The members of an ensemble, fitted in plain torch."""
+    members = [copy.deepcopy(member) for member in ensemble.estimators_]
+    for stage, member in enumerate(members):
+        optimizer = torch.optim.SGD(member.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(epochs):
+            for x, y in train:
+                with torch.no_grad():
+                    earlier = [other.eval()(x) for other in members[:stage]]
+                scores = rate * sum(earlier) if earlier else torch.zeros(len(x), 10)
+                optimizer.zero_grad()
+                member.train()
+                (member(x) - negative_gradient(loss, scores, y)).square().mean().backward()
+                optimizer.step()
+    return members
+
+
+@pytest.mark.parametrize("make", [MLP, CNN])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_stages_are_those_of_a_loop_in_plain_torch(make, loss):
+    train = some(shuffle=False)
+    ensemble = GradientBoostingClassifier(make, 3, shrinkage_rate=0.7, optimizer=SGD, criterion=copy.copy(loss), seed=0)
+    expected = _boosted_by_hand(ensemble, train, 2, 0.7, loss)
+    trainer = fit(ensemble, train, max_epochs=6)
+    for found, member in zip(ensemble.estimators_, expected, strict=True):
+        same(found.state_dict(), member.state_dict(), atol=1e-5, rtol=1e-4)
+    x, _ = digits()[1].tensors
+    sums = 0.7 * sum(member.eval()(x) for member in expected)
+    torch.testing.assert_close(ensemble.predict(x), sums.softmax(1).detach(), atol=1e-4, rtol=1e-3)
+    assert trainer.global_step == 24
+
+
+def _trained(data, callbacks=(), **options):
+    """The weights after a fit, and how many rows each member saw in evaluation mode."""
+    seen = [0] * 3
+
+    class Counts(MLP):
+        def forward(self, x):
+            if not self.training:
+                seen[members.index(self)] += len(x)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    members = [Counts() for _ in range(3)]
+    ensemble = GradientBoostingClassifier(members, optimizer=SGD, seed=0, **options)
+    fit(ensemble, DataLoader(data, 16), max_epochs=9, callbacks=list(callbacks))
+    return values(ensemble), seen
+
+
+class _Halves(Callback):
+    """Changes each batch, in place or by another tensor."""
+
+    def __init__(self, in_place):
+        self.in_place = in_place
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.in_place:
+            batch[0].mul_(0.5)
+        else:
+            batch[0] = batch[0] * 0.5
+
+
+def test_outputs_of_earlier_members_are_computed_once():
+    data = some().dataset
+    kept, rows = _trained(data)
+    again, all_rows = _trained(list(data))
+    same(kept, again, atol=1e-5, rtol=1e-4)
+    assert rows == [64, 64, 0]
+    assert all_rows == [64 * 6, 64 * 3, 0]
+    subset, rows_of_subset = _trained(torch.utils.data.Subset(few(digits()[0], 80).dataset, range(64)))
+    same(kept, subset, rtol=0, atol=0)
+    assert rows_of_subset == rows
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_batches_that_a_callback_changes_have_scores_of_their_own(in_place):
+    data = some().dataset
+    kept, rows = _trained(data, [_Halves(in_place)])
+    again, _ = _trained(list(data), [_Halves(in_place)])
+    same(kept, again, atol=1e-5, rtol=1e-4)
+    assert rows == [64 * 6, 64 * 3, 0]
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"])
+def test_batches_that_a_datamodule_changes_have_scores_of_their_own(hook):
+    data = some().dataset
+
+    class Data(LightningDataModule):
+        def __init__(self, data):
+            super().__init__()
+            self.data = data
+
+        def train_dataloader(self):
+            return DataLoader(self.data, 16)
+
+    setattr(Data, hook, lambda self, batch, *_: [batch[0] * 2 - 1, batch[1]])
+    trained = []
+    for source in (data, list(data)):
+        ensemble = GradientBoostingClassifier(MLP, 2, optimizer=SGD, seed=0)
+        Trainer(**QUIET, max_epochs=4).fit(ensemble, Data(source))
+        trained.append(values(ensemble))
+    same(*trained, atol=1e-5, rtol=1e-4)
+
+
+def test_scores_are_kept_beside_auto_resume(tmp_path):
+    plain, rows = _trained(some().dataset)
+    watched, rows_watched = _trained(some().dataset, [AutoResume(tmp_path)])
+    same(plain, watched, rtol=0, atol=0)
+    assert rows_watched == rows
+
+
+@pytest.mark.trap("ensembles: GB backpropagates through frozen learners and lets their BatchNorm statistics drift")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_learner_is_the_same_after_its_stage(in_memory):
+    after = {}
+
+    class Watched(GradientBoostingClassifier):
+        def on_train_batch_end(self, *args):
+            for index in range(self.stage):
+                same(after[index], values(self.estimators_.member(index)), rtol=0, atol=0)
+            frozen = [not any(p.requires_grad for p in member.parameters()) for member in self.estimators_]
+            assert frozen == [index != self.stage for index in range(3)]
+            assert all(p.grad is None for index in range(self.stage) for p in self.estimators_[index].parameters())
+
+        def on_train_epoch_end(self):
+            super().on_train_epoch_end()
+            after[self.stage] = values(self.estimators_.member(self.stage))
+
+    data = some().dataset
+    optimizer = ("AdamW", {"lr": 1e-2, "weight_decay": 0.5})
+    ensemble = Watched(CNN, 3, optimizer=optimizer, seed=0)
+    ensemble.estimators_[1].head.bias.requires_grad_(False)
+    fit(ensemble, DataLoader(data if in_memory else list(data), 16, shuffle=True), max_epochs=6)
+    assert sorted(after) == [0, 1, 2]
+    still = [name for name, parameter in ensemble.named_parameters() if not parameter.requires_grad]
+    assert still == ["estimators_.1.head.bias"]
+
+
+def _constants(*amounts):
+    """Members that predict a number each, and a learning rate of 0."""
+    members = [nn.Linear(1, 1) for _ in amounts]
+    for member, amount in zip(members, amounts, strict=True):
+        nn.init.zeros_(member.weight)
+        nn.init.constant_(member.bias, amount)
+    return members
+
+
+def _ones(count=10, batch_size=4):
+    return DataLoader(TensorDataset(torch.zeros(count, 1), torch.ones(count, 1)), batch_size)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "rounds", "trained", "kept"),
+    [
+        ((0.5, 0.3, 5.0, 5.0, 0.1), 2, 4, 2),
+        ((0.5, 0.3, 5.0, 5.0, 0.1), 1, 3, 2),
+        ((0.5, 5.0, -4.6, 5.0, 5.0), 2, 5, 3),  # better again in the second round
+        ((0.5, 0.3, 5.0, 5.0, 0.1), 9, 5, 2),
+        ((0.1, 0.1, 0.1, 0.1, 5.0), 2, 5, 4),  # the last stage comes before the second round
+        ((1.0, 0.0, 0.0, 0.0, 0.0), 2, 3, 1),  # ties
+        ((math.nan, 1.0, 1.0, 1.0, 1.0), 2, 3, 1),
+    ],
+)
+@pytest.mark.trap("ensembles: GB keeps members that did not improve when the last stage comes first")
+def test_early_stopping_keeps_the_best_stage(amounts, rounds, trained, kept, tmp_path):
+    ensemble = GradientBoostingRegressor(
+        _constants(*amounts), optimizer=("SGD", {"lr": 0.0}), early_stopping_rounds=rounds, seed=0
+    )
+    saves = ModelCheckpoint(tmp_path, "last")
+    trainer = fit(ensemble, _ones(), _ones(), max_epochs=10, callbacks=[saves], enable_checkpointing=True)
+    assert trainer.current_epoch == 2 * trained
+    assert ensemble.n_members == kept
+    x = torch.zeros(3, 1)
+    if not math.isnan(amounts[0]):
+        torch.testing.assert_close(ensemble.predict(x), torch.full((3, 1), sum(amounts[:kept])))
+        sums = torch.tensor(amounts).cumsum(0)[:trained]
+        torch.testing.assert_close(ensemble.stage_losses[:trained], (1 - sums).square())
+    loaded = GradientBoostingRegressor.load_from_checkpoint(
+        saves.best_model_path, estimator=_constants(*[0.0] * len(amounts))
+    )
+    assert loaded.n_members == kept
+    torch.testing.assert_close(loaded.predict(x), ensemble.predict(x), equal_nan=True)
+    fit(ensemble, _ones(), _ones(), max_epochs=10)
+    assert ensemble.n_members == kept, "a second fit begins anew"
+
+
+@pytest.mark.trap("ensembles: GB's validation is the mean of batch means")
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+def test_the_loss_of_a_stage_is_that_of_all_samples_at_its_end(interval):
+    x = torch.arange(10.0).unsqueeze(1)
+    val = DataLoader(TensorDataset(x, x), 4)  # batches of 4, 4 and 2
+    ensemble = GradientBoostingRegressor(
+        _constants(1.0, 1.0), optimizer=("SGD", {"lr": 0.0}), early_stopping_rounds=2, seed=0
+    )
+    fit(ensemble, _ones(16), val, max_epochs=4, val_check_interval=interval)
+    expected = torch.stack([(x - level).square().mean() for level in (1, 2)])
+    torch.testing.assert_close(ensemble.stage_losses, expected)
+
+
+class _Same(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        here = torch.cat([pl_module.stage_losses, torch.tensor([float(trainer.should_stop)])])
+        assert torch.equal(trainer.strategy.broadcast(here), here)
+
+
+def test_two_ranks_stop_at_the_same_stage():
+    x = torch.arange(8.0).unsqueeze(1)
+    ensemble = GradientBoostingRegressor(
+        _constants(3.0, 0.5, 9.0, 9.0), optimizer=("SGD", {"lr": 0.0}), early_stopping_rounds=1, seed=0
+    )
+    val = DataLoader(TensorDataset(x, x), 2)
+    fit(ensemble, _ones(8), val, max_epochs=4, strategy="ddp_fork", devices=2, callbacks=[_Same()])
+    assert ensemble.n_members == 2
+    assert ensemble.stage_losses.isfinite().tolist() == [True, True, True, False]
+    x_bar = torch.stack([(x - level).square().mean() for level in (3, 3.5)])
+    torch.testing.assert_close(ensemble.stage_losses[:2], x_bar)
+
+
+def test_a_number_of_epochs_for_each_stage():
+    stages = []
+
+    class Watched(GradientBoostingClassifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            super().on_train_batch_start(batch, batch_idx)
+            stages.append(self.stage)
+
+    ensemble = Watched(MLP, 3, epochs_per_estimator=2, seed=0)
+    for epochs in (6, 8, -1):
+        stages.clear()
+        trainer = fit(ensemble, some(), max_epochs=epochs)
+        assert stages == [0] * 8 + [1] * 8 + [2] * 8
+        assert trainer.current_epoch == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ({}, {"max_epochs": 4}, "has 3 stages of equal length, into which max_epochs=4 does not divide"),
+        ({"epochs_per_estimator": 2}, {"max_epochs": 5}, r"for epochs_per_estimator=2 epochs each, .* max_epochs=6"),
+        ({"early_stopping_rounds": 1}, {"max_epochs": 3}, r"early_stopping_rounds=1 needs validation data"),
+        (
+            {"early_stopping_rounds": 1},
+            {"max_epochs": 6, "check_val_every_n_epoch": 3, "val": True},
+            r"so after every 2 epochs, and check_val_every_n_epoch=3",
+        ),
+    ],
+)
+@pytest.mark.trap("ensembles: a refused fit of GB already leaves members behind")
+def test_a_refused_fit_leaves_nothing_behind(arguments, options, words):
+    ensemble = GradientBoostingClassifier(MLP, 3, **arguments, seed=0)
+    before, flags = values(ensemble), [parameter.requires_grad for parameter in ensemble.parameters()]
+    options = dict(options)
+    val = some(shuffle=False) if options.pop("val", False) else None
+    with pytest.raises(Exception, match=words):
+        fit(ensemble, some(), val, **options)
+    same(values(ensemble), before, rtol=0, atol=0)
+    assert [parameter.requires_grad for parameter in ensemble.parameters()] == flags
+    fit(ensemble, some(), some(shuffle=False), max_epochs=6)
+    assert len(ensemble.estimators_) == ensemble.n_members or arguments.get("early_stopping_rounds")
+
+
+@pytest.mark.parametrize("kind", [GradientBoostingRegressor, SoftGradientBoostingRegressor])
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"shrinkage_rate": 0}, ValueError, r"shrinkage_rate must be a number > 0 and <= 1, got 0"),
+        ({"shrinkage_rate": 1.5}, ValueError, r"got 1.5"),
+        ({"shrinkage_rate": "1"}, TypeError, r"got '1' \(str\)"),
+        ({"criterion": nn.GaussianNLLLoss()}, ValueError, r"needs a variance, .*: use VotingRegressor"),
+    ],
+)
+def test_arguments(kind, arguments, error, words):
+    with pytest.raises(error, match=words):
+        kind(MLP, 2, **arguments)
+    if "criterion" in arguments:
+        with pytest.raises(error, match=words):
+            kind(MLP, 2).set_criterion(arguments["criterion"])
+
+
+@pytest.mark.parametrize("name", ["epochs_per_estimator", "early_stopping_rounds"])
+def test_counts(name):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number >= 1, got 0"):
+        GradientBoostingClassifier(MLP, 2, **{name: 0})
+
+
+def test_different_members_and_lightning_modules_are_boosted():
+    ensemble = GradientBoostingClassifier([MLP(), CNN(), LitMLP()], optimizer=("Adam", {"lr": 1e-2}), seed=0)
+    trainer = fit(ensemble, some(640, batch_size=32), max_epochs=9)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.88
+    assert not any(key.startswith("member") for key in trainer.callback_metrics)
+    fit(GradientBoostingClassifier([Recurrent(), MLP()], seed=0), some(), max_epochs=2)
+
+
+@pytest.mark.parametrize("kind", [GradientBoostingClassifier, SoftGradientBoostingClassifier])
+@pytest.mark.parametrize("late", [False, True])
+def test_classes_that_there_are_not(kind, late):
+    y = torch.arange(16) % 10
+    y[15 if late else 0] = 12
+    with pytest.raises(ValueError, match="train: class 12 is not one of the 10 classes 0 to 9"):
+        fit(kind(MLP, 2), DataLoader(TensorDataset(torch.rand(16, 64), y), 4), max_epochs=2)
+
+
+@pytest.mark.trap("ensembles: GB sums the squared error, so that the learning rate depends on the batch size")
+@pytest.mark.parametrize("kind", [GradientBoostingClassifier, SoftGradientBoostingClassifier])
+def test_the_loss_is_a_mean_or_the_sum(kind):
+    x, y = digits()[0].tensors
+    targets = y[:20].expand(2 if kind is SoftGradientBoostingClassifier else 1, 20)
+
+    def loss(**options):
+        return kind(MLP, 2, seed=0, **options).training_loss([x[:20]], targets)[0].item()
+
+    assert loss(use_reduction_sum=True) == pytest.approx(loss() * 20 * 10, rel=1e-5)
+
+
+def test_metrics_see_the_scores_of_the_ensemble():
+    found = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            with torch.no_grad():
+                members = [member(batch[0]) for member in pl_module.estimators_][: pl_module.stage + 1]
+            self.expected = sum(members)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            found.append((outputs["preds"], self.expected))
+            assert torch.equal(outputs["target"], batch[1])
+
+    fit(GradientBoostingClassifier(MLP, 3, optimizer=SGD, seed=0), some(), max_epochs=3, callbacks=[Watch()])
+    assert len(found) == 12
+    for preds, expected in found:
+        torch.testing.assert_close(preds, expected, atol=1e-5, rtol=1e-4)
+
+
+# --- soft gradient boosting
+
+
+@pytest.mark.trap("ensembles: SoftGradientBoosting trains earlier members to make later targets small")
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_a_member_is_fitted_to_its_own_residual_alone(loss):
+    x, y = (tensor[:20] for tensor in digits()[0].tensors)
+    ensemble = SoftGradientBoostingClassifier(MLP, 3, shrinkage_rate=0.5, criterion=loss, vectorize=False, seed=0)
+    ensemble.training_loss([x], y.expand(3, 20))[0].backward()
+    scores = torch.zeros(20, 10)
+    for member in ensemble.estimators_:
+        found = [parameter.grad.clone() for parameter in member.parameters()]
+        member.zero_grad()
+        outputs = member(x)
+        (outputs - negative_gradient(loss, scores, y)).square().mean().backward()
+        for gradient, parameter in zip(found, member.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+        scores = scores + 0.5 * outputs.detach()
+
+
+def test_members_of_soft_boosting_share_the_batches():
+    class Counts(SoftGradientBoostingClassifier):
+        def training_step(self, batch, batch_idx):
+            assert len(batch[0]) == 16
+            outputs = super().training_step(batch, batch_idx)
+            assert outputs["preds"].shape == (16, 10)
+            assert torch.equal(outputs["target"], batch[1])
+            return outputs
+
+    fit(Counts(MLP, 3, seed=0), some())
