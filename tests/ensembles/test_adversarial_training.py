@@ -1,0 +1,224 @@
+"""Adversarial training: where samples are moved to, what that leaves alone, and what members learn of it."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks import AdversarialTrainingClassifier, AdversarialTrainingRegressor, VotingClassifier
+from lightning_tricks.ensembles.core.adversarial import FeatureRanges, call_without_statistics, fast_gradient_sign
+from tests.contract.lab import real_fp16
+from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+SGD = ("SGD", {"lr": 0.1})
+
+
+def some(count=64, **arguments):
+    return few(digits()[0], count, **arguments)
+
+
+def _by_hand(member, train, epsilon, epochs=2):
+    """One member, trained in plain torch on samples and on what the ranges of features so far make of them."""
+    optimizer = torch.optim.SGD(member.parameters(), lr=0.1)
+    lowest, highest = float("inf"), float("-inf")
+    for _ in range(epochs):
+        for x, y in train:
+            lowest = torch.minimum(x.amin(0), torch.as_tensor(lowest))
+            highest = torch.maximum(x.amax(0), torch.as_tensor(highest))
+            leaf = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(copy.deepcopy(member)(leaf), y), leaf)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(member(x), y)
+            moved = x + epsilon * (highest - lowest) * gradient.sign()
+            statistics = {name: buffer.clone() for name, buffer in member.named_buffers()}
+            loss = loss + nn.functional.cross_entropy(member(moved), y)
+            loss.backward()
+            for name, buffer in member.named_buffers():
+                buffer.copy_(statistics[name])
+            optimizer.step()
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_members_are_those_of_a_loop_in_plain_torch(make, shared, vectorize):
+    train = some(shuffle=False)
+    ensemble = AdversarialTrainingClassifier(
+        make, 2, epsilon=0.05, optimizer=SGD, shared_order=shared, vectorize=vectorize, seed=0
+    )
+    alone = copy.deepcopy(ensemble.estimators_.member(1)).train()
+    fit(ensemble, train, max_epochs=2)
+    _by_hand(alone, train, 0.05)
+    for name, value in ensemble.estimators_.member(1).state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.trap("ensembles: AdversarialTraining has one epsilon for all features, not a share of each range")
+def test_each_feature_is_moved_by_a_share_of_its_range():
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 100.0, 0.01, 0.0])
+    x = torch.rand(64, 4, generator=generator) * scale - 3
+    seen = []
+
+    class Watches(nn.Linear):
+        def forward(self, x):
+            seen.append(x.detach().clone())
+            return super().forward(x)
+
+    ensemble = AdversarialTrainingClassifier([Watches(4, 3)], epsilon=0.01, optimizer=SGD, seed=0)
+    fit(ensemble, DataLoader(TensorDataset(x, torch.arange(64) % 3), 64))
+    clean, moved = seen
+    width = x.amax(0) - x.amin(0)
+    torch.testing.assert_close((moved - clean).abs(), (0.01 * width).expand(64, 4), atol=2e-6, rtol=1e-3)
+    assert width[3] == 0, "a constant feature stays"
+
+
+@pytest.mark.trap("ensembles: AdversarialTraining of torchensemble raises at a constant batch")
+def test_a_constant_batch_is_no_error():
+    x = torch.ones(8, 64)
+    fit(AdversarialTrainingClassifier(MLP, 2, seed=0), DataLoader(TensorDataset(x, torch.arange(8)), 4))
+
+
+@pytest.mark.trap("ensembles: the user's tensor gets requires_grad=True")
+def test_batches_stay_as_they_are():
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.before = [tensor.clone() for tensor in batch]
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert all(map(torch.equal, self.before, batch))
+            assert not batch[0].requires_grad
+            assert batch[0].grad is None
+
+    fit(AdversarialTrainingClassifier(MLP, 2, seed=0), some(), callbacks=[Watch()])
+
+
+def test_ranges_widen_batch_by_batch_and_survive_a_checkpoint(tmp_path):
+    ensemble = AdversarialTrainingClassifier(MLP, 2, seed=0)
+    trainer = fit(ensemble, some())
+    x = some().dataset.tensors[0]
+    (width,) = ensemble._ranges.ranges()
+    torch.testing.assert_close(width, x.amax(0) - x.amin(0))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = AdversarialTrainingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert torch.equal(loaded._ranges.ranges()[0], width)
+    fit(ensemble, few(TensorDataset(x / 2, some().dataset.tensors[1]), 64))
+    torch.testing.assert_close(ensemble._ranges.ranges()[0], width / 2)
+
+
+def test_one_range_for_all_features():
+    seen = []
+
+    class Watches(MLP):
+        def forward(self, x):
+            seen.append(x.detach().clone())
+            return super().forward(x)
+
+    fit(AdversarialTrainingClassifier([Watches()], feature_range=2.0, epsilon=0.1, seed=0), some(16))
+    torch.testing.assert_close((seen[1] - seen[0]).abs(), torch.full((16, 64), 0.2))
+
+
+def test_ranges_of_samples_of_several_shapes_need_a_number():
+    ranges = FeatureRanges()
+    ranges.update([torch.rand(4, 3, 8)])
+    with pytest.raises(ValueError, match=r"\(3, 9\) and \(3, 8\), so that a feature has no range: give feature_range"):
+        ranges.update([torch.rand(4, 3, 9)])
+
+
+class _TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.net = nn.Embedding(5, 6), nn.Linear(6 + 3, 4)
+
+    def forward(self, words, x):
+        return self.net(torch.cat([self.words(words), x], 1))
+
+
+def test_inputs_of_whole_numbers_stay():
+    words, x = torch.arange(16) % 5, torch.rand(16, 3)
+    data = TensorDataset(words, x, torch.arange(16) % 4)
+    for vectorize in (True, False):
+        ensemble = AdversarialTrainingClassifier(_TwoInputs, 2, vectorize=vectorize, seed=0)
+        trainer = fit(ensemble, DataLoader(data, 8, shuffle=True), max_epochs=2)
+        assert trainer.callback_metrics["train/loss"].isfinite()
+        assert ensemble._ranges.ranges()[0] is None
+    with pytest.raises(TypeError, match=r"whole numbers have none, got torch.int64: give floating-point inputs"):
+        fit(
+            AdversarialTrainingClassifier(nn.Embedding, 2, {"num_embeddings": 5, "embedding_dim": 4}, seed=0),
+            DataLoader(TensorDataset(words, torch.arange(16) % 4), 8),
+        )
+
+
+def test_an_input_that_a_model_does_not_use_stays():
+    class Ignores(MLP):
+        def forward(self, x, other):
+            return super().forward(x)
+
+    x, y = some().dataset.tensors
+    fit(AdversarialTrainingClassifier(Ignores, 2, seed=0), DataLoader(TensorDataset(x, torch.rand(64, 2), y), 16))
+
+
+def test_gradients_of_samples_do_not_vanish_in_half_precision():
+    moved = []
+
+    class Faint(nn.Linear):
+        """Gradients of its inputs are smaller than fp16 holds."""
+
+        def forward(self, x):
+            moved.append(x.detach().float())
+            return super().forward(x * 1e-6)
+
+    x = torch.rand(16, 8)
+    ensemble = AdversarialTrainingClassifier([Faint(8, 3)], feature_range=1.0, optimizer=SGD, seed=0)
+    fit(ensemble, DataLoader(TensorDataset(x, torch.arange(16) % 3), 16), plugins=real_fp16())
+    assert ((moved[1] - moved[0]).abs() > 0.005).float().mean() > 0.9
+
+
+@pytest.mark.trap("ensembles: AdversarialTraining's epsilon is 0.5 in the signature and 0.01 in the docs")
+def test_members_resist_samples_that_are_made_to_mislead_them():
+    train, test = digits()
+    x, y = test.tensors
+    found = {}
+    for kind, options in ((VotingClassifier, {}), (AdversarialTrainingClassifier, {"epsilon": 0.1})):
+        ensemble = kind(MLP, 3, optimizer=("Adam", {"lr": 5e-3}), seed=0, **options)
+        fit(ensemble, DataLoader(train, 32, shuffle=True), max_epochs=12)
+        leaf = x.clone().requires_grad_()
+        nn.functional.nll_loss(ensemble.eval()(leaf).log(), y).backward()
+        found[kind] = accuracy(ensemble.predict(fast_gradient_sign(leaf, leaf.grad, 0.1)), y)
+    assert found[AdversarialTrainingClassifier] > found[VotingClassifier] + 0.1
+    assert AdversarialTrainingClassifier(MLP, 1).epsilon == 0.01
+
+
+def test_gaussian_members_train_on_adversarial_samples():
+    ensemble = AdversarialTrainingRegressor(
+        MLP, 2, {"inputs": 10, "outputs": 2}, criterion=nn.GaussianNLLLoss(), seed=0
+    )
+    trainer = fit(ensemble, few(diabetes()[0], 64), max_epochs=2)
+    assert trainer.callback_metrics["train/loss"].isfinite()
+
+
+def test_a_call_that_changes_no_statistics():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).train()
+    before = values(net)
+    x = torch.rand(8, 4)
+    found = call_without_statistics(net, x)
+    assert all(torch.equal(value, before[name]) for name, value in values(net).items())
+    torch.testing.assert_close(found, net(x))
+    assert net[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"epsilon": 0}, r"epsilon must be a number > 0 and <= 1 \(a share of each feature's range\), got 0"),
+        ({"epsilon": 2}, "got 2"),
+        ({"feature_range": 0}, "feature_range must be a number > 0, got 0"),
+    ],
+)
+def test_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        AdversarialTrainingRegressor(MLP, 2, **arguments)

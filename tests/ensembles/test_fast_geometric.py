@@ -1,0 +1,199 @@
+"""Fast geometric ensembles: learning rates and copies against closed formulas, and one optimizer from end to end."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_tricks import FastGeometricClassifier, FastGeometricRegressor, OptimizerSpec, ScheduleSpec
+from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def some(count=64, **arguments):
+    return few(digits()[0], count, **arguments)
+
+
+class _Watch(Callback):
+    """Notes the learning rates of each step."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+def _triangle(t, high, low):
+    """The authors' learning rate at a share t of a cycle."""
+    return high * (1 - 2 * t) + low * 2 * t if t < 0.5 else high * (2 * t - 1) + low * (2 - 2 * t)
+
+
+@pytest.mark.parametrize("cycle", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [48, 64])  # 3 or 4 steps an epoch, so cycles of an odd number of steps as well
+@pytest.mark.trap("ensembles: FastGeometric cycle=1 loops forever; odd cycles save at the wrong LR")
+def test_rates_and_copies_are_those_of_the_formula(cycle, count):
+    watch, after, per_epoch = _Watch(), [], count // 16
+
+    class Watched(FastGeometricClassifier):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            after.append((self.trainer.global_step, self.n_members, values(self.working.member(0))))
+
+    ensemble = Watched(
+        CNN, 2, cycle=cycle, lr_1=0.05, lr_2=0.001, base_epochs=2, optimizer=("SGD", {"lr": 0.2}), seed=0
+    )
+    fit(ensemble, some(count), max_epochs=2 + 2 * cycle, callbacks=[watch])
+    length = cycle * per_epoch
+    expected = [0.2] * 2 * per_epoch + [_triangle(step / length, 0.05, 0.001) for step in range(length)] * 2
+    assert [rate for (rate,) in watch.rates] == pytest.approx(expected)
+    lowest = [2 * per_epoch + number * length + -(-length // 2) for number in range(2)]  # steps made at the copies
+    counts = [sum(step >= at for at in lowest) for step, _, _ in after]
+    assert [members for _, members, _ in after] == counts
+    for index, at in enumerate(lowest):
+        copied, model = values(ensemble.estimators_.member(index)), after[at - 1][2]
+        assert all(torch.equal(copied[name], model[name]) for name in model)
+        rates = expected[at - -(-length // 2) : at - -(-length // 2) + length]
+        before = rates[-(-length // 2) - 1]
+        assert before <= sorted(rates)[1] + 1e-12, "the step before a copy is one of the two with the lowest rates"
+
+
+def test_groups_keep_the_proportions_of_their_rates():
+    watch = _Watch()
+    optimizer = OptimizerSpec("SGD", lr=0.1, groups={"last.*": {"lr": 0.02}})
+    ensemble = FastGeometricClassifier(MLP, 1, cycle=2, lr_1=0.05, lr_2=0.01, optimizer=optimizer, seed=0)
+    fit(ensemble, some(), max_epochs=3, callbacks=[watch])
+    ratios = [sorted(max(rates) / rate for rate in set(rates)) for rates in watch.rates]
+    assert all(found == pytest.approx([1, 5]) for found in ratios)
+    assert [max(rates) for rates in watch.rates[4:]] == pytest.approx([_triangle(s / 8, 0.05, 0.01) for s in range(8)])
+
+
+def test_rates_follow_the_optimizers_unless_they_are_given():
+    watch = _Watch()
+    fit(
+        FastGeometricClassifier(MLP, 1, cycle=1, optimizer=("SGD", {"lr": 0.2}), seed=0), some(), max_epochs=1,
+        callbacks=[watch],
+    )  # fmt: skip
+    assert [rate for (rate,) in watch.rates] == pytest.approx([_triangle(s / 4, 0.1, 0.001) for s in range(4)])
+
+
+SCHEDULES = {
+    "spec": (ScheduleSpec("warmup_linear", warmup=0), [1 - step / 12 for step in range(12)]),
+    "spec of epochs": (ScheduleSpec("warmup_linear", warmup=0, interval="epoch"), [1] * 4 + [2 / 3] * 4 + [1 / 3] * 4),
+    "name": (("StepLR", {"step_size": 1, "gamma": 0.5}), [1] * 4 + [0.5] * 4 + [0.25] * 4),
+    "none": (None, [1] * 12),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_base_model_has_a_schedule_of_its_own_length(name):
+    schedule, factors = SCHEDULES[name]
+    watch = _Watch()
+    ensemble = FastGeometricClassifier(
+        MLP, 2, cycle=1, lr_1=0.05, lr_2=0.001, optimizer=("SGD", {"lr": 0.2}), lr_scheduler=schedule, seed=0
+    )
+    fit(ensemble, some(), max_epochs=5, callbacks=[watch])
+    expected = [0.2 * factor for factor in factors] + [_triangle(step / 4, 0.05, 0.001) for step in range(4)] * 2
+    assert [rate for (rate,) in watch.rates] == pytest.approx(expected)
+
+
+@pytest.mark.trap("ensembles: FastGeometric loses the momentum between the phases")
+def test_the_momentum_is_kept():
+    train = some(shuffle=False)
+    ensemble = FastGeometricClassifier(
+        MLP, 1, cycle=2, lr_1=0.05, lr_2=0.001, optimizer=("SGD", {"lr": 0.1, "momentum": 0.9}), seed=0
+    )
+    alone = copy.deepcopy(ensemble.working.member(0))
+    fit(ensemble, train, max_epochs=4)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    step = 0
+    for _ in range(4):
+        for x, y in train:
+            optimizer.param_groups[0]["lr"] = 0.1 if step < 8 else _triangle((step - 8) / 8, 0.05, 0.001)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(alone(x), y).backward()
+            optimizer.step()
+            step += 1
+            if step == 12:
+                copied = copy.deepcopy(alone)
+    for found, expected in ((ensemble.working.member(0), alone), (ensemble.estimators_.member(0), copied)):
+        for name, value in found.state_dict().items():
+            torch.testing.assert_close(value, expected.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.trap("ensembles: FastGeometric takes softmax of the mean of logits, its authors average probabilities")
+def test_probabilities_are_averaged():
+    ensemble = FastGeometricClassifier(MLP, 3, cycle=1, optimizer=("Adam", {"lr": 0.05}), seed=0)
+    fit(ensemble, some(), max_epochs=4)
+    x = digits()[1].tensors[0]
+    outputs = torch.stack([member.eval()(x) for member in ensemble.estimators_]).detach()
+    torch.testing.assert_close(ensemble.predict(x), outputs.softmax(-1).mean(0))
+    assert (ensemble.predict(x) - outputs.mean(0).softmax(-1)).abs().max() > 1e-3
+
+
+def test_a_pretrained_model_needs_no_base():
+    model = MLP()
+    before = copy.deepcopy(model)
+    ensemble = FastGeometricClassifier([model], 2, cycle=2, base_epochs=0, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    x = digits()[1].tensors[0]
+    assert torch.equal(ensemble.predict(x), before(x).softmax(-1).detach())
+    fit(ensemble, some(), max_epochs=4)
+    assert ensemble.n_members == 2
+
+
+def test_after_the_last_copy_half_a_cycle_may_be_left_out():
+    whole, short = (
+        FastGeometricClassifier(MLP, 2, cycle=4, base_epochs=1, optimizer=("SGD", {"lr": 0.1}), seed=0)
+        for _ in range(2)
+    )
+    fit(whole, some(), max_epochs=9)
+    fit(short, some(), max_epochs=7)
+    assert short.n_members == 2
+    for index in range(2):
+        for one, other in zip(
+            whole.estimators_[index].parameters(), short.estimators_[index].parameters(), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ({"base_epochs": 2}, {"max_epochs": 4}, r"for base_epochs=2 epochs, and then 2 cycles of 2 epochs, .*=6"),
+        ({"base_epochs": 2}, {"max_epochs": 7}, r"max_epochs=7 and max_steps=-1 do not give: set max_epochs=6"),
+        ({}, {"max_epochs": 3}, r"set max_epochs=4 or more"),
+        ({}, {"max_epochs": -1, "max_steps": 9}, r"max_steps=9 do not give"),
+        ({"lr_scheduler": "ReduceLROnPlateau"}, {"max_epochs": 6}, r"ReduceLROnPlateau goes by a metric"),
+        ({"lr_1": 1e-5}, {"max_epochs": 4}, r"lr_2=5e-06 is the lowest"),
+    ],
+)
+def test_runs_that_do_not_hold_the_cycles(arguments, options, words):
+    arguments = {**arguments, "lr_2": 1e-4} if "lr_1" in arguments else arguments
+    words = "lr_2=0.0001 is the lowest learning rate of a cycle, and is above" if "lr_1" in arguments else words
+    with pytest.raises(Exception, match=words):
+        fit(FastGeometricClassifier(MLP, 2, cycle=2, **arguments, seed=0), some(), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cycle": 0}, "cycle must be a whole number >= 1, got 0"),
+        ({"base_epochs": -1}, "base_epochs must be a whole number >= 0, got -1"),
+        ({"lr_1": 0}, "lr_1 must be a number > 0, got 0"),
+        ({"lr_2": -1}, "lr_2 must be a number > 0, got -1"),
+    ],
+)
+def test_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        FastGeometricRegressor(MLP, 2, **arguments)
+
+
+def test_regressors_average_predictions():
+    ensemble = FastGeometricRegressor(MLP, 2, {"inputs": 10, "outputs": 1}, cycle=1, weights=[1, 3], seed=0)
+    fit(ensemble, few(diabetes()[0], 64), max_epochs=3)
+    x = diabetes()[1].tensors[0]
+    outputs = [member(x).detach() for member in ensemble.estimators_]
+    torch.testing.assert_close(ensemble.predict(x), 0.25 * outputs[0] + 0.75 * outputs[1])
