@@ -73,6 +73,10 @@ class BoostedMembers(Ensemble):
         errors = (outputs - residuals).square().flatten(1)
         return errors.sum(1) if self.use_reduction_sum else errors.mean(1)
 
+    def torchensemble_arguments(self) -> dict[str, Any]:
+        """Return the arguments of torchensemble's class beside the number of members."""
+        return {**super().torchensemble_arguments(), "shrinkage_rate": self.shrinkage_rate}
+
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, whose negative gradient the members are fitted to."""
         _check_criterion(criterion)

@@ -196,6 +196,8 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         name averages logits).
     """
 
+    why_not_torchensemble = "torchensemble takes the probabilities of the mean logits, not the mean of probabilities"
+
     def __init__(
         self,
         estimator: Estimator | None,

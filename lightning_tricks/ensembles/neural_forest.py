@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.loaders import requested_train_loaders
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative
@@ -89,6 +89,50 @@ class ForestMembers(IndependentMembers):
     def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
         """Return the number of outputs for a data set and the first target, (1, ...), of it."""
         raise NotImplementedError
+
+    @classmethod
+    def from_members(cls, members: list[nn.Module], **options: Any) -> Any:
+        """Return a forest of trained trees."""
+        made: Any = cls
+        trees: Sequence[Any] = members
+        sizes = {"n_inputs": trees[0].n_inputs, "n_outputs": trees[0].n_outputs, "depth": trees[0].depth}
+        forest = made(len(trees), **{**options, **sizes})
+        for index, tree in enumerate(trees):
+            forest.estimators_.copy_member_(index, tree)
+        return forest
+
+    def torchensemble_arguments(self) -> dict[str, Any]:
+        """Return the arguments of torchensemble's class beside the number of members."""
+        return {"depth": self.depth, "lamda": self.lamda}
+
+    def torchensemble_member(self, index: int) -> nn.Module:
+        """Return a copy of a tree as torchensemble has it."""
+        from torchensemble._base import BaseTree
+
+        tree = BaseTree(self.n_inputs, self.n_outputs, self.depth, self.lamda)
+        tree.load_state_dict(self.estimators_.member(index).state_dict())
+        return cast(nn.Module, tree.eval())
+
+    @classmethod
+    def member_of_torchensemble(cls, member: Any) -> nn.Module:
+        """Return a copy of torchensemble's tree."""
+        tree = SoftDecisionTree(member.input_dim, member.output_dim, member.depth)
+        tree.load_state_dict(member.state_dict())
+        return tree
+
+    @classmethod
+    def options_of_torchensemble(cls, model: Any) -> dict[str, Any]:
+        """Return the options of this class that a fitted object of torchensemble tells."""
+        return {**super().options_of_torchensemble(model), "lamda": model.lamda}
+
+    @classmethod
+    def estimator_of_torchensemble(cls, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Return the tree with such weights in a file, of which they tell all sizes."""
+        inner, leaves = (weights.get(f"estimators_.0.{name}.weight") for name in ("inner_nodes.0", "leaf_nodes"))
+        if inner is None or leaves is None:
+            return None
+        depth = leaves.shape[1].bit_length() - 1
+        return SoftDecisionTree, {"n_inputs": inner.shape[1] - 1, "n_outputs": leaves.shape[0], "depth": depth}
 
     @property
     def has_size(self) -> bool:
@@ -221,6 +265,8 @@ class NeuralForestRegressor(ForestMembers, RegressorEnsemble):
 
     Source: Frosst and Hinton, arXiv 1711.09784; torchensemble's class of this name.
     """
+
+    why_not_torchensemble = "torchensemble's class of this name predicts the softmax of one output, so 1.0"
 
     def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
         """Return the number of values of a target."""

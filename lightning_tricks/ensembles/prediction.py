@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
 from lightning_tricks.ensembles.core.members import Members
@@ -92,6 +93,31 @@ class CombinedPrediction(LightningModule):
         """Return the prediction and its uncertainty, in evaluation mode and without gradients."""
         with eval_mode(self), torch.no_grad():
             return self.uncertainty(self.member_outputs(*map(self._as_input, x)))
+
+    def evaluate(self, test_loader: Iterable[Any], return_loss: bool = False) -> Any:
+        """Evaluate without a Trainer, in evaluation mode and without gradients.
+
+        Args:
+            test_loader: Batches (x, y) or (x1, x2, ..., y).
+            return_loss: Whether a classifier's loss is returned as well.
+
+        Returns:
+            The accuracy of a classifier in per cent, or a tuple of it and the loss; the loss of a regressor. Both are
+            means over samples.
+        """
+        loss, share = MeanLoss(), MeanLoss()
+        with eval_mode(self), torch.no_grad():
+            for batch in test_loader:
+                *inputs, target = (self._as_input(part) for part in unpack(batch))
+                outputs = self.predict_members(*inputs)
+                preds = self.shape_like(self.combine(self.as_matrices(outputs)), target)
+                loss.update(self.prediction_loss(outputs, target), len(target))
+                for value in self.metrics(preds, target).values():
+                    share.update(value, len(target))
+        means = [mean if mean is None else mean.item() for mean in (share.compute(), loss.compute())]
+        if means[0] is None:
+            return means[1]
+        return (100 * means[0], means[1]) if return_loss else 100 * means[0]
 
     def as_matrices(self, outputs: Tensor) -> Tensor:
         """Return outputs as (n, B, columns), and set or check `n_outputs`."""

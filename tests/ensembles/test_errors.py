@@ -63,7 +63,7 @@ def test_limits_of_the_learning_rate(limits):
 def test_snapshots_are_of_one_model():
     with pytest.raises(ValueError, match="SnapshotEnsembleClassifier trains one model, got a list of 2"):
         SnapshotEnsembleClassifier([MLP(), MLP()], 2)
-    with pytest.raises(ValueError, match="sets the learning rate in cycles, so that StepLR cannot be set"):
+    with pytest.warns(UserWarning, match=r"sets the learning rate in cycles: set_scheduler\('StepLR'\) has no effect"):
         SnapshotEnsembleClassifier(MLP, 2).set_scheduler("StepLR", step_size=1)
 
 

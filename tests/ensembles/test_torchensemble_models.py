@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -13,18 +14,22 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_tricks
 from lightning_tricks import SnapshotEnsembleClassifier, VotingClassifier, VotingRegressor, save_weights
 from lightning_tricks.checkpoint_remapping import CheckpointError
-from tests.ensembles.nets import CNN, MLP, diabetes, digits, few, fit, values
+from tests.ensembles.nets import CNN, MLP, accuracy, diabetes, digits, few, fit, values
 
 pytestmark = [
     pytest.mark.oldest,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
 
-NAMES = [
-    f"{family}{kind}"
-    for family in ("Voting", "Bagging", "Fusion", "SnapshotEnsemble")
-    for kind in ("Classifier", "Regressor")
-]
+FAMILIES = (
+    "Voting", "Bagging", "Fusion", "SnapshotEnsemble", "GradientBoosting", "SoftGradientBoosting", "FastGeometric",
+    "AdversarialTraining", "NeuralForest",
+)  # fmt: skip
+NAMES = [f"{family}{kind}" for family in FAMILIES for kind in ("Classifier", "Regressor")]
+DIFFERENT = {
+    "FastGeometricClassifier": "takes the probabilities of the mean logits, not the mean of probabilities",
+    "NeuralForestRegressor": "predicts the softmax of one output, so 1.0",
+}
 
 
 def _data(name):
@@ -35,30 +40,65 @@ def _arguments(name):
     return {"inputs": 10, "outputs": 1} if "Regressor" in name else {"hidden": 9}
 
 
+def _members(name):
+    """The arguments for two members."""
+    if name.startswith("NeuralForest"):
+        return {"n_estimators": 2, "depth": 3}
+    return {"estimator": MLP, "n_estimators": 2, "estimator_args": _arguments(name)}
+
+
+def _unit(name, count=64):
+    """Some of the data, with inputs in [0, 1], which torchensemble's adversarial training asks for."""
+    x, y = (tensor[:count] for tensor in _data(name)[0].tensors)
+    return DataLoader(TensorDataset((x - x.min()) / (x.max() - x.min()), y), 16, shuffle=True)
+
+
 def _theirs(name, folder=None, **arguments):
     """A fitted model of torchensemble, which prints and saves much."""
-    model = getattr(torchensemble, name)(
-        estimator=MLP, n_estimators=2, estimator_args=_arguments(name), cuda=False, **arguments
-    )
+    model = getattr(torchensemble, name)(**_members(name), cuda=False, **arguments)
     model.set_optimizer("Adam", lr=1e-3)
+    options = {"cycle": 2} if name.startswith("FastGeometric") else {}
     with contextlib.redirect_stdout(io.StringIO()):
-        model.fit(few(_data(name)[0], 64), epochs=2, save_model=folder is not None, save_dir=folder)
+        model.fit(_unit(name), epochs=2, save_model=folder is not None, save_dir=folder, **options)
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ours_as_theirs(name):
-    ensemble = getattr(lightning_tricks, name)(MLP, 2, _arguments(name), seed=0)
+def _ours(name, **options):
+    """A fitted ensemble of the collection."""
+    if name.startswith("FastGeometric"):
+        options["cycle"] = 1
+    if name == "NeuralForestClassifier":
+        options["n_outputs"] = 10
+    if "BoostingC" in name or "BoostingR" in name:
+        options["shrinkage_rate"] = 0.5
+    ensemble = getattr(lightning_tricks, name)(**_members(name), seed=0, **options)
     fit(ensemble, few(_data(name)[0], 64), max_epochs=2)
+    return ensemble
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_as_theirs(name, tmp_path):
+    ensemble = _ours(name)
+    if name in DIFFERENT:
+        with pytest.raises(ValueError, match=f"{name}.to_torchensemble: torchensemble.*{DIFFERENT[name]}"):
+            ensemble.to_torchensemble()
+        return
     theirs = ensemble.to_torchensemble()
     assert type(theirs) is getattr(torchensemble, name)
     x, y = _data(name)[1].tensors
-    torch.testing.assert_close(theirs.predict(x), ensemble.predict(x))
+    torch.testing.assert_close(theirs.predict(x), ensemble.predict(x), atol=1e-6, rtol=1e-6)
     assert theirs.predict(x).shape == (len(x), ensemble.n_outputs)
     theirs.evaluate(DataLoader(TensorDataset(x, y), 50))
+    torchensemble.utils.io.save(theirs, str(tmp_path), logging.getLogger("torchensemble"))
+    fresh = getattr(torchensemble, name)(
+        **_members(name), cuda=False, **({"shrinkage_rate": 0.5} if "GradientBoosting" in name else {})
+    )
+    torchensemble.utils.io.load(fresh, str(tmp_path))
+    torch.testing.assert_close(fresh.predict(x), ensemble.predict(x), atol=1e-6, rtol=1e-6)
+    fresh.evaluate(DataLoader(TensorDataset(x, y), 50))
     for parameter in theirs.parameters():
         parameter.data.zero_()  # shares no memory
-    assert values(ensemble)["estimators_.0.first.weight"].any()
+    assert any(value.any() for key, value in values(ensemble).items() if key.startswith("estimators_.0"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,15 +107,71 @@ def test_theirs_as_ours(name, tmp_path):
     x = _data(name)[1].tensors[0]
     kind = getattr(lightning_tricks, name)
     of_object = kind.from_torchensemble(theirs)
-    of_file = kind.from_torchensemble(tmp_path / f"{name}_MLP_2_ckpt.pth", MLP, _arguments(name))
+    (path,) = tmp_path.glob(f"{name}_*_2_ckpt.pth")
+    estimator = () if name.startswith("NeuralForest") else (MLP, _arguments(name))
+    of_file = kind.from_torchensemble(path, *estimator)
     for ours in (of_object, of_file):
-        torch.testing.assert_close(ours.predict(x), theirs.predict(x))
+        if name not in DIFFERENT:
+            torch.testing.assert_close(ours.predict(x), theirs.predict(x), atol=1e-6, rtol=1e-5)
+        for index, member in enumerate(theirs.estimators_):
+            torch.testing.assert_close(ours.estimators_.member(index).eval()(x), member.eval()(x))
         assert ours.n_outputs == theirs.n_outputs
-        if name.startswith("Snapshot"):  # continues from the last one
+        if name.startswith(("Snapshot", "FastGeometric")):  # continues from the last one
             last = theirs.estimators_[-1].state_dict()
             assert all(torch.equal(last[key], value) for key, value in ours.working.member(0).state_dict().items())
-        fit(ours, few(_data(name)[0], 64), max_epochs=2)  # and it trains on
+        fit(ours, few(_data(name)[0], 64), max_epochs=8 if name.startswith("FastGeometric") else 2)  # and it trains on
     assert type(of_object.criterion) is type(theirs._criterion)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_of_torchensembles_readme(name):
+    """But for the imports and the line of the Trainer it is the same script."""
+    (train, test), epochs = _data(name), 4
+    train_loader, test_loader = DataLoader(train, 64, shuffle=True), DataLoader(test, 64)
+
+    # Define the ensemble
+    ensemble = getattr(lightning_tricks, name)(**_readme_arguments(name))
+
+    # Set the criterion
+    criterion = nn.MSELoss() if "Regressor" in name else nn.CrossEntropyLoss()
+    ensemble.set_criterion(criterion)
+
+    # Set the optimizer
+    ensemble.set_optimizer("Adam", lr=1e-2, weight_decay=5e-4)
+
+    # Set the learning rate scheduler
+    if name.startswith("Snapshot"):
+        with pytest.warns(UserWarning, match="has no effect"):
+            ensemble.set_scheduler("CosineAnnealingLR", T_max=epochs)
+    else:
+        ensemble.set_scheduler("CosineAnnealingLR", T_max=epochs)
+
+    # Train the ensemble
+    fit(ensemble, train_loader, max_epochs=12 if name.startswith("FastGeometric") else epochs)
+
+    # Evaluate the ensemble
+    found = ensemble.evaluate(test_loader)
+    x, y = test.tensors
+    if "Regressor" in name:
+        assert found == pytest.approx((ensemble.predict(x) - y).square().mean().item(), rel=1e-4)
+        assert found < 1.4
+        return
+    assert found == pytest.approx(100 * accuracy(ensemble.predict(x), y))
+    assert found > (50 if name.startswith("NeuralForest") else 70)
+    both = ensemble.evaluate(test_loader, return_loss=True)
+    nll = nn.functional.nll_loss(ensemble.predict(x).log(), y).item()
+    assert both == (found, pytest.approx(nll, rel=1e-4))
+    assert ensemble.training, "and it is in the mode in which it was"
+
+
+def _readme_arguments(name):
+    if name.startswith("NeuralForest"):
+        return {"n_estimators": 2, "depth": 4} | ({} if "Regressor" in name else {"n_outputs": 10})
+    return (
+        {"estimator": MLP, "n_estimators": 2, "estimator_args": {"inputs": 10, "outputs": 1}}
+        if ("Regressor" in name)
+        else {"estimator": MLP, "n_estimators": 2}
+    )
 
 
 @pytest.mark.parametrize("make", [VotingClassifier, SnapshotEnsembleClassifier])
@@ -91,6 +187,7 @@ def test_votes_are_kept(make):
 
 @pytest.mark.trap("ensembles: io.load fails on torch >= 2.6, since the criterion is in the file")
 def test_their_load_fails_where_ours_reads(tmp_path):
+    torch.serialization.clear_safe_globals()  # of exports before
     theirs = _theirs("VotingClassifier", str(tmp_path))
     again = torchensemble.VotingClassifier(estimator=MLP, n_estimators=2, estimator_args={"hidden": 9}, cuda=False)
     with pytest.raises(Exception, match="weights_only"):

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
@@ -20,17 +21,54 @@ _MEMBER = "estimators_"
 
 
 class TorchensembleInterchange:
-    """The methods of an ensemble that export to and import from torchensemble."""
+    """The methods of an ensemble that export to and import from torchensemble.
+
+    Attributes:
+        why_not_torchensemble: Why torchensemble's class of the same name would predict something else, or nothing.
+    """
 
     hparams: Any
+    why_not_torchensemble = ""
 
     def to_torchensemble(self) -> Any:
         """Return a fitted object of torchensemble's class of the same name, whose `predict` equals this one's.
 
+        What torchensemble's `io.save` writes of it, its `io.load` reads again, also with torch 2.6 and later: the class
+        of the criterion, if it is one of torch.nn, is added to `torch.serialization`'s safe globals of this process.
+
         Raises:
-            ValueError: If torchensemble cannot combine members in this way, such as by unequal weights.
+            ValueError: If torchensemble cannot combine members in this way, with the reason.
         """
         return _export(self)
+
+    def torchensemble_arguments(self) -> dict[str, Any]:
+        """Return the arguments of torchensemble's class beside the number of members."""
+        # the class: an object would be registered, and its weights be in files that no other model reads
+        return {"estimator": type(self.torchensemble_member(0)), "estimator_args": self.hparams.get("estimator_args")}
+
+    def torchensemble_member(self, index: int) -> nn.Module:
+        """Return a copy of a member as torchensemble has it."""
+        ensemble: Any = self
+        member: nn.Module = copy.deepcopy(ensemble.estimators_.member(index))
+        return member.cpu().eval().requires_grad_(True)
+
+    @classmethod
+    def member_of_torchensemble(cls, member: nn.Module) -> nn.Module:
+        """Return a copy of torchensemble's member as this class has it."""
+        return copy.deepcopy(member).train()
+
+    @classmethod
+    def options_of_torchensemble(cls, model: Any) -> dict[str, Any]:
+        """Return the options of this class that a fitted object of torchensemble tells."""
+        names = ("voting_strategy", "shrinkage_rate")
+        criterion = copy.deepcopy(getattr(model, "_criterion", None))
+        options = {name: getattr(model, name) for name in names if hasattr(model, name)}
+        return {"criterion": criterion.train() if isinstance(criterion, nn.Module) else criterion, **options}
+
+    @classmethod
+    def estimator_of_torchensemble(cls, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Return the class and the arguments of members with such weights in a file, where they tell; or None."""
+        return None
 
     @classmethod
     def from_torchensemble(
@@ -48,7 +86,7 @@ class TorchensembleInterchange:
             ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
             CheckpointError: If the file is unsafe or does not fit the members.
         """
-        members, n_outputs, options = _import(cls.__name__, model_or_path, estimator, estimator_args)
+        members, n_outputs, options = _import(cls, model_or_path, estimator, estimator_args)
         ensemble = cls.from_members(members, n_outputs=n_outputs, **{**options, **kwargs})
         if class_name(estimator):
             ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
@@ -65,62 +103,66 @@ def _export(ensemble: Any) -> Any:
     """Return torchensemble's object for an ensemble of the collection, with copies of its members."""
     import torchensemble
 
-    weights: Tensor | None = ensemble.weights
+    name, n, weights = type(ensemble).__name__, ensemble.n_members, ensemble.weights
+    if ensemble.why_not_torchensemble:
+        raise ValueError(f"{name}.to_torchensemble: {ensemble.why_not_torchensemble}.")
     if weights is not None and not (weights == weights[0]).all():
         raise ValueError(f"torchensemble has no weights of members: to_torchensemble needs equal ones, got {weights}.")
-    if not ensemble.n_members:
-        raise ValueError(f"{type(ensemble).__name__} has no snapshots yet: fit it first.")
-    members = [copy.deepcopy(ensemble.estimators_.member(index)) for index in range(ensemble.n_members)]
-    kind = getattr(torchensemble, type(ensemble).__name__)
-    options = {"estimator": members[0], "n_estimators": len(members), "cuda": False}
+    if not n:
+        raise ValueError(f"{name} has no snapshots yet: fit it first.")
+    kind = getattr(torchensemble, name)
+    options = {**ensemble.torchensemble_arguments(), "n_estimators": n, "cuda": False}
     if getattr(ensemble, "voting_strategy", "soft") != "soft":
         if "voting_strategy" not in inspect.signature(kind).parameters:
-            raise ValueError(f"{kind.__name__} of torchensemble has no voting_strategy, it averages.")
+            raise ValueError(f"{name} of torchensemble has no voting_strategy, it averages.")
         options["voting_strategy"] = ensemble.voting_strategy
     model = kind(**options)
-    model.estimators_.extend(member.cpu().eval().requires_grad_(True) for member in members)
+    model.estimators_.extend(map(ensemble.torchensemble_member, range(n)))
     model.n_outputs = ensemble.n_outputs
+    if hasattr(ensemble, "n_inputs"):
+        model.n_inputs = ensemble.n_inputs
     model.set_criterion(ensemble.criterion)
+    loss = type(ensemble.criterion)
+    if vars(nn).get(loss.__name__) is loss:
+        torch.serialization.add_safe_globals([loss])  # or no torch since 2.6 reads the file that torchensemble saves
     return model
 
 
 def _import(
-    name: str, model_or_path: Any, estimator: Any, arguments: Mapping[str, Any] | None
+    cls: Any, model_or_path: Any, estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
     """Return the members, the number of outputs and the options of a fitted torchensemble model.
 
     Args:
-        name: Name of the expected class.
+        cls: The class of the collection that it becomes.
         model_or_path: The object, or the path of the file that it saved.
         estimator: Class, factory or module of the members, for a path.
         arguments: Arguments of the estimator.
     """
     if isinstance(model_or_path, str | os.PathLike):
-        return _import_file(name, model_or_path, estimator, arguments)
-    kind = type(model_or_path).__name__
+        return _import_file(cls, model_or_path, estimator, arguments)
+    kind, name = type(model_or_path).__name__, cls.__name__
     if kind != name:
         raise ValueError(f"{name}.from_torchensemble got a {kind}: call {kind}.from_torchensemble, if there is one.")
-    members: list[nn.Module] = list(model_or_path.estimators_)
-    if not members:
+    if not len(model_or_path.estimators_):
         raise ValueError(f"the {kind} has no members yet: call its fit first.")
-    criterion = copy.deepcopy(getattr(model_or_path, "_criterion", None))
-    options = {"criterion": criterion.train() if isinstance(criterion, nn.Module) else criterion}
-    if hasattr(model_or_path, "voting_strategy"):
-        options["voting_strategy"] = model_or_path.voting_strategy
-    members = [copy.deepcopy(member).train() for member in members]
-    return members, getattr(model_or_path, "n_outputs", None), options
+    members = [cls.member_of_torchensemble(member) for member in model_or_path.estimators_]
+    return members, getattr(model_or_path, "n_outputs", None), cls.options_of_torchensemble(model_or_path)
 
 
 def _import_file(
-    name: str, path: str | os.PathLike[str], estimator: Any, arguments: Mapping[str, Any] | None
+    cls: Any, path: str | os.PathLike[str], estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
-    if estimator is None:
-        raise ValueError(f"{os.fspath(path)!r} holds only weights: give the class of the members, estimator=Net.")
-    file = Path(path).name
+    name, file = cls.__name__, Path(path).name
     if file.endswith("_ckpt.pth") and not file.startswith(f"{name}_"):
-        warnings.warn(f"{file!r} has a name that torchensemble does not give to the files of a {name}.", stacklevel=3)
+        warnings.warn(f"{file!r} has a name that torchensemble does not give to the files of a {name}.", stacklevel=4)
     checkpoint = read_checkpoint(path, key="model")
     weights = checkpoint.state_dict
+    estimator, arguments = (
+        (estimator, arguments) if estimator else cls.estimator_of_torchensemble(weights) or (None, None)
+    )
+    if estimator is None:
+        raise ValueError(f"{os.fspath(path)!r} holds only weights: give the class of the members, estimator=Net.")
     count = 1 + max((int(key.split(".")[1]) for key in weights if key.startswith(f"{_MEMBER}.")), default=-1)
     if count == 0:
         raise ValueError(
