@@ -315,7 +315,10 @@ def _ensembles(folder: Path) -> Iterator[str]:
             x, y = torch.rand(8, 64), torch.arange(8)
             data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 8), batch_size=4)
             for options in ({"vectorize": True}, {"vectorize": False}) if "vectorize" in _arguments_of(kind) else ({},):
-                ensemble = kind(nn.Linear(64, outputs), 2, seed=0, **options)
+                arguments = _arguments_of(kind)
+                members = {"estimator": nn.Linear(64, outputs)} if "estimator" in arguments else {"n_outputs": outputs}
+                cycles = {"cycle": 1} if "cycle" in arguments else {}
+                ensemble = kind(**members, n_estimators=2, seed=0, **cycles, **options)
                 trainer = Trainer(max_epochs=2, limit_train_batches=2, **QUIET)
                 trainer.fit(ensemble, data)
                 trainer.save_checkpoint(folder / "ensemble.ckpt")

@@ -21,6 +21,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import (
     checkpoint_io,
     checkpoints,
+    ddp,
     fit,
     fit_loaders,
     fit_observer,
@@ -102,6 +103,11 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
             "an ensemble whose members see the samples",
         ),
         (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
+        (
+            lambda unknown: loaders.requested_train_loaders(unknown),
+            "a forest whose trees take their size from the data",
+        ),
+        (lambda unknown: ddp.rewrap_ddp(unknown), "an ensemble that is trained in stages"),
     ],
 )
 def test_an_unknown_lightning_is_named(call, trick):
@@ -261,6 +267,38 @@ def test_replaced_train_loaders(by_module):
 @pytest.mark.parametrize("shares_out", [True, False])
 def test_shares_out_samples(shares_out):
     assert loaders.uses_distributed_sampler(Trainer(use_distributed_sampler=shares_out, **QUIET)) == shares_out
+
+
+class _Freezes(Net):
+    """Trains its first layer in one epoch, and its last one in the other."""
+
+    def setup(self, stage):
+        self.assert_asked = loaders.requested_train_loaders(self.trainer)
+        self.train_layer(0)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.train_layer(-1)
+            ddp.rewrap_ddp(self.trainer)
+
+    def train_layer(self, index):
+        layers = [layer for layer in self.net.modules() if isinstance(layer, torch.nn.Linear)]
+        for layer in layers:
+            layer.requires_grad_(layer is layers[index])
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = torch.cat([p.grad.flatten() for p in self.parameters() if p.requires_grad])
+        assert gradients.any()
+        assert torch.equal(self.trainer.strategy.broadcast(gradients), gradients), "DDP averages them"
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp_fork", "devices": 2}])
+def test_rewrap_ddp(options):
+    net, given = _Freezes(), loader()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    Trainer(max_epochs=2, **{**QUIET, **options}).fit(net, given)
+    assert not any(map(torch.equal, before, net.parameters()))
+    assert options or net.assert_asked is given
 
 
 class _Observer(fit_observer.FitObserver):
