@@ -1,0 +1,200 @@
+"""What each kind of ensemble costs over torchensemble's of the same name, how accurate it is, and what it is unsure of.
+
+`--seeds` pairs of fits compare accuracies. The last table is for choosing: accuracy, loss, cost and how well the
+uncertainty tells digits of classes that were never seen from others (area under the ROC curve).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchensemble
+from _ratios import be_quiet, environment, measure, ratios, report
+from ensembles import MLP, DigitsMLP, LeNet, digits, random_images
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_tricks
+
+FAMILIES = (
+    "Voting", "Bagging", "Fusion", "SnapshotEnsemble", "GradientBoosting", "SoftGradientBoosting", "FastGeometric",
+    "AdversarialTraining", "NeuralForest",
+)  # fmt: skip
+CYCLE = 2  # epochs of a cycle of FastGeometric
+
+
+class EightClasses(nn.Module):
+    """64-64-8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.last(functional.relu(self.first(x)))
+
+
+def fit_theirs(
+    family: str, net: type[nn.Module], n: int, data: TensorDataset, epochs: int, lr: float = 5e-3
+) -> tuple[Any, float]:
+    """Fit torchensemble's class; return it and the CPU time in seconds."""
+    kind = getattr(torchensemble, f"{family}Classifier")
+    members = {"depth": 5} if family == "NeuralForest" else {"estimator": net}
+    model = kind(**members, n_estimators=n, cuda=False)
+    model.set_optimizer("Adam", lr=lr)
+    own: dict[str, dict[str, Any]] = {
+        "FastGeometric": {"cycle": CYCLE, "lr_1": lr / 2, "lr_2": lr / 200},
+        "AdversarialTraining": {"epsilon": 0.01},
+    }
+    loader = DataLoader(data, 64, shuffle=True)
+    start = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        model.fit(loader, epochs=epochs, log_interval=10**9, save_model=False, **own.get(family, {}))
+    return model, time.process_time() - start
+
+
+def fit_ours(
+    family: str, net: type[nn.Module], n: int, data: TensorDataset, epochs: int, lr: float = 5e-3, classes: int = 10
+) -> tuple[Any, float]:
+    """Fit our class with the same epochs of each member, the Trainer included; return it and the CPU time."""
+    kind = getattr(lightning_tricks, f"{family}Classifier")
+    members = {"n_outputs": classes} if family == "NeuralForest" else {"estimator": net}
+    own = {"FastGeometric": {"cycle": CYCLE, "base_epochs": epochs}}
+    model = kind(**members, n_estimators=n, optimizer=("Adam", {"lr": lr}), **own.get(family, {}))
+    length = {"GradientBoosting": epochs * n, "FastGeometric": epochs + CYCLE * n}.get(family, epochs)
+    loader = DataLoader(data, 64, shuffle=True)
+    start = time.process_time()
+    Trainer(
+        max_epochs=length, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, loader)  # fmt: skip
+    return model, time.process_time() - start
+
+
+def training(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """CPU time of a fit over torchensemble's of the same class, data, epochs, batch size and optimizer."""
+    train, images, results = digits()[0], random_images(1000), {}
+    for net, n, data, epochs in ((DigitsMLP, 10, train, 2), (MLP, 5, images, 2), (LeNet, 5, images, 1)):
+        for family in FAMILIES:
+            if family == "NeuralForest" and net is not DigitsMLP:
+                continue  # it has trees instead
+            epochs_of_family = 5 * epochs if family == "SnapshotEnsemble" else epochs  # a cycle is an epoch
+
+            def cpu_time(fit: Callable[..., tuple[Any, float]], job: tuple) -> float:
+                return fit(*job)[1]
+
+            job = (family, net, n if family != "SnapshotEnsemble" else 5, data, epochs_of_family)
+            contestants = {
+                "torchensemble": partial(cpu_time, fit_theirs, job),
+                f"{family}Classifier": partial(cpu_time, fit_ours, job),
+            }
+            results[f"fit {net.__name__}, {job[2]} members, {family}"] = ratios(
+                measure(contestants, rounds, 1), "torchensemble"
+            )
+    return results
+
+
+def accuracies(family: str, seeds: int, epochs: int = 10) -> dict[str, float]:
+    """Difference of the test accuracies, ours minus torchensemble's, in points, with its 95 % interval."""
+    train, test = digits(797)
+    x, y = test.tensors
+    pairs, losses = [], []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        models = [fit(family, DigitsMLP, 5, train, epochs)[0] for fit in (fit_ours, fit_theirs)]
+        predictions = [model.predict(x) for model in models]
+        pairs.append([100 * (p.argmax(1) == y).double().mean().item() for p in predictions])
+        losses.append([functional.nll_loss(p.clamp(min=1e-12).log(), y).item() for p in predictions])
+    differences = [ours - theirs for ours, theirs in pairs]
+    mean = statistics.mean(differences)
+    half = _student(seeds) * statistics.stdev(differences) / math.sqrt(seeds)
+    columns = {"ours": 0, "torchensemble": 1}
+    return {
+        **{name: statistics.mean(pair[index] for pair in pairs) for name, index in columns.items()},
+        "difference": mean,
+        "lower": mean - half,
+        "upper": mean + half,
+        **{f"nll, {name}": statistics.mean(pair[index] for pair in losses) for name, index in columns.items()},
+    }
+
+
+def _student(n: int) -> float:
+    """The 97.5 % quantile of Student's t with n - 1 degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, n - 1))
+
+
+def choice(family: str, seeds: int, epochs: int = 20) -> dict[str, float]:
+    """What a kind is worth on digits: trained on eight classes, and asked about ten."""
+    train, test = digits(797)
+    (x, y), (pixels, labels) = train.tensors, test.tensors
+    known = TensorDataset(x[y < 8], y[y < 8])
+    found = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        _, single = fit_ours("Voting", EightClasses, 1, known, epochs)
+        model, seconds = fit_ours(family, EightClasses, 5, known, epochs, classes=8)
+        doubt = model.predict_uncertainty(pixels)
+        seen = labels < 8
+        share = (doubt.mean[seen].argmax(1) == labels[seen]).double().mean().item()
+        loss = functional.nll_loss(doubt.mean[seen].clamp(min=1e-12).log(), labels[seen]).item()
+        areas = [roc_auc_score(~seen, part) for part in (doubt.total, doubt.epistemic)]
+        found.append([100 * share, loss, seconds / single, *areas])
+    names = ("accuracy", "nll", "cost over one model", "AUROC of total", "AUROC of epistemic")
+    return {name: statistics.median(column) for name, column in zip(names, zip(*found, strict=True), strict=True)}
+
+
+def table(title: str, rows: dict[str, dict[str, float]]) -> None:
+    """Print rows of numbers."""
+    shown = Table("kind", *next(iter(rows.values())), title=title)
+    for name, row in rows.items():
+        shown.add_row(name, *(f"{value:.3f}" for value in row.values()))
+    Console().print(shown)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15, help="alternations (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=50, help="pairs of fits (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--family", action="append", help="this one alone; nothing is written")
+    given = parser.parse_args()
+    be_quiet()
+    torch.set_num_threads(1)
+    families = given.family or FAMILIES
+    points = {family: accuracies(family, given.seeds) for family in families}
+    table(f"test accuracy on digits, 5 members, 10 epochs, {given.seeds} pairs of fits, %", points)
+    worth = {family: choice(family, max(5, given.seeds // 5)) for family in families}
+    table("digits of eight classes, and two that were never seen; 5 members, 20 epochs", worth)
+    if given.family:
+        return
+    report("ensemble_families", training(given.rounds), given.rounds, given.out)
+    rounded = {
+        name: {family: {key: round(value, 4) for key, value in row.items()} for family, row in rows.items()}
+        for name, rows in (("accuracy", points), ("choice", worth))
+    }
+    text = json.dumps({"environment": environment(), "seeds": given.seeds, **rounded}, indent=2)
+    (given.out / "ensemble_families_accuracy.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
