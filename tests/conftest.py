@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.utils.data import BatchSampler, DataLoader
 
 _TESTS = Path(__file__).parent
@@ -23,6 +24,10 @@ from lightning_tricks.seeding import isolated_seeding  # noqa: E402
 from tests.contract.lab import Lab  # noqa: E402
 
 torch.set_num_threads(1)
+
+# How fast examples are made depends on what else the machine does
+settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 _IN_MEMORY = Path("/dev/shm")
 if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:
