@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles import FusionRegressor as FusionRegressor
     from lightning_tricks.ensembles import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
+    from lightning_tricks.ensembles import StackingClassifier as StackingClassifier
+    from lightning_tricks.ensembles import StackingRegressor as StackingRegressor
     from lightning_tricks.ensembles import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles import VotingRegressor as VotingRegressor
+    from lightning_tricks.ensembles import cross_validate as cross_validate
     from lightning_tricks.flops import FlopsReport as FlopsReport
     from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
@@ -79,6 +82,8 @@ if TYPE_CHECKING:
         "SeedEverything",
         "SnapshotEnsembleClassifier",
         "SnapshotEnsembleRegressor",
+        "StackingClassifier",
+        "StackingRegressor",
         "Tricks",
         "TricksMixin",
         "VotingClassifier",
@@ -92,6 +97,7 @@ if TYPE_CHECKING:
         "clip_grad_norm_",
         "clip_grad_value_",
         "count_flops",
+        "cross_validate",
         "denormalize",
         "image_grid",
         "isolated_rng",
@@ -137,8 +143,11 @@ else:  # or a type checker would take any name for one of the package
                 "FusionRegressor",
                 "SnapshotEnsembleClassifier",
                 "SnapshotEnsembleRegressor",
+                "StackingClassifier",
+                "StackingRegressor",
                 "VotingClassifier",
                 "VotingRegressor",
+                "cross_validate",
             ),
             "flops": ("FlopsReport", "count_flops"),
             "gradient_clipping": (
