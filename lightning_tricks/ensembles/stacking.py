@@ -303,7 +303,8 @@ class StackedGeneralization(StagedEnsemble, IndependentMembers):
 
     def _stage_loader(self) -> Any:
         run = _RUNS[self]
-        run.loader_stage = stage = run.next_stage()
+        # a resumed fit has the stage before the epoch, if its schedule asks for the data
+        run.loader_stage = stage = max(run.next_stage(), self.stage)
         if not self._is_final(stage):
             return self.training_data.loader(self, run.loader_for_members(stage))
         if run.features is None:
