@@ -47,7 +47,14 @@ class StackingRun:
         progress: Any = self.trainer.fit_loop.epoch_progress.current
         return stage_of_epoch(self.epochs, progress.processed)
 
-    def rows_of(self, stage: int) -> Tensor:
+    def description(self, trains_final: bool) -> str:
+        """Return what the fit will do."""
+        epochs, n_folds = self.epochs, len(self.folds)
+        parts = [f"{n_folds} folds of {epochs[0]} epochs and a refit of {epochs[n_folds]} epochs"] if n_folds else []
+        parts += [f"{epochs[-1]} epochs of the meta-learner"] if trains_final else []
+        return f"{', then '.join(parts)}: {sum(epochs)} epochs in all" if parts else "only the meta-learner is fitted"
+
+    def rows_held_out(self, stage: int) -> Tensor:
         """Return the rows that are held out in a stage; all of them if there are no folds."""
         return self.folds[stage][1] if self.folds else torch.arange(self.size)
 
@@ -82,15 +89,22 @@ class StackingRun:
     # --- the checkpoint
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed fit needs."""
+        """Return what a resumed fit needs, beside the epochs of its stages."""
         return {"folds": folds_digest(self.folds), "features": self.features, "targets": self.targets}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue with what a stopped fit has gathered.
 
         Raises:
-            MisconfigurationException: If it had other folds.
+            MisconfigurationException: If it had other stages or other folds.
         """
+        if state["epochs"] != self.epochs:
+            raise MisconfigurationException(
+                f"The checkpoint is of a fit with stages of {state['epochs']} epochs, this one has {self.epochs}: "
+                "resume with the cv=, epochs_per_fold=, final_estimator= and max_epochs that it had."
+            )
+        if "folds" not in state:  # it was saved after the fit
+            return
         if state["folds"] != folds_digest(self.folds):
             raise MisconfigurationException(
                 f"The checkpoint is of a fit with other folds than the {len(self.folds)} of this one: resume with the "
@@ -190,6 +204,8 @@ def _folds(ensemble: Any, loader: DataLoader[Any]) -> list[Fold]:
     targets = read_targets(loader) if needs_targets else None
     if ensemble.is_classifier and targets is not None and (targets.ndim != 1 or targets.is_floating_point()):
         raise ValueError(f"targets must be class indices (N,), got {targets.dtype} {tuple(targets.shape)}.")
+    if ensemble.is_classifier and targets is not None and targets.min() < 0:
+        raise ValueError(f"targets must be class indices >= 0, got {int(targets.min())}.")
     with isolated_rng():
         folds = make_folds(ensemble.cv, size, targets, stratified=ensemble.is_classifier)
     folds = list(ensemble.trainer.strategy.broadcast(folds))

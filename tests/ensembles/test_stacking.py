@@ -344,7 +344,7 @@ def test_a_torch_module_as_final_estimator(cv, members):
 
     train, test = digits()
     made = [LitMLP(), LitMLP()] if members == "LightningModule" else [MLP(), nn.Sequential(nn.Linear(64, 10))]
-    final = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 10))
+    final = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     ensemble = StackingClassifier(made, final, cv, optimizer=ADAM, seed=0)
     before = values(final)
     fit(ensemble, few(train, 400), few(test, 100, shuffle=False), max_epochs=6, callbacks=[Grads()])
@@ -357,6 +357,7 @@ def test_a_torch_module_as_final_estimator(cv, members):
         columns = torch.cat([member(x).softmax(-1) for member in ensemble.eval().estimators_], 1)
         torch.testing.assert_close(ensemble.predict(x), final(columns).softmax(-1))
     assert all(parameter.requires_grad for parameter in ensemble.parameters())
+    assert final[1].num_batches_tracked == 6 * 25, "nothing but its training changes it"
     if cv == 3:
         assert accuracy(ensemble.predict(x), test.tensors[1]) > 0.75
 
@@ -540,9 +541,24 @@ def test_a_checkpoint_of_other_folds_is_refused(tmp_path):
     ensemble = _resumable()
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(ensemble, even(50), max_epochs=1, callbacks=[saves], enable_checkpointing=True)
-    other = StackingClassifier([MLP(), copy.deepcopy(list(ensemble.estimators_)[1])], cv=4)
-    with pytest.raises(MisconfigurationException, match="other folds than the 4 of this one: resume with the data and"):
-        Trainer(**QUIET, max_epochs=1).fit(other, even(50), ckpt_path=tmp_path / "epoch=1.ckpt")
+    other = _resumable()
+    path = tmp_path / "epoch=1.ckpt"
+    with pytest.raises(
+        MisconfigurationException, match=r"other folds than the 3 of this one: resume with the data and"
+    ):
+        Trainer(**QUIET, max_epochs=1).fit(other, even(60), ckpt_path=path)
+    with pytest.raises(
+        MisconfigurationException, match=r"stages of \[1, 1, 1, 1\] epochs, this one has \[2, 2, 2, 2\]"
+    ):
+        Trainer(**QUIET, max_epochs=2).fit(other, even(50), ckpt_path=path)
+    assert all(parameter.requires_grad for parameter in other.parameters())
+    whole = Trainer(**QUIET, max_epochs=1)
+    whole.fit(ensemble, even(50))
+    whole.save_checkpoint(tmp_path / "after.ckpt")
+    with pytest.raises(MisconfigurationException, match="resume with the cv="):
+        Trainer(**QUIET, max_epochs=2).fit(other, even(50), ckpt_path=tmp_path / "after.ckpt")
+    Trainer(**QUIET, max_epochs=1).fit(other, even(50), ckpt_path=tmp_path / "after.ckpt")
+    _same(other, ensemble)
 
 
 # --- what is refused
@@ -670,6 +686,47 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
 def test_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         StackingClassifier(**{"estimators": MLP, "n_estimators": 2, **arguments})
+
+
+class _Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), 1
+
+
+@pytest.mark.parametrize(
+    ("final", "words"),
+    [
+        (
+            nn.Linear(19, 10),
+            "Linear as final_estimator must take 20 features for each sample, and fails: .*mat1 and mat2",
+        ),
+        (nn.Linear(20, 9), r"must return outputs as the members do, \(2, 10\) for 2 samples, got \(2, 9\)"),
+        (_Wrong(20, 10), "for 2 samples, got tuple"),
+    ],
+)
+def test_a_final_estimator_that_does_not_fit_is_refused_before_training(final, words):
+    ensemble = StackingClassifier(MLP, final, 2, n_estimators=2)
+    before = values(ensemble)
+    trainer = Trainer(**QUIET, max_epochs=3)
+    with pytest.raises(MisconfigurationException, match=words):
+        trainer.fit(ensemble, even(40))
+    assert all(torch.equal(value, before[name]) for name, value in values(ensemble).items())
+    assert (trainer.max_epochs, trainer.global_step) == (3, 0)
+
+
+def test_a_fit_that_raises_leaves_the_trainer_as_it_was():
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if pl_module.stage == 2:
+                raise KeyError("here")
+
+    ensemble = StackingClassifier(MLP, nn.Linear(20, 10), 2, n_estimators=2)
+    trainer = Trainer(**QUIET, max_epochs=3, callbacks=[Fails()])
+    with pytest.raises(KeyError):
+        trainer.fit(ensemble, even(40))
+    assert trainer.max_epochs == 3
+    assert all(parameter.requires_grad for parameter in ensemble.parameters())
+    fit(ensemble, even(40), max_epochs=1)
 
 
 def test_arguments_of_regressors():

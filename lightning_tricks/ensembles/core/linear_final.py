@@ -133,7 +133,7 @@ def fit_linear_model(
     coef = torch.atleast_2d(torch.as_tensor(fitted.coef_, dtype=torch.float64))
     intercept = torch.as_tensor(fitted.intercept_, dtype=torch.float64).expand(len(coef))
     if n_outputs is not None:
-        coef, intercept = _logits_of_classes(coef, intercept, torch.as_tensor(fitted.classes_), n_outputs)
+        coef, intercept = _logits_of_classes(coef, intercept, torch.as_tensor(fitted.classes_).long(), n_outputs)
     return coef.to(features.dtype), intercept.to(features.dtype).clone()
 
 
