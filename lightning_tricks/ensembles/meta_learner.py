@@ -41,8 +41,8 @@ class MetaLearner(Ensemble):
     passthrough: bool
     final_estimator: Any
     final_estimator_: nn.Module
-    final_count: Tensor
-    _has_final: int  # 1 if the meta-learner predicts, else 0
+    final_fitted: Tensor
+    _final_is_fitted: int  # 1 if the meta-learner predicts, else 0
 
     # --- what it is
 
@@ -60,7 +60,7 @@ class MetaLearner(Ensemble):
             self.final_estimator_ = self._built_final(choice)
         values = self.final_estimator_.state_dict().items() if self.trains_final_by_gradient else ()
         self._initial_final = {name: value.detach().cpu().clone() for name, value in values}
-        register_count(self, "final_count", "_has_final")
+        register_count(self, "final_fitted", "_final_is_fitted")
 
     def _built_final(self, choice: Any) -> nn.Module:
         made = choice
@@ -94,7 +94,7 @@ class MetaLearner(Ensemble):
 
     def reset_final(self) -> None:
         """Let the members predict again, until the meta-learner is fitted."""
-        set_count(self, "final_count", "_has_final", 0)
+        set_count(self, "final_fitted", "_final_is_fitted", 0)
         if isinstance(self.final_estimator_, LinearFinal):
             self.final_estimator_.reset()
         else:
@@ -110,7 +110,7 @@ class MetaLearner(Ensemble):
 
     def use_final(self) -> None:
         """Let the meta-learner predict from now on."""
-        set_count(self, "final_count", "_has_final", 1)
+        set_count(self, "final_fitted", "_final_is_fitted", 1)
 
     def check_final(self, features: Tensor, outputs: Tensor) -> None:
         """Check the meta-learner with a few rows, before anything is trained.
@@ -148,7 +148,7 @@ class MetaLearner(Ensemble):
     def predict_members(self, *x: Tensor) -> Tensor:
         """Return the output of the meta-learner, (1, B, ...); before it is fitted, those of the members."""
         outputs = self.estimators_.forward_shared(*x)
-        if not self._has_final:
+        if not self._final_is_fitted:
             return outputs
         final: Tensor = self.final_estimator_(self.features(self.as_matrices(outputs), x))
         return final.view_as(outputs[0]).unsqueeze(0)

@@ -77,7 +77,7 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
 
     def around_prediction(self, spread: Uncertainty, outputs: Tensor) -> Uncertainty:
         """Split the entropy of the prediction by how much the members disagree."""
-        whole = classification_uncertainty(outputs) if self._has_final else spread
+        whole = classification_uncertainty(outputs) if self._final_is_fitted else spread
         epistemic = torch.minimum(spread.epistemic, whole.total)
         return replace(
             spread, mean=whole.mean, total=whole.total, aleatoric=whole.total - epistemic, epistemic=epistemic

@@ -245,7 +245,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
 
     def on_train_end(self) -> None:
         """Warn if the run has ended before the meta-learner was there."""
-        if not self._has_final and not is_fast_dev_run(self.trainer):
+        if not self._final_is_fitted and not is_fast_dev_run(self.trainer):
             rank_zero_warn(
                 f"{type(self).__name__}: the run ended in stage {self.stage + 1} of {self.n_stages}, before the "
                 "meta-learner was fitted: the ensemble predicts the mean of its members. Let the run go on."

@@ -312,14 +312,21 @@ def _ensembles(folder: Path) -> Iterator[str]:
     for name in lightning_tricks.__all__:
         if name.endswith(("Classifier", "Regressor")):
             kind, outputs = getattr(lightning_tricks, name), 10 if name.endswith("Classifier") else 1
-            x, y = torch.rand(8, 64), torch.arange(8)
-            data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 8), batch_size=4)
+            x, y = torch.rand(8, 64), torch.arange(8) % 2
+            data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 2), batch_size=4)
             for options in ({"vectorize": True}, {"vectorize": False}) if "vectorize" in _arguments_of(kind) else ({},):
-                ensemble = kind(nn.Linear(64, outputs), 2, seed=0, **options)
-                trainer = Trainer(max_epochs=2, limit_train_batches=2, **QUIET)
+                if in_folds := "cv" in _arguments_of(kind):
+                    options = {**options, "cv": 2}
+                ensemble = kind(nn.Linear(64, outputs), n_estimators=2, seed=0, **options)
+                saves = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1)
+                trainer = Trainer(
+                    max_epochs=2, limit_train_batches=2, callbacks=[saves], **{**QUIET, "enable_checkpointing": True}
+                )
                 trainer.fit(ensemble, data)
                 trainer.save_checkpoint(folder / "ensemble.ckpt")
-                yield from (f"{name}: {found}" for found in _added_to(folder / "ensemble.ckpt"))
+                fold = [folder / f"{name}-epoch=2.ckpt"] if in_folds else []
+                for file in (*fold, folder / "ensemble.ckpt"):
+                    yield from (f"{name}: {found}" for found in _added_to(file))
                 yield from (f"{name}: state_dict.{key}" for key in ensemble.state_dict())
                 yield from (f"{name}: logs {key}" for key in trainer.callback_metrics)
 

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_no_row_is_predicted_by_a_member_that_has_seen_it(vectorize):
 
     class Watched(StackingRegressor):
         def member_features(self, outputs):
-            if not self.training and not self._has_final:
+            if not self.training and not self._final_is_fitted:
                 gathered.append((self.stage, outputs.clone()))
             return super().member_features(outputs)
 
@@ -270,8 +271,9 @@ def test_epochs_per_fold_and_the_schedule_of_a_stage():
     assert (trainer.max_epochs, trainer.current_epoch) == (2, 6), "the Trainer is as before"
 
 
-def test_a_second_fit_begins_with_the_same_weights():
-    ensemble = StackingClassifier(CNN, n_estimators=2, cv=2, optimizer=ADAM, seed=0)
+@pytest.mark.parametrize("final", [None, partial(nn.Linear, 20, 10)])
+def test_a_second_fit_begins_with_the_same_weights(final):
+    ensemble = StackingClassifier(CNN, final, n_estimators=2, cv=2, optimizer=ADAM, seed=0)
     loader = few(digits()[0], 60, generator=None)
     fit(ensemble, loader, max_epochs=1)
     first = values(ensemble)
@@ -280,7 +282,7 @@ def test_a_second_fit_begins_with_the_same_weights():
         assert torch.equal(value, first[name]), name
 
 
-def test_the_global_random_state_does_not_follow_from_the_held_out_rows():
+def test_held_out_rows_draw_no_numbers_of_the_run():
     data = even(40).dataset
 
     class Noisy(Dataset):
@@ -291,15 +293,19 @@ def test_the_global_random_state_does_not_follow_from_the_held_out_rows():
             x, y = data[index]
             return x + 0.1 * torch.randn(64), y
 
+    class Watched(StackingClassifier):
+        def on_stage_start(self):
+            before = torch.get_rng_state()
+            super().on_stage_start()
+            assert torch.equal(before, torch.get_rng_state())
+
     def trained():
         torch.manual_seed(0)
-        np.random.seed(0)
-        ensemble = StackingClassifier(MLP, n_estimators=2, cv=2, seed=0)
+        ensemble = Watched(MLP, n_estimators=2, cv=2, seed=0)
         fit(ensemble, DataLoader(Noisy(), 8, shuffle=True), max_epochs=1)
-        return torch.get_rng_state(), values(ensemble)
+        return values(ensemble)
 
-    (state, first), (other, second) = trained(), trained()
-    assert torch.equal(state, other)
+    first, second = trained(), trained()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -418,6 +424,13 @@ def test_real_fp16(final):
     assert all(value.isfinite().all() for value in values(ensemble).values())
 
 
+class PerRank(MLP):
+    """Predicts other numbers on the second rank."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if self.training else 1 + 0.1 * torch.distributed.get_rank())
+
+
 class Save(Callback):
     """Writes what each rank has at the end."""
 
@@ -425,23 +438,29 @@ class Save(Callback):
         self.folder = folder
 
     def on_train_end(self, trainer, pl_module):
-        features = torch.tensor(0.0)
+        checkpoint = {}
+        pl_module.on_save_checkpoint(checkpoint)
+        features = checkpoint["stacking"]["features"]
         torch.save([values(pl_module), features], self.folder / f"{trainer.global_rank}.pt")
 
 
 @pytest.mark.parametrize("final", ["linear", "torch"])
-@pytest.mark.parametrize("net", [MLP, CNN])
+@pytest.mark.parametrize("net", [MLP, CNN, PerRank])
 def test_two_ranks_agree(tmp_path, net, final):
     final = nn.Linear(20, 10) if final == "torch" else linear_model.LogisticRegression(max_iter=1000)
     ensemble = StackingClassifier(net, final, 2, n_estimators=2, optimizer=ADAM, seed=0)
     arguments = {"strategy": "ddp_fork", "devices": 2, "callbacks": [Save(tmp_path)], "max_epochs": 2}
     fit(ensemble, few(digits()[0], 203), **arguments)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True)[0] for rank in (0, 1))
-    assert first["final_count"] == 1
+    saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    (first, features), (second, others) = saved
+    assert torch.equal(features, others), "those of rank 0"
+    assert features.shape == (203, 20)
+    assert (features.sum(1) - 2).abs().max() < 1e-5, "each row has the probabilities of two members"
+    assert first["final_fitted"] == 1
     for name, value in first.items():
         if "running" not in name:
             assert torch.equal(value, second[name]), name
-    if isinstance(ensemble.final_estimator_, LinearFinal):
+    if isinstance(ensemble.final_estimator_, LinearFinal) and net is not PerRank:
         assert accuracy(ensemble.predict(digits()[1].tensors[0]), digits()[1].tensors[1]) > 0.25
 
 
@@ -519,7 +538,8 @@ def test_a_checkpoint_is_loaded_without_scikit_learn(tmp_path, final, monkeypatc
     ensemble = StackingClassifier(MLP, built, 2, n_estimators=2, optimizer=ADAM, seed=0)
     trainer = fit(ensemble, few(digits()[0], 100), max_epochs=2)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert saved["stacking"] == {"epochs": [2] * (4 if final else 3)}, "nothing of the data"
     monkeypatch.setitem(__import__("sys").modules, "sklearn.linear_model", None)
     given = {"final_estimator": nn.Linear(20, 10)} if final else {}
     loaded = StackingClassifier.load_from_checkpoint(tmp_path / "saved.ckpt", estimators=MLP, **given)
