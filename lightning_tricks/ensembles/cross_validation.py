@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -61,8 +62,8 @@ def cross_validate(
     random state is as before.
 
     Args:
-        make_module: Makes a new LightningModule; a class without arguments, for example. Its validation gives the
-            scores, its `predict_step` the predictions, a tensor (B, ...) for each batch.
+        make_module: Makes a new LightningModule; a class without arguments, for example. Its validation, if it has one,
+            gives the scores; its `predict_step` gives the predictions, a tensor (B, ...) for each batch.
         data: A data set with a length; a tuple of tensors (x, ..., y); or a DataLoader, whose settings are kept: the
             batches to train with are shuffled if it shuffles.
         trainer_factory: Makes a new Trainer for each fold.
@@ -132,7 +133,8 @@ def _run_fold(
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no")  # it comes after the fit
             trainer.fit(module, subset_loader(loader, train, is_shuffled(loader)))
         in_order = subset_loader(loader, held_out, shuffle=False, seed=seed)
-        scores = trainer.validate(module, in_order, verbose=False)
+        validates = is_overridden("validation_step", module)
+        scores = trainer.validate(module, in_order, verbose=False) if validates else []
         batches = trainer.predict(module, in_order)
     values = {name: float(value) for part in scores for name, value in part.items()}
     return module, values, _joined(module, batches, len(held_out))

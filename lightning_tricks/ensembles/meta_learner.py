@@ -122,7 +122,7 @@ class MetaLearner(Ensemble):
         made = f"{type(self.final_estimator_).__name__} as final_estimator"
         try:
             with eval_mode(self.final_estimator_), torch.no_grad():
-                final = self.final_estimator_(features)
+                final = self._run_final(features)
         except RuntimeError as error:
             raise MisconfigurationException(
                 f"{made} must take {features.shape[1]} features for each sample, and fails: {error}."
@@ -150,8 +150,13 @@ class MetaLearner(Ensemble):
         outputs = self.estimators_.forward_shared(*x)
         if not self._final_is_fitted:
             return outputs
-        final: Tensor = self.final_estimator_(self.features(self.as_matrices(outputs), x))
+        final: Tensor = self._run_final(self.features(self.as_matrices(outputs), x))
         return final.view_as(outputs[0]).unsqueeze(0)
+
+    def _run_final(self, features: Tensor) -> Any:
+        """Run the meta-learner, a module in its own precision, such as half of it."""
+        first = next(self.final_estimator_.parameters(), features)
+        return self.final_estimator_(features.to(first.dtype))
 
     def member_outputs(self, *x: Tensor) -> Tensor:
         """Return the outputs of each member: (n_members, B, n_outputs), logits of classifiers."""

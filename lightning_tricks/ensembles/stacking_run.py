@@ -120,9 +120,10 @@ def plan_run(ensemble: Any) -> StackingRun:
         MisconfigurationException: If members cannot be trained in folds of these data.
     """
     trainer = ensemble.trainer
+    given = request_train_loaders(trainer)
     try:
         epochs = _epochs(ensemble)
-        loader = check_row_loader(request_train_loaders(trainer))
+        loader = check_row_loader(given)
         folds = [] if ensemble.cv == "prefit" else _folds(ensemble, loader)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(f"{type(ensemble).__name__}: {error}") from error

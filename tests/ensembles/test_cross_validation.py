@@ -148,6 +148,16 @@ def test_class_indices_are_stratified_and_the_loader_keeps_its_settings():
     assert [held_out.tolist() for _, held_out in plain.folds] == [test.tolist() for _, test in KFold(3).split(x[:90])]
 
 
+class Silent(Counts):
+    validation_step = LightningModule.validation_step
+
+
+def test_a_module_without_validation_has_no_scores():
+    result = cross_validate(Silent, Rows(), trainer, cv=2)
+    assert (result.scores, result.mean, result.std) == ([{}, {}], {}, {})
+    assert result.predictions.flatten().tolist() == list(range(31))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield torch.zeros(4, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)

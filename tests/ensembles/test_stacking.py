@@ -424,6 +424,15 @@ def test_real_fp16(final):
     assert all(value.isfinite().all() for value in values(ensemble).values())
 
 
+@pytest.mark.parametrize("cv", [2, "prefit"])
+@pytest.mark.parametrize("final", [None, partial(nn.Linear, 20, 10)])
+def test_half_precision(final, cv):
+    ensemble = StackingClassifier([MLP(), MLP()], final, cv, optimizer=("SGD", {"lr": 0.1}), seed=0)
+    fit(ensemble, even(60), few(digits()[1], 60, shuffle=False), max_epochs=1, precision="bf16-true")
+    x = digits()[1].tensors[0]
+    torch.testing.assert_close(ensemble.predict(x).sum(1).float(), torch.ones(len(x)), rtol=0, atol=0.02)
+
+
 class PerRank(MLP):
     """Predicts other numbers on the second rank."""
 
