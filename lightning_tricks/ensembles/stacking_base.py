@@ -291,17 +291,17 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
 
     @torch.no_grad()
     def _predict_rows(self, rows: Tensor, stage: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the features and targets of some rows, and the members' mean output for the last of their batches."""
-        features, targets = [], []
+        """Return the features, the targets and the members' mean output for some rows, on the CPU."""
+        features, targets, means = [], [], []
         seed, precision = purpose_seed(self.seed, HELD_OUT, stage), self.trainer.precision_plugin
-        outputs = torch.empty(0)
         with eval_mode(self), isolated_rng(seed), precision.forward_context():
             for batch in _RUNS[self].loader_in_order(rows, seed):
                 *inputs, target = unpack(precision.convert_input(self.trainer.strategy.batch_to_device(batch)))
                 outputs = self.member_outputs(*inputs)
                 features.append(self.features(outputs, inputs).cpu())
                 targets.append(target.cpu())
-        return torch.cat(features), torch.cat(targets), outputs.mean(0)
+                means.append(outputs.mean(0).cpu())
+        return torch.cat(features), torch.cat(targets), torch.cat(means)
 
     # --- the checkpoint
 
