@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
     from lightning_tricks.ensembles import SoftGradientBoostingClassifier as SoftGradientBoostingClassifier
     from lightning_tricks.ensembles import SoftGradientBoostingRegressor as SoftGradientBoostingRegressor
+    from lightning_tricks.ensembles import StackingClassifier as StackingClassifier
+    from lightning_tricks.ensembles import StackingRegressor as StackingRegressor
     from lightning_tricks.ensembles import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles import VotingRegressor as VotingRegressor
+    from lightning_tricks.ensembles import cross_validate as cross_validate
     from lightning_tricks.flops import FlopsReport as FlopsReport
     from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
@@ -99,6 +102,8 @@ if TYPE_CHECKING:
         "SnapshotEnsembleRegressor",
         "SoftGradientBoostingClassifier",
         "SoftGradientBoostingRegressor",
+        "StackingClassifier",
+        "StackingRegressor",
         "Tricks",
         "TricksMixin",
         "VotingClassifier",
@@ -112,6 +117,7 @@ if TYPE_CHECKING:
         "clip_grad_norm_",
         "clip_grad_value_",
         "count_flops",
+        "cross_validate",
         "denormalize",
         "image_grid",
         "isolated_rng",
@@ -167,8 +173,11 @@ else:  # or a type checker would take any name for one of the package
                 "FusionRegressor",
                 "SnapshotEnsembleClassifier",
                 "SnapshotEnsembleRegressor",
+                "StackingClassifier",
+                "StackingRegressor",
                 "VotingClassifier",
                 "VotingRegressor",
+                "cross_validate",
             ),
             "flops": ("FlopsReport", "count_flops"),
             "gradient_clipping": (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from lightning_tricks._lightning_compat.guards import needs_private, overriding
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 def evaluation_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of the validation or test that runs; in `validate`, `val_dataloaders` are the last fit's."""
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
-
-
-@needs_private("a forest whose trees take their size from the data")
-def requested_train_loaders(trainer: Trainer) -> Any:
-    """Return what the user gave as training data, in `setup`, before the Trainer asks for it."""
-    return trainer.fit_loop._data_source.dataloader()
 
 
 @contextmanager
@@ -41,6 +35,39 @@ def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: C
         return replace(loaders) if trainer.lightning_module is module else loaders
 
     with overriding(source, dataloader=dataloader):
+        yield
+
+
+@needs_private("an ensemble that looks at the data before a fit")
+def request_train_loaders(trainer: Trainer) -> Any:
+    """Return what the user gave as training data; in `setup`, before the Trainer asks."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+@contextmanager
+def changing_train_loader(
+    trainer: Trainer, module: LightningModule, make: Callable[[], Any], is_outdated: Callable[[], bool]
+) -> Iterator[None]:
+    """Let a function make the training loader of a fit, and again at the start of an epoch for which it is outdated.
+
+    Entered in `setup`, before the Trainer asks; it holds for fits of this module. The Trainer sets up again what
+    follows from the loader, such as the number of batches.
+    """
+    with needs_private("an ensemble that is trained in folds"):
+        loop: Any = trainer.fit_loop
+        source: Any = loop._data_source
+        request, setup_data = type(source).dataloader, loop.setup_data
+        loop._combined_loader  # noqa: B018  # it has to be there
+
+    def dataloader() -> Any:
+        return make() if trainer.lightning_module is module else request(source)
+
+    def setup_data_again() -> None:
+        if loop._combined_loader is not None and is_outdated():
+            set_private(loop, _combined_loader=None)
+        setup_data()
+
+    with overriding(source, dataloader=dataloader), overriding(loop, setup_data=setup_data_again):
         yield
 
 

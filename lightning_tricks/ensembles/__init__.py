@@ -2,7 +2,8 @@
 
 When to use it: for a last per cent of accuracy, for better probabilities, and to know where a model is uncertain.
 `VotingClassifier(Net, 5)` is a LightningModule like any other, with every precision, strategy, callback and
-checkpoint of the Trainer.
+checkpoint of the Trainer. `StackingClassifier` trains a meta-learner on out-of-fold predictions, and `cross_validate`
+does the folds for any LightningModule.
 
 What it does that torchensemble does not: members of one structure without convolutions are one module with stacked
 parameters, which costs a fraction; the best checkpoint restores the best ensemble, and a run resumes; nothing learns
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.core.combination import Uncertainty as Uncertainty
     from lightning_tricks.ensembles.core.combination import classification_uncertainty as classification_uncertainty
     from lightning_tricks.ensembles.core.combination import regression_uncertainty as regression_uncertainty
+    from lightning_tricks.ensembles.cross_validation import CrossValidation as CrossValidation
+    from lightning_tricks.ensembles.cross_validation import cross_validate as cross_validate
     from lightning_tricks.ensembles.ensemble import Ensemble as Ensemble
     from lightning_tricks.ensembles.fast_geometric import FastGeometricClassifier as FastGeometricClassifier
     from lightning_tricks.ensembles.fast_geometric import FastGeometricRegressor as FastGeometricRegressor
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.soft_gradient_boosting import (
         SoftGradientBoostingRegressor as SoftGradientBoostingRegressor,
     )
+    from lightning_tricks.ensembles.stacking import StackingClassifier as StackingClassifier
+    from lightning_tricks.ensembles.stacking import StackingRegressor as StackingRegressor
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
 
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
         "AdversarialTrainingRegressor",
         "BaggingClassifier",
         "BaggingRegressor",
+        "CrossValidation",
         "Ensemble",
         "FastGeometricClassifier",
         "FastGeometricRegressor",
@@ -70,10 +76,13 @@ if TYPE_CHECKING:
         "SnapshotEnsembleRegressor",
         "SoftGradientBoostingClassifier",
         "SoftGradientBoostingRegressor",
+        "StackingClassifier",
+        "StackingRegressor",
         "Uncertainty",
         "VotingClassifier",
         "VotingRegressor",
         "classification_uncertainty",
+        "cross_validate",
         "regression_uncertainty",
     ]
 else:  # or a type checker would take any name for one of the package
@@ -89,9 +98,11 @@ else:  # or a type checker would take any name for one of the package
             "soft_gradient_boosting": ("SoftGradientBoostingClassifier", "SoftGradientBoostingRegressor"),
             "bagging": ("BaggingClassifier", "BaggingRegressor"),
             "core.combination": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
+            "cross_validation": ("CrossValidation", "cross_validate"),
             "fusion": ("FusionClassifier", "FusionRegressor"),
             "ensemble": ("Ensemble",),
             "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
+            "stacking": ("StackingClassifier", "StackingRegressor"),
             "voting": ("VotingClassifier", "VotingRegressor"),
         },
     )

@@ -18,7 +18,8 @@ def save_plain_hyperparameters(ensemble: Any, estimator: Any, frame: FrameType |
         estimator: What its members were built of.
         frame: The frame of the `__init__` that has the arguments.
     """
-    ensemble.save_hyperparameters(ignore=["estimator", "optimizer", "lr_scheduler", "criterion"], frame=frame)
+    objects = ["estimator", "estimators", "final_estimator", "cv", "optimizer", "lr_scheduler", "criterion"]
+    ensemble.save_hyperparameters(ignore=objects, frame=frame)
     plain = {
         "estimator": class_name(estimator),
         "n_estimators": ensemble.n_estimators,

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_tricks._lightning_compat.loaders import requested_train_loaders
+from lightning_tricks._lightning_compat.loaders import request_train_loaders
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
@@ -140,7 +140,7 @@ class ForestMembers(IndependentMembers):
         return None not in (self.n_inputs, self.hparams["n_outputs"])
 
     def _make_trees(self) -> None:
-        loader = requested_train_loaders(self.trainer)
+        loader = request_train_loaders(self.trainer)
         with isolated_rng():
             batch = batch_of_first_sample(loader)
         if batch is None:

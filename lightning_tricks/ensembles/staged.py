@@ -32,7 +32,10 @@ class StagedEnsemble(Ensemble):
 
     - `n_stages`: the number of stages, one for each member by default;
     - `epochs_per_stage()`: the length of a stage; by default the run's epochs divided by the number of stages;
+    - `total_epochs()` and `stage_at(epoch)`: the length of all stages, and the stage of an epoch, where the stages
+      differ in length;
     - `trained_members()`: the members that the current stage trains, one by default;
+    - `trains_all_members`: whether a stage trains all members, which then may be stacked;
     - `on_stage_start()`: called when a stage has begun, with its optimizer made;
     - `predict_members(*x)` and `n_members`: by default the members up to the current stage predict;
     - `member_loss` or `training_loss`, which may call `earlier_outputs(*inputs)`.
@@ -68,6 +71,10 @@ class StagedEnsemble(Ensemble):
             )
         return epochs // self.n_stages
 
+    def total_epochs(self) -> int:
+        """Return the length of all stages in epochs."""
+        return self.n_stages * self.epochs_per_stage()
+
     def stage_at(self, epoch: int) -> int:
         """Return the stage that an epoch belongs to."""
         return min(epoch // self.epochs_per_stage(), self.n_stages - 1)
@@ -75,10 +82,16 @@ class StagedEnsemble(Ensemble):
     def on_stage_start(self) -> None:
         """React to the beginning of a stage; `self.stage` is the new one."""
 
+    @property
+    def trains_all_members(self) -> bool:
+        """Whether a stage trains all members or none of them."""
+        return False
+
     def set_members(self, members: Any) -> None:
-        """Keep the members one after another: a stack would train all of them."""
+        """Keep the members one after another where stages train some of them: a stack would train all."""
         super().set_members(members)
-        self.estimators_ = as_sequential(self.estimators_)
+        if not self.trains_all_members:
+            self.estimators_ = as_sequential(self.estimators_)
         register_count(self, "stage_number", "stage")
         self.register_load_state_dict_post_hook(_freeze_after_load)  # type: ignore[no-untyped-call]
 
@@ -160,7 +173,7 @@ class StagedEnsemble(Ensemble):
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, and end the run after the last stage, where it was to be longer."""
         super().on_train_epoch_end()
-        epochs = self.n_stages * self.epochs_per_stage()
+        epochs = self.total_epochs()
         if self.current_epoch + 1 >= epochs and self.trainer.max_epochs != epochs:
             self.trainer.should_stop = True
 
@@ -173,14 +186,14 @@ class StagedEnsemble(Ensemble):
         if not self._is_fitting:
             return
         trained = {id(parameter) for parameter in self.trained_members().parameters()}
-        for parameter, trainable in zip(self.estimators_.parameters(), self._trainable or (), strict=True):
+        for parameter, trainable in zip(self.parameters(), self._trainable or (), strict=True):
             parameter.requires_grad_(trainable and id(parameter) in trained)
             if not parameter.requires_grad:
                 parameter.grad = None
 
     @contextmanager
     def _frozen_members(self) -> Iterator[None]:
-        parameters = list(self.estimators_.parameters())
+        parameters = list(self.parameters())
         self._trainable = before = [parameter.requires_grad for parameter in parameters]
         try:
             yield

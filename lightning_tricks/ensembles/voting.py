@@ -76,7 +76,7 @@ class IndependentMembers(Ensemble):
                 f"fused {type(optimizer).__name__} are unscaled in its step. Give the optimizer fused=False."
             )
         else:
-            clip_norm_of_members_(self.estimators_, gradient_clip_val)
+            clip_norm_of_members_(self.trained_members(), gradient_clip_val)
 
 
 @torch.no_grad()

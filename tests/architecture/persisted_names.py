@@ -312,17 +312,23 @@ def _ensembles(folder: Path) -> Iterator[str]:
     for name in lightning_tricks.__all__:
         if name.endswith(("Classifier", "Regressor")):
             kind, outputs = getattr(lightning_tricks, name), 10 if name.endswith("Classifier") else 1
-            x, y = torch.rand(8, 64), torch.arange(8)
-            data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 8), batch_size=4)
+            x, y = torch.rand(8, 64), torch.arange(8) % 2
+            data = DataLoader(TensorDataset(x, y if outputs > 1 else y.unsqueeze(1) / 2), batch_size=4)
             for options in ({"vectorize": True}, {"vectorize": False}) if "vectorize" in _arguments_of(kind) else ({},):
                 arguments = _arguments_of(kind)
-                members = {"estimator": nn.Linear(64, outputs)} if "estimator" in arguments else {"n_outputs": outputs}
-                cycles = {"cycle": 1} if "cycle" in arguments else {}
-                ensemble = kind(**members, n_estimators=2, seed=0, **cycles, **options)
-                trainer = Trainer(max_epochs=2, limit_train_batches=2, **QUIET)
+                first = next((name for name in ("estimator", "estimators") if name in arguments), "")
+                members = {first: nn.Linear(64, outputs)} if first else {"n_outputs": outputs}
+                short = {name: value for name, value in {"cycle": 1, "cv": 2}.items() if name in arguments}
+                ensemble = kind(**members, n_estimators=2, seed=0, **short, **options)
+                saves = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1)
+                trainer = Trainer(
+                    max_epochs=2, limit_train_batches=2, callbacks=[saves], **{**QUIET, "enable_checkpointing": True}
+                )
                 trainer.fit(ensemble, data)
                 trainer.save_checkpoint(folder / "ensemble.ckpt")
-                yield from (f"{name}: {found}" for found in _added_to(folder / "ensemble.ckpt"))
+                fold = [folder / f"{name}-epoch=2.ckpt"] if "cv" in short else []
+                for file in (*fold, folder / "ensemble.ckpt"):
+                    yield from (f"{name}: {found}" for found in _added_to(file))
                 yield from (f"{name}: state_dict.{key}" for key in ensemble.state_dict())
                 yield from (f"{name}: logs {key}" for key in trainer.callback_metrics)
 

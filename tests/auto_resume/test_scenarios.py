@@ -22,6 +22,7 @@ ELSEWHERE = {  # where it shows more
     "averaging_by_steps": "after the last step",
     "tracker": "just before validation",
     "reloaded_with_generator": "at an epoch's start",
+    "stacking": "at an epoch's end",
 }
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "kl_annealing": (2, 2),
@@ -31,6 +32,8 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
     "sampler_with_state": (1, 2),
     "dataset_with_generator_in_workers_that_stay": (1, 2),
     "shuffle_buffer_with_generator": (1, 2),
+    "stacking": (2, 2),
+    "stacking_with_a_net": (2, 0),
 }
 CASES = [(name, 1, 0) for name, one in SCENARIOS.items() if one.workers[0] == 0]
 CASES += [(name, *way) for name, way in SEVERAL.items()]

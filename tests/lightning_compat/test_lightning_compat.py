@@ -103,16 +103,52 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
             "an ensemble whose members see the samples",
         ),
         (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
-        (
-            lambda unknown: loaders.requested_train_loaders(unknown),
-            "a forest whose trees take their size from the data",
-        ),
         (lambda unknown: ddp.rewrap_ddp(unknown), "an ensemble that is trained in stages"),
+        (lambda unknown: loaders.request_train_loaders(unknown), "an ensemble that looks at the data before a fit"),
+        (
+            lambda unknown: loaders.changing_train_loader(unknown, None, list, bool).__enter__(),
+            "an ensemble that is trained in folds",
+        ),
     ],
 )
 def test_an_unknown_lightning_is_named(call, trick):
     with pytest.raises(RuntimeError, match=f"{trick}.* does not work with lightning {lightning.__version__}.*install"):
         call(types.SimpleNamespace(lightning_module=object()))
+
+
+def test_changing_train_loader():
+    """The number of batches changes in mid run; other modules, and later fits, have their own data."""
+    lengths, made = [], []
+
+    class Counts(lightning.pytorch.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            lengths.append(trainer.num_training_batches)
+
+    class Changing(Net):
+        def setup(self, stage):
+            assert loaders.request_train_loaders(self.trainer) is given
+            epoch = self.trainer.fit_loop.epoch_progress.current
+
+            def make():
+                made.append(epoch.processed)
+                return DataLoader(digits(), 4 * (1 + epoch.processed // 2))
+
+            self.change = loaders.changing_train_loader(
+                self.trainer, self, make, lambda: epoch.processed // 2 != made[-1] // 2
+            )
+            self.change.__enter__()
+
+        def teardown(self, stage):
+            self.change.__exit__(None, None, None)
+
+    given = loader()
+    trainer = Trainer(max_epochs=4, callbacks=[Counts()], **QUIET)
+    trainer.fit(Changing(), given)
+    assert (lengths, made) == ([10, 10, 5, 5], [0, 2])
+    assert not {"dataloader", "setup_data"} & {*vars(trainer.fit_loop), *vars(trainer.fit_loop._data_source)}
+    again = Trainer(max_epochs=1, callbacks=[Counts()], **QUIET)
+    again.fit(Net(), given)
+    assert lengths[4:] == [10]
 
 
 def test_peak_flops_of():
@@ -273,7 +309,6 @@ class _Freezes(Net):
     """Trains its first layer in one epoch, and its last one in the other."""
 
     def setup(self, stage):
-        self.assert_asked = loaders.requested_train_loaders(self.trainer)
         self.train_layer(0)
 
     def on_train_epoch_start(self):
@@ -294,11 +329,10 @@ class _Freezes(Net):
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp_fork", "devices": 2}])
 def test_rewrap_ddp(options):
-    net, given = _Freezes(), loader()
+    net = _Freezes()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    Trainer(max_epochs=2, **{**QUIET, **options}).fit(net, given)
+    Trainer(max_epochs=2, **{**QUIET, **options}).fit(net, loader())
     assert not any(map(torch.equal, before, net.parameters()))
-    assert options or net.assert_asked is given
 
 
 class _Observer(fit_observer.FitObserver):

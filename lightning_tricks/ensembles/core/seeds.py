@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_tricks._shared.rng import derive_seed
 
-INITIAL_WEIGHTS, SAMPLE_ORDER, BOOTSTRAP, WORKERS = range(4)  # purposes
+INITIAL_WEIGHTS, SAMPLE_ORDER, BOOTSTRAP, WORKERS, HELD_OUT, CROSS_VALIDATION = range(6)  # purposes
 
 
 def purpose_seed(seed: int, *path: int) -> int:

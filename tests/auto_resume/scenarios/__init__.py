@@ -4,7 +4,18 @@ Each is a small program of its own. A run of it that was killed anywhere and sta
 one, bit for bit, or say what differs.
 """
 
-from tests.auto_resume.scenarios import callbacks, data, epochs, holders, memory, metrics
+from tests.auto_resume.scenarios import callbacks, data, ensembles, epochs, holders, memory, metrics
 from tests.auto_resume.scenarios.frame import BATCHES, SCENARIOS, Scenario
 
-__all__ = ["BATCHES", "SCENARIOS", "Scenario", "callbacks", "data", "epochs", "holders", "memory", "metrics"]
+__all__ = [
+    "BATCHES",
+    "SCENARIOS",
+    "Scenario",
+    "callbacks",
+    "data",
+    "ensembles",
+    "epochs",
+    "holders",
+    "memory",
+    "metrics",
+]

@@ -1,0 +1,193 @@
+"""Folds of a data set: which rows members are trained on, and which rows they are held out from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_tricks._shared.checks import check_count
+
+Fold = tuple[Tensor, Tensor]  # rows to train on, rows held out; int64
+
+DEFAULT_CV = 5
+
+
+def check_cv(cv: Any) -> Any:
+    """Check the choice of folds, as far as it can be without data.
+
+    Args:
+        cv: A number of folds >= 2, None for 5, "prefit", a list of (train, test) indices, or an object with
+            `split(X, y)`.
+
+    Returns:
+        The same; 5 for None, and a list of pairs of tensors for a list.
+
+    Raises:
+        TypeError: If it has none of these forms.
+        ValueError: If a number or a list cannot be folds.
+    """
+    if cv is None:
+        return DEFAULT_CV
+    if cv == "prefit" if isinstance(cv, str) else callable(getattr(cv, "split", None)):
+        return cv
+    if isinstance(cv, int) and not isinstance(cv, bool):
+        return check_count("cv", cv, 2)
+    if isinstance(cv, list | tuple):
+        return _parse_folds(cv)
+    raise TypeError(
+        'cv must be a number of folds, "prefit", a list of (train, test) indices or an object with split(X, y), got '
+        f"{cv!r}."
+    )
+
+
+def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified: bool = False) -> list[Fold]:
+    """Make the folds of a data set; each row is held out once.
+
+    Args:
+        cv: What `check_cv` returned, other than "prefit".
+        size: Number of rows.
+        targets: Targets of the rows, which stratified folds and objects with `split` need.
+        stratified: Whether a number of folds means stratified ones, for targets that are classes (size,).
+
+    Returns:
+        (rows to train on, rows held out) for each fold.
+
+    Raises:
+        ValueError: If rows are missing, held out twice or in both parts, or if there are too few of them.
+
+    Example:
+        >>> [held_out.tolist() for _, held_out in make_folds(2, 4, torch.tensor([0, 1, 1, 0]), stratified=True)]
+        [[0, 1], [2, 3]]
+    """
+    if isinstance(cv, int):
+        if cv > size:
+            raise ValueError(f"cv={cv} folds need at least {cv} samples, the data have {size}: give fewer folds.")
+        if stratified and targets is not None:
+            return _complements(stratified_folds(targets, cv))
+        return _complements(k_folds(size, cv))
+    if not isinstance(cv, list):
+        y = None if targets is None else targets.numpy()
+        cv = _parse_folds(list(cv.split(np.arange(size).reshape(-1, 1), y)))
+    _check_partition(cv, size)
+    return list(cv)
+
+
+def k_folds(size: int, n_folds: int) -> Tensor:
+    """Return the fold of each row, (size,): blocks of rows that differ in length by at most one.
+
+    Example:
+        >>> k_folds(5, 2).tolist()
+        [0, 0, 0, 1, 1]
+    """
+    lengths = torch.full((n_folds,), size // n_folds)
+    lengths[: size % n_folds] += 1
+    return torch.arange(n_folds).repeat_interleave(lengths)
+
+
+def stratified_folds(labels: Tensor, n_folds: int) -> Tensor:
+    """Return the fold of each row, (size,), with the same share of each class in each fold as far as possible.
+
+    Args:
+        labels: Classes, (size,).
+        n_folds: Number of folds.
+
+    Raises:
+        ValueError: If no class has as many rows as there are folds.
+
+    Source: scikit-learn's `StratifiedKFold(shuffle=False)`, whose folds these are.
+
+    Example:
+        >>> stratified_folds(torch.tensor([0, 0, 0, 0, 1, 1]), 2).tolist()
+        [0, 0, 1, 1, 0, 1]
+    """
+    classes, codes = torch.unique(labels, return_inverse=True)
+    size, n_classes = len(labels), len(classes)
+    first = torch.full((n_classes,), size).scatter_reduce(0, codes, torch.arange(size), "amin")
+    codes = first.argsort().argsort()[codes]  # classes in the order in which they appear
+    counts = codes.bincount(minlength=n_classes)
+    if (counts < n_folds).all():
+        raise ValueError(
+            f"cv={n_folds} is more than the {int(counts.max())} samples of the largest class: give fewer folds."
+        )
+    in_order = codes.sort().values
+    shares = torch.stack([in_order[fold::n_folds].bincount(minlength=n_classes) for fold in range(n_folds)])
+    folds = torch.empty(size, dtype=torch.int64)
+    for code in range(n_classes):
+        folds[codes == code] = torch.arange(n_folds).repeat_interleave(shares[:, code])
+    return folds
+
+
+def check_classes(folds: Sequence[Fold], labels: Tensor) -> None:
+    """Refuse folds whose rows to train on lack a class of the data.
+
+    Raises:
+        ValueError: If there is one, or if the data have one class.
+    """
+    classes, counts = labels.unique(return_counts=True)
+    if len(classes) < 2:
+        raise ValueError(f"the targets have one class, {int(classes[0])}: a classifier needs two.")
+    for index, (train, _) in enumerate(folds):
+        missing = classes[~torch.isin(classes, labels[train])]
+        if len(missing):
+            count = int(counts[classes == missing[0]])
+            raise ValueError(
+                f"the rows that fold {index} trains on have no sample of class {int(missing[0])}, of which the data "
+                f"have {count}: give other folds, cv=[(train, test), ...], or more samples of the class."
+            )
+
+
+def folds_digest(folds: Sequence[Fold]) -> str:
+    """Return a digest of the rows in all folds."""
+    digest = hashlib.sha256()
+    for train, held_out in folds:
+        for rows in (train, held_out):
+            digest.update(len(rows).to_bytes(8, "little"))
+            digest.update(rows.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _complements(fold_of_row: Tensor) -> list[Fold]:
+    return [
+        ((fold_of_row != fold).nonzero().flatten(), (fold_of_row == fold).nonzero().flatten())
+        for fold in range(int(fold_of_row.max()) + 1)
+    ]
+
+
+def _parse_folds(given: Sequence[Any]) -> list[Fold]:
+    folds = []
+    for index, pair in enumerate(given):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise TypeError(f"cv[{index}] must be a pair of row indices, (train, test), got {pair!r}.")
+        train, held_out = (_parse_rows(f"cv[{index}][{part}]", rows) for part, rows in enumerate(pair))
+        both = train[torch.isin(train, held_out)]
+        if len(both):
+            raise ValueError(f"cv[{index}]: row {int(both[0])} is in train and in test; leave it out of one of them.")
+        folds.append((train, held_out))
+    if len(folds) < 2:
+        raise ValueError(f"cv must hold at least 2 folds, got {len(folds)}.")
+    return folds
+
+
+def _parse_rows(name: str, rows: Any) -> Tensor:
+    indices = torch.as_tensor(np.asarray(rows))
+    if indices.ndim != 1 or not len(indices) or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ValueError(f"{name} must hold row indices, whole numbers, at least one, got {rows!r}.")
+    if indices.min() < 0:
+        raise ValueError(f"{name} must hold row indices >= 0, got {int(indices.min())}.")
+    return indices.to(torch.int64)
+
+
+def _check_partition(folds: Sequence[Fold], size: int) -> None:
+    highest = max(int(rows.max()) for fold in folds for rows in fold)
+    if highest >= size:
+        raise ValueError(f"cv has the row index {highest}, the data have {size} rows, 0 to {size - 1}.")
+    times = torch.cat([held_out for _, held_out in folds]).bincount(minlength=size)
+    for count, what in ((0, "in no test part"), (2, "in more than one test part")):
+        wrong = (times == 0 if count == 0 else times >= 2).nonzero().flatten()
+        if len(wrong):
+            raise ValueError(f"cv: {len(wrong)} rows are {what}, such as row {int(wrong[0])}; each must be in one.")
