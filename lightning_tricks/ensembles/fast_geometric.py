@@ -128,6 +128,12 @@ class FastGeometricMembers(CapturedMembers):
         after_first = step - self._base_steps - (self._cycle_steps + 1) // 2
         return max(0, after_first // self._cycle_steps + 1)
 
+    def on_train_epoch_end(self) -> None:
+        """Log the mean of the steps' losses, and end the run after the epoch of the last copy."""
+        super().on_train_epoch_end()
+        if self.n_members == self.n_estimators:
+            self.trainer.should_stop = True
+
     def _count_base_epochs(self) -> int:
         """Return the epochs of the base model.
 
@@ -167,7 +173,7 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
 
     After the base model each cycle lowers the learning rate in a straight line and raises it again; the copy is taken
     where it is the lowest. Optimizer and momentum stay the same all along. Before the first copy the model itself
-    predicts. Of the last cycle, what comes after its copy may be left out of `max_epochs`.
+    predicts. The run ends after the epoch of the last copy, half a cycle before `max_epochs`.
 
     Args:
         estimator: The model: a class or factory, a module (of which a copy is trained), a list of one pretrained module
