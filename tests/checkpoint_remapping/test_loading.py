@@ -106,6 +106,7 @@ def test_each_problem_names_the_argument_that_allows_it():
     words = str(error.value)
     assert "does not fit Sequential, which was not modified" in words
     assert "3.weight (5x16 in the model, 7x16 in the file), 3.bias" in words
+    assert "interpolate" not in words, "these are no positions"
     for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.bias']", "allow_unexpected=['extra.*']"):
         assert f"{remedy} allows that" in words
     assert unchanged(target, before)

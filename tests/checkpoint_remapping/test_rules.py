@@ -110,6 +110,7 @@ def test_split_and_fuse_are_inverse():
         ([("", "a")], ValueError, "a source must not be empty"),
         ([(1, "a")], TypeError, "must be strings, got 1"),
         ([("re:(", "a")], ValueError, "is not a valid regular expression"),
+        ([("re:a(b)", r"\2")], ValueError, "the target does not fit the source: invalid group reference 2"),
         ([("a", "*.b")], ValueError, r"the target has more '\*' than the source"),
         ([(("a", "b"), None)], ValueError, "several sources are fused into one target"),
         ([RemapRule], TypeError, "a rule must be a RemapRule"),
