@@ -172,7 +172,7 @@ def test_outputs_of_a_pyramid_are_counted_as_its_lateral_convolutions_are(channe
     net = _zeros(_pyramid("fpn.inner_blocks", "fpn.layer_blocks", channels))
     found = align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels)))
     assert found.renamed["neck.fpn_convs.1.weight"] == "fpn.layer_blocks.1.weight"
-    with pytest.raises(AmbiguousAlignmentError, match="which of neck.fpn_convs.0"):
+    with pytest.raises(AmbiguousAlignmentError, match=r"which of neck\.fpn_convs\.0"):
         align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels[::-1])))
 
 
@@ -182,6 +182,30 @@ def test_a_name_without_a_number_is_not_the_first_of_two_numbered_ones(one, othe
     file, net = ({f"{side}.{name}.weight": (4, 4) for name in names} for side, names in (("m", one), ("n", other)))
     with pytest.raises(AmbiguousAlignmentError):
         align(_zeros(net | {"stem.weight": (4, 5)}), _zeros(file | {"trunk.weight": (4, 5)}))
+
+
+def _two_norms(path, names):
+    """Two convolutions of different sizes and their norms, which have one size."""
+    shapes = {f"{path}.{names[0]}.weight": (8, 4, 3, 3), f"{path}.{names[2]}.weight": (8, 8, 3, 3)}
+    for norm in (names[1], names[3]):
+        shapes |= {f"{path}.{norm}.{tensor}": (8,) for tensor in ("weight", "bias", "running_mean", "running_var")}
+    return {name: shapes[name] for part in names for name in shapes if name.startswith(f"{path}.{part}.")}
+
+
+_NUMBERED, _FROM_ONE = ("conv1", "bn1", "conv2", "bn2"), ("conv", "norm", "conv2", "norm2")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fits"),
+    [(_NUMBERED, _FROM_ONE, False), (_FROM_ONE, _NUMBERED, False), (_NUMBERED, ("c1", "n1", "c2", "n2"), True)],
+)
+def test_norms_are_told_apart_by_numbers_that_both_have(one, other, fits):
+    file, net = _zeros(_two_norms("m", one)), _zeros(_two_norms("n", other))
+    if fits:
+        assert align(net, file).renamed == dict(zip(file, net, strict=True))
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net, file)
 
 
 @pytest.mark.parametrize(("letters", "fits"), [("abc", True), ("abcd", True), ("ab", False), (("a", "proj"), False)])
@@ -200,6 +224,21 @@ def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
     file = _zeros({f"old.heads.{i}.fc.weight": shape for i in range(2)})
     net = _zeros({f"new.heads.{i}.out.weight": shape for i in range(2)})
     assert align(net, file).renamed == dict(zip(file, net, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((2, 4), False), ((2, 4, 3, 3), False), ((8, 4, 3, 3), True), ((8, 1, 3, 3), True), ((4, 4, 3, 3), True)],
+)
+def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
+    """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
+    file = _zeros({"trunk.weight": (4, 5), **{f"old.parts.{i}.fc.weight": shape for i in range(2)}})
+    net = _zeros({"stem.weight": (4, 5), **{f"new.heads.{i}.out.weight": shape for i in range(2)}})
+    if fits:
+        assert align(net, file).renamed == dict(zip(file, net, strict=True))
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net, file)
 
 
 def test_gate_and_input_of_metas_llama_are_told_by_what_leads_back():
@@ -379,7 +418,10 @@ def _doubts(found):
 
 def test_equal_names_rules_words_and_conversions_are_strong_evidence():
     net = ARCHITECTURES["ResNet-18"]["torchvision"]()
-    assert not _doubts(align(net, {f"net.{name}": tensor for name, tensor in net.state_dict().items()}))
+    for prefix, reason in (("net.", "the same name, with 'net' in front"), ("", "the same name")):
+        found = align(net, {f"{prefix}{name}": tensor for name, tensor in net.state_dict().items()})
+        assert not _doubts(found)
+        assert {match.reason for match in found.matches} == {reason}
     assert not _doubts(load_weights(net, net.state_dict(), rules=[("fc", "fc")]).alignment)
     converted = align(*(nn.ModuleDict({name: nn.Linear(4, 4) for name in names}) for names in (_ONE, _OTHER)))
     assert [match.strength for match in converted.matches] == ["strong"] * 6
@@ -443,6 +485,14 @@ def test_old_names_of_norms_and_missing_counters():
     old = {"ln.gamma": torch.ones(3), "ln.beta": torch.zeros(3)}
     assert align(nn.ModuleDict({"ln": norm}), old).renamed == {"ln.gamma": "ln.weight", "ln.beta": "ln.bias"}
     weights = {name: value for name, value in batch_norm.state_dict().items() if not name.startswith("num")}
+    sizes = {"m.a": 8, "m.b": 16}
+    file = {
+        f"{path}.{name}": t for path, n in sizes.items() for name, t in sorted(nn.BatchNorm1d(n).state_dict().items())
+    }
+    net = {
+        name.replace("m.a", "n.x").replace("m.b", "n.y"): value for name, value in file.items() if "batches" not in name
+    }
+    assert len(align(net, file).matches) == len(net) == 8, "a counter that the model lacks stands between others"
     report = load_weights(nn.BatchNorm1d(3), weights)
     assert (report.loaded, report.missing) == (4, ["num_batches_tracked"])
     assert "num_batches_tracked are computed by the model itself" in report.diagnosis

@@ -354,6 +354,16 @@ def test_swin_tables_are_interpolated():
     torch.testing.assert_close(target["relative_position_bias_table"], oracle.reshape(4, -1).T)
 
 
+def test_tables_of_windows_that_are_not_square_are_those_of_the_model():
+    target = nn.Module()
+    target.window_size = (4, 8)
+    target.table = nn.Parameter(torch.zeros(7 * 15, 3))
+    source = {"table": torch.randn(13 * 13, 3, generator=torch.Generator().manual_seed(0))}
+    assert load_weights(target, source, interpolate="table").loaded == 1
+    oracle = nn.functional.interpolate(source["table"].T.reshape(1, 3, 13, 13), (7, 15), mode="bicubic", antialias=True)
+    torch.testing.assert_close(target.table.data, oracle.reshape(3, -1).T)
+
+
 @pytest.mark.parametrize("offset", [0, 10, 300, -100, -1])
 def test_a_cut_file_changes_nothing(offset):
     target = small()

@@ -54,6 +54,7 @@ def test_rules_follow_each_other_and_say_what_they_did():
     assert found.renamed == {"module.fc.weight": "head.weight"}
     assert found.dropped == ["module.fc.total_ops", "module.aux.weight"]
     assert found.unmatched == ["nothing -> here"]
+    assert remap_keys(ones("fc.weight"), ["wrappers"]).unmatched == ["wrappers"]
 
 
 def test_a_list_inside_the_list_is_applied_at_once():
