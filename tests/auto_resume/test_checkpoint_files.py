@@ -1,5 +1,6 @@
 """Checkpoints are intact at any moment: with real files, real kills and real limits of the file system."""
 
+import errno
 import hashlib
 import json
 import os
@@ -164,6 +165,29 @@ def test_a_full_disk_keeps_earlier_checkpoints(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert folder.newest(pytest.fail) == kept
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("known", "kept"), [({}, False), ({"finished": True}, True)])
+def test_a_manifest_that_cannot_be_written_leaves_no_checkpoint_without_one(tmp_path, known, kept):
+    folder = CheckpointFolder(tmp_path)
+    manifest = folder.save(checkpoint(), **KNOWN)
+
+    def fails(name, values):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder._write_json = fails
+    with pytest.raises(OSError, match="No space left"):
+        folder.rewrite_manifest(manifest, **known)
+    assert (tmp_path / manifest.file).exists() == kept
+
+
+def test_an_error_of_torch_save_itself_is_raised_as_it_is(tmp_path):
+    def fails(stream):
+        raise RuntimeError("cannot serialize this")
+
+    with pytest.raises(RuntimeError, match="cannot serialize this"):
+        write_durably(tmp_path / "file", fails)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_differences():

@@ -12,6 +12,7 @@ from lightning_tricks.auto_resume.core import directory_lock as lock
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.file_journal import FileJournal
 from lightning_tricks.auto_resume.core.logged_rows import CsvRowsCopy, newest_event_second
+from lightning_tricks.auto_resume.core.temporary_attributes import patched
 
 
 @pytest.fixture
@@ -90,6 +91,27 @@ def test_a_save_removes_backups(tmp_path, folder):
     assert journal.base == "2.ckpt"
     assert FileJournal(journal.path).restore_files({"mine": folder}) == []
     assert contents(folder) == {"file": "new"}
+
+
+def test_a_save_goes_on_where_a_backup_is_gone(tmp_path, folder):
+    """A kill between the removal of the backups and the new journal leaves such a journal."""
+    (folder / "file").write_text("old")
+    journal = journal_of(tmp_path, folder)
+    write(journal, folder / "file", "new")
+    (folder / ".file.1.before").unlink()
+    FileJournal(journal.path).start("2.ckpt", {"mine": folder})
+    assert (contents(folder), journal.base) == ({"file": "new"}, "2.ckpt")
+
+
+def test_attributes_that_are_replaced_for_a_while_leave_no_trace():
+    class Owner:
+        of_class = "class"
+
+    owner = Owner()
+    owner.own = "own"
+    with patched(owner, {"of_class": 1, "own": 2, "new": 3}):
+        assert (owner.of_class, owner.own, owner.new) == (1, 2, 3)
+    assert vars(owner) == {"own": "own"}
 
 
 def test_rows_of_another_file_are_copied_again(tmp_path):

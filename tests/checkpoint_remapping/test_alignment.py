@@ -23,6 +23,10 @@ from lightning_tricks.checkpoint_remapping import (
     max_output_difference,
     read_rules,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, group_layers
+from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order, is_ordered
+from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
+from lightning_tricks.checkpoint_remapping.core.matching.sides import Fork
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, randomized, without_initial_values
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
@@ -152,6 +156,163 @@ def test_nothing_is_matched_by_exclusion_where_more_than_one_way_is_left(file, n
         align(sides[1], sides[0])
 
 
+def _pyramid(lateral, output, channels):
+    """A pyramid of features, whose lateral convolutions differ in size and whose outputs do not."""
+    shapes = {"stem.weight": (16, 3, 7, 7)}
+    shapes |= {f"{lateral}.{level}.weight": (4, width, 1, 1) for level, width in enumerate(channels)}
+    return shapes | {f"{output}.{level}.weight": (4, 4, 3, 3) for level in range(len(channels))}
+
+
+def _zeros(shapes):
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("channels", [(8, 16), (8, 16, 32)])
+def test_outputs_of_a_pyramid_are_counted_as_its_lateral_convolutions_are(channels):
+    net = _zeros(_pyramid("fpn.inner_blocks", "fpn.layer_blocks", channels))
+    found = align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels)))
+    assert found.renamed["neck.fpn_convs.1.weight"] == "fpn.layer_blocks.1.weight"
+    with pytest.raises(AmbiguousAlignmentError, match=r"which of neck\.fpn_convs\.0"):
+        align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels[::-1])))
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations([("fc1", "fc2"), ("conv", "conv2")])))
+def test_a_name_without_a_number_is_not_the_first_of_two_numbered_ones(one, other):
+    """The others may be called `conv1` and `conv2`, or `conv` stands apart: nothing says which."""
+    file, net = ({f"{side}.{name}.weight": (4, 4) for name in names} for side, names in (("m", one), ("n", other)))
+    with pytest.raises(AmbiguousAlignmentError):
+        align(_zeros(net | {"stem.weight": (4, 5)}), _zeros(file | {"trunk.weight": (4, 5)}))
+
+
+def _two_norms(path, names):
+    """Two convolutions of different sizes and their norms, which have one size."""
+    shapes = {f"{path}.{names[0]}.weight": (8, 4, 3, 3), f"{path}.{names[2]}.weight": (8, 8, 3, 3)}
+    for norm in (names[1], names[3]):
+        shapes |= {f"{path}.{norm}.{tensor}": (8,) for tensor in ("weight", "bias", "running_mean", "running_var")}
+    return {name: shapes[name] for part in names for name in shapes if name.startswith(f"{path}.{part}.")}
+
+
+_NUMBERED, _FROM_ONE = ("conv1", "bn1", "conv2", "bn2"), ("conv", "norm", "conv2", "norm2")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fits"),
+    [(_NUMBERED, _FROM_ONE, False), (_FROM_ONE, _NUMBERED, False), (_NUMBERED, ("c1", "n1", "c2", "n2"), True)],
+)
+def test_norms_are_told_apart_by_numbers_that_both_have(one, other, fits):
+    file, net = _zeros(_two_norms("m", one)), _zeros(_two_norms("n", other))
+    if fits:
+        assert align(net, file).renamed == dict(zip(file, net, strict=True))
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net, file)
+
+
+@pytest.mark.parametrize(("letters", "fits"), [("abc", True), ("abcd", True), ("ab", False), (("a", "proj"), False)])
+def test_letters_count_where_there_are_a_b_and_c(letters, fits):
+    file = _zeros({**{f"tower.{letter}.weight": (5, 7) for letter in letters}, "fc.weight": (3, 5)})
+    net = _zeros({**{f"net.{number}.weight": (5, 7) for number in range(len(letters))}, "fc.weight": (3, 5)})
+    if fits:
+        assert align(net, file).renamed == dict(zip([*file][:-1], [*net][:-1], strict=True))
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net, file)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (2, 4), (5, 5)])
+def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
+    file = _zeros({f"old.heads.{i}.fc.weight": shape for i in range(2)})
+    net = _zeros({f"new.heads.{i}.out.weight": shape for i in range(2)})
+    assert align(net, file).renamed == dict(zip(file, net, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((2, 4), False), ((2, 4, 3, 3), False), ((8, 4, 3, 3), True), ((8, 1, 3, 3), True), ((4, 4, 3, 3), True)],
+)
+def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
+    """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
+    file = _zeros({"trunk.weight": (4, 5), **{f"old.parts.{i}.fc.weight": shape for i in range(2)}})
+    net = _zeros({"stem.weight": (4, 5), **{f"new.heads.{i}.out.weight": shape for i in range(2)}})
+    if fits:
+        assert align(net, file).renamed == dict(zip(file, net, strict=True))
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net, file)
+
+
+def test_gate_and_input_of_metas_llama_are_told_by_what_leads_back():
+    sizes, words = ((8, 4), (4, 8), (8, 4)), ("gate_proj", "down_proj", "up_proj")
+    file = _zeros({f"layers.{i}.ff.w{n}.weight": size for i in range(2) for n, size in enumerate(sizes, 1)})
+    net = _zeros({f"l.{i}.mlp.{word}.weight": size for i in range(2) for word, size in zip(words, sizes, strict=True)})
+    assert align(net, file).renamed == dict(zip(file, net, strict=True))
+
+
+def test_a_series_of_square_layers_is_evidence():
+    file, net = ({f"{side}.{i}.{name}.weight": (5, 5) for i in range(3)} for side, name in (("a", "in"), ("b", "out")))
+    found = align(_zeros(net), _zeros(file))
+    assert found.renamed == dict(zip(file, net, strict=True))
+    assert {match.reason for match in found.matches} == {"the only layers of these sizes in this order"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [({"fc.weight": (12, 8), "fc.bias": (12,)}, {"head.weight": (10, 8), "head.bias": (10,)}),
+     ({"positions": (1, 17, 8)}, {"pos": (1, 10, 8)}),
+     ({"table.weight": (17, 9)}, {"pos.weight": (11, 8)})],
+)  # fmt: skip
+def test_layers_of_another_size_are_those_that_differ_in_one(old, new):
+    """Under other names than in the file; what differs in two sizes is another layer."""
+    found = align(
+        _zeros({"conv.weight": (8, 3, 3, 3), "body.weight": (5, 7), **new}),
+        _zeros({"stem.weight": (8, 3, 3, 3), "trunk.weight": (5, 7), **old}),
+    )
+    pairs = list(zip(old, new, strict=True)) if "table.weight" not in old else []
+    assert [(mismatch.source, mismatch.target) for mismatch in found.mismatched] == pairs
+    assert len(found.missing) == len(found.unexpected) == len(new) - len(pairs)
+
+
+def test_whether_names_are_in_the_order_of_a_model():
+    names = [f"{part}.weight" for part in "badcfe"]
+    assert is_ordered(dict.fromkeys(names))
+    assert not is_ordered(dict.fromkeys(sorted(names)))
+    assert not is_ordered(dict.fromkeys([*names, "b.bias"])), "a module is registered at once"
+
+
+@pytest.mark.parametrize(("one", "other"), [(".conv", ".0"), (".0", ".conv"), (".a", ".proj"), (".proj", ".a")])
+def test_a_word_and_a_number_have_no_order(one, other):
+    assert Fork(("net",), (one,), (other,), by_letters=False).numbers is None
+    layers = [Layer(f"net{name}", position) for position, name in enumerate((one, other))]
+    assert not are_numbered_in_order(layers)
+
+
+def _pre_activated(*names):
+    """Square convolutions and norms of one block."""
+    tensors = {"weight": (4,), "bias": (4,), "running_mean": (4,), "running_var": (4,)}
+    shapes = {}
+    for name in names:
+        shapes |= (
+            {f"b.{name}.weight": (4, 4, 3, 3)} if "conv" in name else {f"b.{name}.{t}": s for t, s in tensors.items()}
+        )
+    return group_layers(shapes)
+
+
+@pytest.mark.parametrize(
+    ("names", "ordered", "expected"),
+    [
+        (("conv_a", "norm_a", "conv_b", "norm_b"), True, {"conv_a": "norm_a", "conv_b": "norm_b"}),
+        (("norm_a", "conv_a", "norm_b", "conv_b"), True, {}),  # a norm before its convolution
+        (("conv1", "conv2", "bn1", "bn2"), False, {"conv1": "bn1", "conv2": "bn2"}),
+        (("conv", "bn"), False, {"conv": "bn"}),
+        (("conv_a", "conv_b", "bn_a", "bn_b"), False, {}),
+    ],
+)
+def test_norms_follow_their_convolutions_or_have_their_numbers(names, ordered, expected):
+    layers = _pre_activated(*names)
+    found, _ = NeighborMatching((layers, layers), (ordered, ordered)).norms
+    assert {convolution.name: norm.name for convolution, norm in found.items()} == expected
+
+
 def test_a_rule_settles_it():
     class Encoder(nn.Module):
         def __init__(self, *names):
@@ -232,6 +393,7 @@ def test_a_report_and_a_rule_file():
     table = render_text(found.report())
     assert "122/122 tensors, 11.7 M/11.7 M parameters; 122 renamed, 0 reshaped, 0 missing" in table
     assert "the names are another project's" in table
+    assert all(column in table for column in ("in the file", "in the model", "why", "evidence"))
     found.save("rules.yaml")
     rules = read_rules("rules.yaml")
     assert set(remap_keys(source, rules)) == set(target.state_dict())
@@ -256,7 +418,10 @@ def _doubts(found):
 
 def test_equal_names_rules_words_and_conversions_are_strong_evidence():
     net = ARCHITECTURES["ResNet-18"]["torchvision"]()
-    assert not _doubts(align(net, {f"net.{name}": tensor for name, tensor in net.state_dict().items()}))
+    for prefix, reason in (("net.", "the same name, with 'net' in front"), ("", "the same name")):
+        found = align(net, {f"{prefix}{name}": tensor for name, tensor in net.state_dict().items()})
+        assert not _doubts(found)
+        assert {match.reason for match in found.matches} == {reason}
     assert not _doubts(load_weights(net, net.state_dict(), rules=[("fc", "fc")]).alignment)
     converted = align(*(nn.ModuleDict({name: nn.Linear(4, 4) for name in names}) for names in (_ONE, _OTHER)))
     assert [match.strength for match in converted.matches] == ["strong"] * 6
@@ -320,6 +485,14 @@ def test_old_names_of_norms_and_missing_counters():
     old = {"ln.gamma": torch.ones(3), "ln.beta": torch.zeros(3)}
     assert align(nn.ModuleDict({"ln": norm}), old).renamed == {"ln.gamma": "ln.weight", "ln.beta": "ln.bias"}
     weights = {name: value for name, value in batch_norm.state_dict().items() if not name.startswith("num")}
+    sizes = {"m.a": 8, "m.b": 16}
+    file = {
+        f"{path}.{name}": t for path, n in sizes.items() for name, t in sorted(nn.BatchNorm1d(n).state_dict().items())
+    }
+    net = {
+        name.replace("m.a", "n.x").replace("m.b", "n.y"): value for name, value in file.items() if "batches" not in name
+    }
+    assert len(align(net, file).matches) == len(net) == 8, "a counter that the model lacks stands between others"
     report = load_weights(nn.BatchNorm1d(3), weights)
     assert (report.loaded, report.missing) == (4, ["num_batches_tracked"])
     assert "num_batches_tracked are computed by the model itself" in report.diagnosis

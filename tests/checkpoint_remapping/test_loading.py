@@ -106,6 +106,7 @@ def test_each_problem_names_the_argument_that_allows_it():
     words = str(error.value)
     assert "does not fit Sequential, which was not modified" in words
     assert "3.weight (5x16 in the model, 7x16 in the file), 3.bias" in words
+    assert "interpolate" not in words, "these are no positions"
     for remedy in ("allow_mismatched=['3.*']", "allow_missing=['0.bias']", "allow_unexpected=['extra.*']"):
         assert f"{remedy} allows that" in words
     assert unchanged(target, before)
@@ -351,6 +352,16 @@ def test_swin_tables_are_interpolated():
     grid = source["relative_position_bias_table"].T.reshape(1, 4, 13, 13)
     oracle = nn.functional.interpolate(grid, (15, 15), mode="bicubic", antialias=True)
     torch.testing.assert_close(target["relative_position_bias_table"], oracle.reshape(4, -1).T)
+
+
+def test_tables_of_windows_that_are_not_square_are_those_of_the_model():
+    target = nn.Module()
+    target.window_size = (4, 8)
+    target.table = nn.Parameter(torch.zeros(7 * 15, 3))
+    source = {"table": torch.randn(13 * 13, 3, generator=torch.Generator().manual_seed(0))}
+    assert load_weights(target, source, interpolate="table").loaded == 1
+    oracle = nn.functional.interpolate(source["table"].T.reshape(1, 3, 13, 13), (7, 15), mode="bicubic", antialias=True)
+    torch.testing.assert_close(target.table.data, oracle.reshape(3, -1).T)
 
 
 @pytest.mark.parametrize("offset", [0, 10, 300, -100, -1])

@@ -100,6 +100,15 @@ def test_torch_save(zipped, protocol, mmap):
     assert (found.kind, found.placeholders, found.metadata) == ("state_dict", (), {})
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_is_read_without_a_mapping_stays_when_the_file_changes(zipped):
+    torch.save({"w": torch.ones(5000)}, "w.pt", _use_new_zipfile_serialization=zipped)
+    weight = read_checkpoint("w.pt", mmap=False).state_dict["w"]
+    with Path("w.pt").open("r+b") as file:
+        file.write(bytes(Path("w.pt").stat().st_size))
+    assert weight.eq(1).all()
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", ["zipped.pt", "plain.pt", "w.safetensors"])
 def test_what_is_read_may_be_changed_and_the_file_stays(name, mmap):
@@ -127,7 +136,7 @@ def test_plain_pickle(protocol):
 
 
 @pytest.mark.parametrize(
-    "key", ["state_dict", "model", "model_state_dict", "ema", "module", "net", "params_ema", "anything"]
+    "key", ["state_dict", "model", "model_state_dict", "ema", "module", "net", "params_ema", "anything", "weights"]
 )
 def test_nested(key):
     expected = weights()
@@ -135,6 +144,8 @@ def test_nested(key):
     found = read_checkpoint("w.pt")
     equal(found.state_dict, expected)
     assert (found.kind, found.key, found.metadata["epoch"]) == ("nested", key, 3)
+    torch.save({"pytorch-lightning_version": "2.5.0", key: expected}, "w.pt")
+    assert read_checkpoint("w.pt").kind == ("lightning" if key == "state_dict" else "nested")
     assert key not in found.metadata
 
 
@@ -654,13 +665,14 @@ def test_changed_bytes(name):
     assert not Path("pwned").exists()
 
 
-def test_tensors_beyond_their_data():
+@pytest.mark.parametrize("claimed", [b"\x05", b"\x64"])
+def test_tensors_beyond_their_data(claimed):
     """A tensor that claims more than its storage is refused: torch would give it memory that is not its own."""
     torch.save({"w": torch.ones(4)}, "w.pt")
     with zipfile.ZipFile("w.pt") as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     pickled = next(name for name in parts if name.endswith("data.pkl"))
-    parts[pickled] = parts[pickled].replace(b"K\x04\x85", b"K\x64\x85")
+    parts[pickled] = parts[pickled].replace(b"K\x04\x85", b"K" + claimed + b"\x85")
     with zipfile.ZipFile("w.pt", "w") as archive:
         for name, data in parts.items():
             archive.writestr(name, data)

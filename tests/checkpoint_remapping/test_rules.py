@@ -54,6 +54,7 @@ def test_rules_follow_each_other_and_say_what_they_did():
     assert found.renamed == {"module.fc.weight": "head.weight"}
     assert found.dropped == ["module.fc.total_ops", "module.aux.weight"]
     assert found.unmatched == ["nothing -> here"]
+    assert remap_keys(ones("fc.weight"), ["wrappers"]).unmatched == ["wrappers"]
 
 
 def test_a_list_inside_the_list_is_applied_at_once():
@@ -110,6 +111,7 @@ def test_split_and_fuse_are_inverse():
         ([("", "a")], ValueError, "a source must not be empty"),
         ([(1, "a")], TypeError, "must be strings, got 1"),
         ([("re:(", "a")], ValueError, "is not a valid regular expression"),
+        ([("re:a(b)", r"\2")], ValueError, "the target does not fit the source: invalid group reference 2"),
         ([("a", "*.b")], ValueError, r"the target has more '\*' than the source"),
         ([(("a", "b"), None)], ValueError, "several sources are fused into one target"),
         ([RemapRule], TypeError, "a rule must be a RemapRule"),

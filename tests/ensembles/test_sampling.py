@@ -266,6 +266,7 @@ def test_orders_have_a_length():
 @pytest.mark.parametrize("dataset", [_in_memory(), Squares()], ids=["in memory", "one by one"])
 def test_a_state_of_the_start_of_an_epoch_has_no_batches(dataset):
     loader = _loader(DataLoader(dataset, 4))
+    assert loader.state_dict() == {"epoch": 0, "batches": 0}, "before the first epoch"
     list(loader)
     assert loader.state_dict() == {"epoch": 0, "batches": 6}
     loader.sampler.set_epoch(1)

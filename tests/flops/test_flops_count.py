@@ -26,6 +26,7 @@ def test_prints_as_a_table(count):
         "72 FLOP in all else",
         "training step 480 FLOP (2.00x forward)",
         "parameters 54, trainable 44",
+        "thop counts 168 MAC, +40.0%",
     ):
         assert words in text
     assert "ReLU" not in text, "a row without parameters and MACs"

@@ -297,6 +297,12 @@ def test_other_flops_of_bags_and_transforms():
         assert count_flops(Calls(transform), x).other_flops == flops  # 5 n log2 n, half of it for real numbers
 
 
+def test_distances_cost_three_flops_for_each_coordinate():
+    a, b = torch.empty(2, 5, 3), torch.empty(2, 4, 3)
+    assert count_flops(Calls(lambda a, b: torch.cdist(a, b, p=1.0)), (a, b)).other_flops == 3 * (2 * 5 * 4) * 3
+    assert count_flops(Calls(nn.functional.pdist), torch.empty(7, 2)).other_flops == 3 * 21 * 2
+
+
 def test_operators_of_other_devices():
     x, weight = torch.empty(2, 6, 5, 5, device="meta"), torch.empty(6, 4, 3, 3, device="meta")
     transposed = find_rule(torch.ops.aten.cudnn_convolution_transpose.default, {})
@@ -328,6 +334,7 @@ def test_a_module_that_calls_itself_counts_once(depth):
     assert [rows[name].other_flops for name in ("", "inner", "inner.linear")] == [depth * 24, depth * 24, 0]
     assert (rows["inner"].calls, rows["inner.linear"].calls) == (depth, depth)
     assert rows["inner"].share == pytest.approx(1)
+    assert count_flops(model.inner, (torch.empty(3, 8), depth)).rows[0].calls == depth
 
 
 @pytest.mark.parametrize(
@@ -468,6 +475,13 @@ class TestCustomOps:
             count = count_flops(model, torch.empty(3, 8), backend=backend, custom_ops={nn.Linear: rule})
             assert count.macs == 3 * 8 * 4 + 3 * 4 * 4 + 3 * 4 * 2
         assert count_flops(model[1], torch.empty(3, 4), custom_ops={nn.Linear: lambda m, i, o: None}).macs == 0
+
+    def test_fractions_of_operations_are_kept(self):
+        def rule(module, inputs, output):
+            module.total_ops += torch.DoubleTensor([2.25])
+
+        count = count_flops(nn.Linear(8, 4), torch.empty(3, 8), custom_ops={nn.Linear: rule})
+        assert (count.macs, count.flops) == (2.25, 4.5)
 
     @pytest.mark.parametrize("backend", ["torch", "thop"])
     def test_for_a_module_that_the_model_does_not_have(self, backend):

@@ -227,6 +227,19 @@ def test_skips_with_good_steps_between_do_not_stop(lab):
     assert callback._states[0].counts.skipped == 10
 
 
+def test_layers_are_those_of_the_skips_also_where_the_host_learns_of_them_later(lab):
+    """The counts are read every third step; the step at which they are is a good one."""
+
+    class FiveBad(Net):
+        def on_after_backward(self):
+            if self.trainer.fit_loop.batch_idx < 5:
+                self.net[4].weight.grad[0, 0] = math.inf
+
+    chosen, callback = SETTINGS["bf16 fused"], GradientClipping(on_nonfinite="skip", max_consecutive_skips=3)
+    with pytest.raises(Exception, match=r"1 of 6 gradients are not finite at global step .*: net.4.weight\."):
+        lab.fit([callback], chosen, module=FiveBad(**chosen.net), probe=False)
+
+
 def test_a_loss_that_is_nan_is_named(lab):
     with pytest.raises(RuntimeError, match=r'on_nonfinite="raise".*6 of 6 gradients are not finite at global step 3'):
         lab.fit([GradientClipping(on_nonfinite="raise")], module=_Poisons(), probe=False)

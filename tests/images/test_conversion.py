@@ -106,6 +106,7 @@ def test_a_transparent_palette_keeps_its_alpha():
         (torch.rand(4, 6), ValueError, r"Images in a tensor must have the shape \(C, H, W\)"),
         (torch.rand(3, 0, 4), ValueError, "An image must have at least one pixel"),
         (torch.rand(3, 4, 4) * 255, ValueError, r"to 2\d.*: divide by 255"),
+        (torch.linspace(-1, 1, 48).view(3, 4, 4), ValueError, r"got -1 to 1: denormalize"),
         (torch.randn(3, 9, 9), ValueError, r"in \[0, 1\], got -.* denormalize\(images, mean, std\)"),
         (torch.full((3, 4, 4), torch.nan), ValueError, r"in \[0, 1\], got nan"),
         (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"got int64: convert them with \.to\(torch\.uint8\)"),

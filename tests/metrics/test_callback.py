@@ -17,6 +17,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics import MetricsError
+from lightning_tricks.metrics.core.history import _class_table
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 
 # Lightning's advice to validate on one process, which is what exact evaluation makes needless
@@ -600,6 +601,12 @@ def test_the_summary_shows_stages_classes_and_the_best(capsys):
     assert "digit 7" in printed
     header = next(line for line in printed.splitlines() if "metric" in line and "best" in line)
     assert header.index("train") < header.index("val")
+
+
+def test_the_table_of_classes_says_how_many_more_there_are():
+    rows = {f"class {number}": {"f1": 0.5} for number in range(53)}
+    table = _class_table("val", rows)
+    assert (table.row_count, table.caption) == (50, "3 more classes")
 
 
 class _Returns(Net):

@@ -268,6 +268,7 @@ def test_a_preset_alone_is_a_metric_collection_of_torchmetrics():
         ({"task": "multiklass"}, "Did you mean 'multiclass'"),
         ({"task": "multiclass"}, "num_classes"),
         ({"task": "multiclass", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
+        ({"task": "segmentation", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
         ({"task": "multiclass", "num_classes": 3, "top_k": 4}, "top_k must be at most num_classes"),
         ({"task": "regression", "num_classes": 3}, "num_outputs"),
         ({"task": "regression", "num_outputs": 0}, "num_outputs must be a whole number >= 1, got 0"),

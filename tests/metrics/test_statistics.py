@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
+from lightning_tricks import MetricSuite
 from lightning_tricks.metrics import MeanLoss
 from lightning_tricks.metrics.core.confusion_counts import (
     binary_cells,
@@ -18,6 +19,7 @@ from lightning_tricks.metrics.core.confusion_counts import (
     zero_counts,
 )
 from lightning_tricks.metrics.core.groups.shared_state import merge_state
+from lightning_tricks.metrics.core.metric_modules import MulticlassAUROC
 from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.score_curves import (
     average_precision,
@@ -85,6 +87,16 @@ def test_areas_are_scikit_learns_also_with_ties(seed, positives, negatives, digi
     assert roc_auc(torch.tensor(p), torch.tensor(n)).item() == pytest.approx(sk.roc_auc_score(target, scores))
     ap = average_precision(torch.tensor(p), torch.tensor(n)).item()
     assert ap == pytest.approx(sk.average_precision_score(target, scores))
+
+
+def test_areas_of_classes_are_weighed_by_their_samples():
+    generator = np.random.default_rng(0)
+    target, scores = generator.choice(4, 60, p=[0.5, 0.3, 0.2, 0]), generator.dirichlet(np.ones(4), 60)
+    suite = MetricSuite({"auroc": MulticlassAUROC(num_classes=4, average="weighted")})
+    suite.update(preds=torch.tensor(scores), target=torch.tensor(target))
+    areas = [sk.roc_auc_score(target == label, scores[:, label]) for label in range(3)]
+    expected = np.average(areas, weights=np.bincount(target)[:3])  # the class without samples has no area
+    assert suite.compute()["auroc"].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_areas_without_one_of_the_classes_are_nan():

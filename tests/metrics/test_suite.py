@@ -382,6 +382,7 @@ def test_an_own_update_shares_no_state():
     suite = fed(MetricSuite({"mine": Mine(4), "f1": tm.MulticlassF1Score(4)}), preds=SCORES, target=TARGET)
     kinds = {next(iter(group.members)): type(group) for group in suite._groups}
     assert kinds == {"mine": SharedStateGroup, "f1": ConfusionMatrixGroup}
+    assert not any(group.members["mine"].validate_args for group in suite._groups if "mine" in group.members)
     shifted = alone(tm.MulticlassF1Score(4), SCORES, (TARGET + 1) % 4)
     assert suite.compute()["mine"].item() == pytest.approx(shifted.item())
 

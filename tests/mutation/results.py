@@ -18,7 +18,8 @@ _HOW = (
 def verdicts_in(path: Path) -> dict[str, str]:
     """What was said of each survivor."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return dict(line.removeprefix("- ").rsplit(": ", 1) for line in lines if line.startswith("- `"))
+    found = (line.removeprefix("- ").partition("`: ") for line in lines if line.startswith("- `"))
+    return {f"{key}`": verdict for key, _, verdict in found}
 
 
 def report(mutants: Iterable[Mutant], found: Mapping[str, bool], verdicts: Mapping[str, str]) -> str:

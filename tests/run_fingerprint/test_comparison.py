@@ -117,6 +117,9 @@ def test_runs_of_which_not_every_step_was_recorded():
     assert (divergence.step, divergence.last_equal_step) == (6, 3)
     assert "They diverged after step 3: every_n_train_steps=1 records the steps in between." in str(divergence)
     assert compare(every, record(range(1, 12, 3), every_n_train_steps=3)).equal_batches == 4
+    third, changed = (record(range(0, 12, 3), changed=at, every_n_train_steps=3) for at in ((), {(0, columns[0])}))
+    divergence = compare(third, changed).divergence
+    assert (divergence.step, divergence.last_equal_step) == (0, None), "no step lies between the start and the first"
 
 
 def test_epochs_of_other_lengths_diverge_where_the_numbers_do():
@@ -167,6 +170,7 @@ def test_what_cannot_be_compared_is_refused():
     for run_a, run_b, words in (
         (record(), record(detail="step"), "A has detail='layer' and B has detail='step'"),
         (record(), record(world_size=2) * 2, "A has world_size=1 and B has world_size=2"),
+        (record(world_size=2) * 2, record(), "A has world_size=2 and B has world_size=1"),
         (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B has steps 7 to 8"),
         (record(), record(range(0)), "B has none"),
     ):

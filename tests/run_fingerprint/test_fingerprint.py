@@ -112,6 +112,14 @@ def test_equal_values_are_equal_however_they_lie_in_memory():
     assert number(z.conj().imag) == number(z.conj().imag.clone())  # a view whose sign is to be turned
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+def test_a_long_part_of_a_tensor_counts_the_same_wherever_it_starts(dtype):
+    values = torch.arange(8 * ROW + 8).remainder(251).to(dtype)
+    for start in (1, 2, 4, 8):
+        part = values[start : start + 8 * ROW + 8 - 8]
+        assert number(part) == number(part.clone())
+
+
 def test_shapes_dtypes_names_and_signs_of_zero_count():
     x = torch.zeros(4, 6)
     distinct = [x, x.view(6, 4), x.double(), -x, {"a": x}, {"b": x}, [x], [x, torch.zeros(0)], torch.zeros(0), [], {}]

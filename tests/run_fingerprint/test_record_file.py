@@ -1,5 +1,7 @@
 """The file: what was written is read, a cut is survived, and what is no fingerprint is refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -98,7 +100,15 @@ def test_a_record_with_another_header_is_not_resumed(tmp_path):
 
 def test_other_files_are_refused_with_an_error(tmp_path):
     path = tmp_path / "run.jsonl"
-    for content in (b"", b"\n", b"[1, 2]\n", b'{"format": "x"}\n', b"\xff\xfe\x00", b"torch"):
+    for content in (
+        b"",
+        b"\n",
+        b"[1, 2]\n",
+        b'{"format": "x"}\n',
+        b'{"format": "x", "version": 1}\n',
+        b"\xff\xfe\x00",
+        b"torch",
+    ):
         path.write_bytes(content)
         with pytest.raises(FingerprintRecordError, match=r"run.jsonl is not a file of RunFingerprint"):
             read_record(path)
@@ -109,6 +119,15 @@ def test_other_files_are_refused_with_an_error(tmp_path):
         read_record(path)
     path.write_text(text.replace('"rows": "', '"rows": "?'))
     with pytest.raises(FingerprintRecordError, match="damaged in line 3"):
+        read_record(path)
+
+
+@pytest.mark.parametrize("column", [["losses"], ["forward", 3], ["forward", "net", "2"], ["forward", "net", True]])
+def test_columns_that_no_step_makes_are_damage(tmp_path, column):
+    path = tmp_path / "run.jsonl"
+    recorded(path, 10)
+    path.write_text(path.read_text().replace('["loss", "", 1]', json.dumps(column)))
+    with pytest.raises(FingerprintRecordError, match="damaged in line 2: a column is malformed"):
         read_record(path)
 
 
