@@ -10,13 +10,20 @@ parameters, which costs a fraction; the best checkpoint restores the best ensemb
 from validation data; the loss of an evaluation is that of the combined probabilities; members can be different,
 pretrained, weighted; `predict_uncertainty` separates noise in the data from uncertainty of the model.
 
+Which one: `Voting` first; `GradientBoosting` and `SoftGradientBoosting` where accuracy is all, as their uncertainty is
+that of one model; `SnapshotEnsemble` and `FastGeometric` for the price of little more than one model;
+`AdversarialTraining` against small perturbations; `Stacking` where members are of different kinds and one should learn
+whom to trust. `cross_validate` runs any LightningModule in folds.
+
 Caveats: each member sees the samples in its own order, so that a batch holds `n_estimators` times as many rows;
 `shared_order=True` trades that diversity for memory. Under fp16 one GradScaler serves all members.
 `Trainer(gradient_clip_val=...)` clips each member by itself, `GradientClipping` the ensemble as one model. A model that
 draws from Python's random module decides once for all members that run at once: `vectorize=False`.
 
-Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting); Breiman, Machine Learning 24, 1996 (bagging); Huang et al.,
-arXiv 1704.00109 (snapshots); torchensemble 0.2, whose classes these are named after.
+Sources: Lakshminarayanan et al., arXiv 1612.01474 (voting, adversarial training); Breiman, Machine Learning 24, 1996
+(bagging); Huang et al., arXiv 1704.00109 (snapshots); Garipov et al., arXiv 1802.10026 (fast geometric); Friedman,
+Annals of Statistics 29, 2001 (boosting); Feng et al., arXiv 2006.04059 (soft boosting); Frosst and Hinton, arXiv
+1711.09784 (trees); Wolpert, Neural Networks 5, 1992 (stacking); torchensemble 0.2, whose classes these are named after.
 """
 
 from typing import TYPE_CHECKING
