@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.ensembles.core.combination import at_least_single
-from lightning_tricks.ensembles.core.sampling import MemberLoader, tensors_in_memory
+from lightning_tricks.ensembles.core.sampling import MemberLoader
 
+_Data = tuple[tuple[Tensor, ...], Tensor | None]  # tensors, and the rows of a subset of them
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -34,6 +35,8 @@ class KeptScores:
         self._sums: Tensor | None = None  # (rows, ...)
         self._n_members = 0  # whose outputs are in the sums
         self._given: list[tuple[Tensor, int]] = []
+        self._data: _Data | None = None
+        self._versions: list[int] = []  # of its tensors
 
     @contextmanager
     def watch_batches(self, trainer: Trainer) -> Iterator[None]:
@@ -62,15 +65,23 @@ class KeptScores:
         loader = ensemble.trainer.train_dataloader
         if not isinstance(loader, MemberLoader) or not _consists_of(batch, given) or _has_batch_hooks(ensemble):
             return
-        data, rows = tensors_in_memory(loader.loader), loader.indices_of(batch_idx)[0]
+        data, rows = loader.data, loader.indices_of(batch_idx)[0]
         if data is None or len(rows) != len(batch[-1]):
             return
+        self._forget_unless_of(data)
         for index in range(self._n_members, ensemble.stage):
             outputs = _outputs_of_member(ensemble, index, *data, loader.batch_size)
             self._sums = outputs if self._sums is None else self._sums + outputs
             self._n_members += 1
         if self._sums is not None:
             self.of_batch = self._sums[rows.to(self._sums.device)]
+
+    def _forget_unless_of(self, data: _Data) -> None:
+        """Start anew where an epoch has other data than the one before, or its values were changed."""
+        versions = [tensor._version for tensor in data[0]]
+        if versions != self._versions or (data is not self._data and not _is_same(data, self._data)):
+            self._sums, self._n_members = None, 0
+        self._data, self._versions = data, versions
 
 
 @torch.no_grad()
@@ -87,6 +98,18 @@ def _outputs_of_member(
             outputs = member(*(precision.convert_input(value.to(ensemble.device)) for value in inputs))
         parts.append(at_least_single(outputs))
     return torch.cat(parts)
+
+
+def _is_same(data: _Data, other: _Data | None) -> bool:
+    """Whether two epochs have the same tensors in memory, and the same rows of them."""
+    if (
+        other is None
+        or len(data[0]) != len(other[0])
+        or any(a is not b for a, b in zip(data[0], other[0], strict=True))
+    ):
+        return False
+    rows, known = data[1], other[1]
+    return rows is known if rows is None or known is None else torch.equal(rows, known)
 
 
 def _consists_of(batch: Any, given: list[tuple[Tensor, int]]) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_tricks import (
     AutoResume,
@@ -218,6 +218,31 @@ def test_batches_that_a_datamodule_changes_have_scores_of_their_own(hook):
         Trainer(**QUIET, max_epochs=4).fit(ensemble, Data(source))
         trained.append(values(ensemble))
     same(*trained, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["other data", "other rows", "other values"])
+def test_an_epoch_with_other_data_has_scores_of_its_own(change):
+    def trained(in_memory):
+        x, y = (tensor.clone() for tensor in digits()[0].tensors)
+
+        class Data(LightningDataModule):
+            epoch = -1
+
+            def train_dataloader(self):
+                self.epoch += 1
+                if change == "other values":
+                    x.mul_(0.9)
+                rows = torch.arange(64) + 16 * self.epoch
+                data = TensorDataset(x, y)
+                data = Subset(data, rows.tolist()) if change == "other rows" else data
+                data = TensorDataset(x[rows], y[rows]) if change == "other data" else data
+                return DataLoader(data if in_memory else list(data), 16)
+
+        ensemble = GradientBoostingClassifier(MLP, 2, optimizer=SGD, seed=0)
+        Trainer(**QUIET, max_epochs=6, limit_train_batches=4, reload_dataloaders_every_n_epochs=1).fit(ensemble, Data())
+        return values(ensemble)
+
+    same(trained(True), trained(False), atol=1e-5, rtol=1e-4)
 
 
 def test_scores_are_kept_beside_auto_resume(tmp_path):

@@ -120,6 +120,7 @@ class MemberLoader:
         self.worker_init_fn = loader.worker_init_fn  # which Lightning may set
         self._batch_loader: DataLoader[Any] | None = None
         self._indices: Tensor | None = None  # those of the epoch
+        self.data: tuple[tuple[Tensor, ...], Tensor | None] | None = None  # `tensors_in_memory` in this epoch
         self.given = 0  # batches of the epoch in which the last iteration started
         self._epoch = -1  # that epoch
         self._resume_position = {"epoch": -1, "batches": 0}
@@ -143,8 +144,8 @@ class MemberLoader:
         resumed, self._resume_position = self._resume_position, {"epoch": -1, "batches": 0}
         self._epoch = self.sampler.epoch
         self.given = resumed["batches"] if resumed["epoch"] == self._epoch else 0
-        tensors = tensors_in_memory(self.loader)
-        for batch in self._load_batches() if tensors is None else self._index_batches(*tensors):
+        self.data = tensors_in_memory(self.loader)
+        for batch in self._load_batches() if self.data is None else self._index_batches(*self.data):
             self.given += 1
             yield batch
 
