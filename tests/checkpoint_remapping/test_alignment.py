@@ -192,12 +192,16 @@ def _two_norms(path, names):
     return {name: shapes[name] for part in names for name in shapes if name.startswith(f"{path}.{part}.")}
 
 
-_NUMBERED, _FROM_ONE = ("conv1", "bn1", "conv2", "bn2"), ("conv", "norm", "conv2", "norm2")
+_NUMBERED, _FIRST_WITHOUT = ("conv1", "bn1", "conv2", "bn2"), ("conv", "norm", "conv2", "norm2")
 
 
 @pytest.mark.parametrize(
     ("one", "other", "fits"),
-    [(_NUMBERED, _FROM_ONE, False), (_FROM_ONE, _NUMBERED, False), (_NUMBERED, ("c1", "n1", "c2", "n2"), True)],
+    [
+        (_NUMBERED, _FIRST_WITHOUT, False),
+        (_FIRST_WITHOUT, _NUMBERED, False),
+        (_NUMBERED, ("c1", "n1", "c2", "n2"), True),
+    ],
 )
 def test_norms_are_told_apart_by_numbers_that_both_have(one, other, fits):
     file, net = _zeros(_two_norms("m", one)), _zeros(_two_norms("n", other))
@@ -286,7 +290,7 @@ def test_a_word_and_a_number_have_no_order(one, other):
     assert not are_numbered_in_order(layers)
 
 
-def _pre_activated(*names):
+def _square_block(*names):
     """Square convolutions and norms of one block."""
     tensors = {"weight": (4,), "bias": (4,), "running_mean": (4,), "running_var": (4,)}
     shapes = {}
@@ -308,7 +312,7 @@ def _pre_activated(*names):
     ],
 )
 def test_norms_follow_their_convolutions_or_have_their_numbers(names, ordered, expected):
-    layers = _pre_activated(*names)
+    layers = _square_block(*names)
     found, _ = NeighborMatching((layers, layers), (ordered, ordered)).norms
     assert {convolution.name: norm.name for convolution, norm in found.items()} == expected
 
