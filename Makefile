@@ -65,6 +65,7 @@ fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, a
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.fuzz --minutes 5
 
 sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,300 models, and list what is wrong
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.pairs
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.sweep --result tests/checkpoint_remapping/sweep_result.md
 
 mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds

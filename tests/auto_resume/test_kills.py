@@ -211,7 +211,6 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert run(tmp_path, {}) == 0
 
 
-@pytest.mark.oldest
 def test_signals_to_the_whole_process_group(folders):
     """Ctrl-C, or a scheduler, reaches DataLoader workers as well: the step is finished with them."""
     killed, whole = folders
