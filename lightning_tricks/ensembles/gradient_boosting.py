@@ -140,6 +140,10 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         super().teardown(stage)
         _KEPT_SCORES.pop(self, None)
 
+    def on_stage_start(self) -> None:
+        """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
+        set_count(self, "kept_number", "_n_kept", 0)
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Evaluate the combined prediction; the first loader's loss is that of early stopping."""
         results = super().validation_step(batch, batch_idx, dataloader_idx)

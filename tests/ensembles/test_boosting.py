@@ -327,6 +327,16 @@ def test_early_stopping_keeps_the_best_stage(amounts, rounds, trained, kept, tmp
     assert ensemble.n_members == kept, "a second fit begins anew"
 
 
+def test_a_run_that_may_not_stop_yet_goes_on():
+    ensemble = GradientBoostingRegressor(
+        _constants(0.5, 5.0, -4.9, 0.3, 0.1), optimizer=("SGD", {"lr": 0.0}), early_stopping_rounds=1, seed=0
+    )
+    trainer = fit(ensemble, _ones(), _ones(), max_epochs=5, min_epochs=4)
+    assert (trainer.current_epoch, ensemble.n_members) == (4, 4), "the members that were trained since predict, too"
+    sums = torch.tensor([0.5, 5.0, -4.9, 0.3]).cumsum(0)
+    torch.testing.assert_close(ensemble.stage_losses[:4], (1 - sums).square())
+
+
 @pytest.mark.trap("ensembles: GB's validation is the mean of batch means")
 @pytest.mark.parametrize("interval", [1.0, 0.5])
 def test_the_loss_of_a_stage_is_that_of_all_samples_at_its_end(interval):
