@@ -57,9 +57,8 @@ def cross_validate(
     """Train a new module in each fold, and validate and predict the rows that the fold holds out.
 
     Nothing looks at the held-out rows before the fold's fit has ended: no validation runs while it trains, so that
-    callbacks have none to monitor. A fold draws
-    its random numbers from a seed of its own, so that the result does not depend on the folds before it, and the global
-    random state is as before.
+    callbacks have none to monitor. A fold draws its random numbers from a seed of its own, so that the result does not
+    depend on the folds before it, and the global random state is as before.
 
     Args:
         make_module: Makes a new LightningModule; a class without arguments, for example. Its validation, if it has one,

@@ -125,6 +125,17 @@ def test_real_fp16(family):
     assert accuracy(ensemble.predict(x), y) > 0.7
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_on_a_gpu(family, precision):
+    ensemble = made(family, optimizer=("Adam", {"lr": 1e-2}))
+    epochs = {"FastGeometric": 4}.get(family, 10)
+    fit(ensemble, some(count=640, batch_size=32), max_epochs=epochs, accelerator="gpu", precision=precision)
+    x, y = digits()[1].tensors
+    assert accuracy(ensemble.predict(x), y) > 0.7
+
+
 class _Agree(Callback):
     """Compares the weights of the ranks after each epoch."""
 
