@@ -58,6 +58,11 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
+def check_optional_count(name: str, value: object, minimum: int = 1) -> int | None:
+    """Return None, or `value` if it is a whole number >= `minimum`, or raise an error."""
+    return None if value is None else check_count(name, value, minimum)
+
+
 def check_choice(name: str, value: object, known: Iterable[str]) -> str:
     """Return `value`, or raise a ValueError with the most similar choice if it is not one of `known`."""
     known = list(known)

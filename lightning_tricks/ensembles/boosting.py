@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
 from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice, refuse_variance
 
 
 class BoostedMembers(Ensemble):
@@ -45,7 +45,7 @@ class BoostedMembers(Ensemble):
             vectorize=vectorize,
             seed=seed,
         )
-        _check_criterion(self.criterion)
+        refuse_variance(self.criterion, "a sum of members")
 
     @property
     def uses_member_steps(self) -> bool:
@@ -79,12 +79,5 @@ class BoostedMembers(Ensemble):
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, whose negative gradient the members are fitted to."""
-        _check_criterion(criterion)
+        refuse_variance(criterion, "a sum of members")
         super().set_criterion(criterion)
-
-
-def _check_criterion(criterion: Any) -> None:
-    if isinstance(criterion, nn.GaussianNLLLoss):
-        raise ValueError(
-            "criterion=GaussianNLLLoss() needs a variance, which a sum of members does not give: use VotingRegressor."
-        )

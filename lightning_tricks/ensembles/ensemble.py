@@ -18,7 +18,7 @@ from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.checks import check_count, check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
 from lightning_tricks.ensembles import lightning_members, optimizers
@@ -103,7 +103,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         if estimator is None:
             raise ValueError("estimator must be given, as it is not saved: load_from_checkpoint(path, estimator=Net).")
         self.n_estimators = check_count("n_estimators", n_estimators)
-        self.n_outputs = None if n_outputs is None else check_count("n_outputs", n_outputs)
+        self.n_outputs = check_optional_count("n_outputs", n_outputs)
         if vectorize not in (True, False, "auto"):
             raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
         self.vectorize = vectorize

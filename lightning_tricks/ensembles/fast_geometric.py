@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.checks import check_choice, check_count, check_number, check_optional_count
 from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.captured import CapturedMembers
@@ -89,7 +89,7 @@ class FastGeometricMembers(CapturedMembers):
         seed: int | None = None,
     ) -> None:
         self.cycle = check_count("cycle", cycle)
-        self.base_epochs = None if base_epochs is None else check_count("base_epochs", base_epochs, minimum=0)
+        self.base_epochs = check_optional_count("base_epochs", base_epochs, minimum=0)
         self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
         self.lr_2 = None if lr_2 is None else check_number("lr_2", lr_2, above=0)
         super().__init__(

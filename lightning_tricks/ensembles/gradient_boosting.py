@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_count
+from lightning_tricks._shared.checks import check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.boosting import BoostedMembers
@@ -58,8 +58,8 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         n_outputs: int | None = None,
         seed: int | None = None,
     ) -> None:
-        self.epochs_per_estimator = _check_optional_count("epochs_per_estimator", epochs_per_estimator)
-        self.early_stopping_rounds = _check_optional_count("early_stopping_rounds", early_stopping_rounds)
+        self.epochs_per_estimator = check_optional_count("epochs_per_estimator", epochs_per_estimator)
+        self.early_stopping_rounds = check_optional_count("early_stopping_rounds", early_stopping_rounds)
         self._stage_loss = MeanLoss()
         super().__init__(
             estimator,
@@ -131,14 +131,10 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         super().setup(stage)
         if stage == "fit":
             _KEPT_SCORES[self] = kept = KeptScores()
+            self._installed.callback(_KEPT_SCORES.pop, self, None)
             self._installed.enter_context(kept.watch_batches(self.trainer))
             self.stage_losses.fill_(math.inf)
             set_count(self, "kept_number", "_n_kept", 0)
-
-    def teardown(self, stage: str) -> None:
-        """Close what `setup` has installed, and forget the kept scores."""
-        super().teardown(stage)
-        _KEPT_SCORES.pop(self, None)
 
     def on_stage_start(self) -> None:
         """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
@@ -191,10 +187,6 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
                 f"{name} needs a validation at the end of each stage, so after every {length} epochs, and "
                 f"check_val_every_n_epoch={every}."
             )
-
-
-def _check_optional_count(name: str, value: Any) -> int | None:
-    return None if value is None else check_count(name, value)
 
 
 class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):

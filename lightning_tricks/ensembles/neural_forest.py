@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks._lightning_compat.loaders import request_train_loaders
-from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative
+from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.factory import build_members
 from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
-from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty
+from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty, tree_sizes
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.ensembles.training_data import unpack
@@ -44,7 +44,7 @@ class ForestMembers(IndependentMembers):
     ) -> None:
         self.depth = check_count("depth", depth)
         self.lamda = check_not_negative("lamda", lamda)
-        self.n_inputs = None if n_inputs is None else check_count("n_inputs", n_inputs)
+        self.n_inputs = check_optional_count("n_inputs", n_inputs)
         super().__init__(
             SoftDecisionTree,
             n_estimators,
@@ -128,11 +128,8 @@ class ForestMembers(IndependentMembers):
     @classmethod
     def estimator_of_torchensemble(cls, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Return the tree with such weights in a file, of which they tell all sizes."""
-        inner, leaves = (weights.get(f"estimators_.0.{name}.weight") for name in ("inner_nodes.0", "leaf_nodes"))
-        if inner is None or leaves is None:
-            return None
-        depth = leaves.shape[1].bit_length() - 1
-        return SoftDecisionTree, {"n_inputs": inner.shape[1] - 1, "n_outputs": leaves.shape[0], "depth": depth}
+        sizes = tree_sizes(weights, "estimators_.0.")
+        return None if sizes is None else (SoftDecisionTree, sizes)
 
     @property
     def has_size(self) -> bool:
@@ -162,10 +159,9 @@ class ForestMembers(IndependentMembers):
 
 def _take_size(forest: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Give a forest whose size is not known that of the trees in a state dict."""
-    tree = f"{prefix}estimators_.0."
-    inner, leaves = (state.get(f"{tree}{name}.weight") for name in ("inner_nodes.0", "leaf_nodes"))
-    if not forest.has_size and inner is not None and leaves is not None:
-        forest.set_size(inner.shape[1] - 1, leaves.shape[0])
+    sizes = tree_sizes(state, f"{prefix}estimators_.0.")
+    if not forest.has_size and sizes is not None:
+        forest.set_size(sizes["n_inputs"], sizes["n_outputs"])
 
 
 class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):

@@ -65,6 +65,18 @@ def parse_criterion(choice: Any) -> Any:
     raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
 
 
+def refuse_variance(criterion: Any, predictor: str) -> None:
+    """Refuse a loss that takes a variance beside scores and targets, for a predictor that gives none.
+
+    Raises:
+        ValueError: If it is such a one.
+    """
+    if isinstance(criterion, nn.GaussianNLLLoss):
+        raise ValueError(
+            f"criterion=GaussianNLLLoss() needs a variance, which {predictor} does not give: use VotingRegressor."
+        )
+
+
 def criterion_to_plain(criterion: Any) -> Any:
     """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
     kind = type(criterion)

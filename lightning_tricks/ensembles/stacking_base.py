@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_tricks._lightning_compat.loaders import changing_train_loader
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.combination import Criterion
@@ -25,7 +25,7 @@ from lightning_tricks.ensembles.core.linear_final import is_of_sklearn
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.seeds import HELD_OUT, purpose_seed
 from lightning_tricks.ensembles.meta_learner import MetaLearner
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice, refuse_variance
 from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, stage_of_epoch
 from lightning_tricks.ensembles.staged import StagedEnsemble
 from lightning_tricks.ensembles.training_data import unpack
@@ -70,7 +70,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         self.cv = check_cv(cv)
         self.passthrough = bool(passthrough)
         self.stack_method = check_choice("stack_method", stack_method, self._methods)
-        self.epochs_per_fold = None if epochs_per_fold is None else check_count("epochs_per_fold", epochs_per_fold)
+        self.epochs_per_fold = check_optional_count("epochs_per_fold", epochs_per_fold)
         self._names, members = _split_names(estimators)
         self._stage_epochs: list[int] = []  # of the last fit
         self._n_folds = 0
@@ -86,7 +86,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
             shared_order=shared_order,
             seed=seed,
         )
-        _check_criterion(self.criterion)
+        refuse_variance(self.criterion, "a meta-learner")
         self.set_final_estimator(final_estimator)
         self._save_plain_choices(estimators, final_estimator)
 
@@ -139,7 +139,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble; not one that needs a variance."""
-        _check_criterion(criterion)
+        refuse_variance(criterion, "a meta-learner")
         super().set_criterion(criterion)
 
     # --- the stages
@@ -344,13 +344,6 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
         return made(members, **{"cv": "prefit", **options})
 
     why_not_torchensemble = "torchensemble has no stacking, save a checkpoint instead"
-
-
-def _check_criterion(criterion: Any) -> None:
-    if isinstance(criterion, nn.GaussianNLLLoss):
-        raise ValueError(
-            "criterion=GaussianNLLLoss() needs a variance, which a meta-learner does not give: use VotingRegressor."
-        )
 
 
 def _split_names(estimators: Any) -> tuple[list[str], Any]:

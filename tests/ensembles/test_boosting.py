@@ -19,6 +19,7 @@ from lightning_tricks import (
     SoftGradientBoostingClassifier,
     SoftGradientBoostingRegressor,
 )
+from lightning_tricks.ensembles import gradient_boosting
 from lightning_tricks.ensembles.core.boosting import exclusive_sums, negative_gradient
 from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, accuracy, digits, few, fit, values
@@ -250,6 +251,19 @@ def test_scores_are_kept_beside_auto_resume(tmp_path):
     watched, rows_watched = _trained(some().dataset, [AutoResume(tmp_path)])
     same(plain, watched, rtol=0, atol=0)
     assert rows_watched == rows
+
+
+def test_a_fit_that_raises_keeps_no_scores():
+    class Breaks(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            assert pl_module in gradient_boosting._KEPT_SCORES
+            if trainer.current_epoch == 2:
+                raise RuntimeError("broken off")
+
+    ensemble = GradientBoostingClassifier(MLP, 2, seed=0)
+    with pytest.raises(RuntimeError, match="broken off"):
+        fit(ensemble, some(), max_epochs=4, callbacks=[Breaks()])
+    assert ensemble not in gradient_boosting._KEPT_SCORES
 
 
 @pytest.mark.trap("ensembles: GB backpropagates through frozen learners and lets their BatchNorm statistics drift")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,24 @@ class SoftDecisionTree(nn.Module):
             paths = _next_paths(paths, _gates_of_level(gates, level))
         outputs: Tensor = self.leaf_nodes(paths)
         return outputs
+
+
+def tree_sizes(weights: Mapping[str, Any], prefix: str = "") -> dict[str, int] | None:
+    """Return the arguments of the `SoftDecisionTree` whose weights a state dict has, or None if it has none.
+
+    Args:
+        weights: Tensors by name.
+        prefix: What stands in front of the names of the tree.
+
+    Example:
+        >>> tree_sizes(SoftDecisionTree(4, 3, depth=2).state_dict())
+        {'n_inputs': 4, 'n_outputs': 3, 'depth': 2}
+    """
+    inner, leaves = (weights.get(f"{prefix}{name}.weight") for name in ("inner_nodes.0", "leaf_nodes"))
+    if inner is None or leaves is None:
+        return None
+    depth = leaves.shape[1].bit_length() - 1
+    return {"n_inputs": inner.shape[1] - 1, "n_outputs": leaves.shape[0], "depth": depth}
 
 
 def balance_penalty(gates: Tensor, lamda: float) -> Tensor:
