@@ -1,0 +1,79 @@
+"""Fine-tune a pretrained model: freeze and unfreeze on a schedule, LoRA, adapters, prefixes, small checkpoints.
+
+When to use it: a model has pretrained weights, and only a part of it shall be trained, a part at a time, or few new
+parameters beside the frozen ones.
+
+Unlike Lightning's `BaseFinetuning`, a resumed run has the frozen parameters and learning rates of an uninterrupted
+one, frozen normalisation keeps its statistics, and ranks stay equal. Unlike peft's, the LoRA of this package is a
+property of the weight itself, so that no fused layer and no function that reads the weight can ignore it; names and
+bits of the base's weights stay as they are.
+
+Caveats: what is injected stays in the module after the fit (`merge` folds LoRA into the weights). A parameter that a
+schedule names has to be in an optimizer from the start.
+
+Sources: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018); Hu et al., "LoRA:
+Low-Rank Adaptation of Large Language Models" (2021); Houlsby et al., "Parameter-Efficient Transfer Learning for NLP"
+(2019); Li and Liang, "Prefix-Tuning" (2021); the peft library.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_tricks._shared.unused_parameters import parameters_without_gradient as parameters_without_gradient
+    from lightning_tricks.finetuning.adapters import Adapters as Adapters
+    from lightning_tricks.finetuning.core.adapter_files import load_adapter as load_adapter
+    from lightning_tricks.finetuning.core.adapter_files import save_adapter as save_adapter
+    from lightning_tricks.finetuning.core.bottleneck_adapters import add_adapters as add_adapters
+    from lightning_tricks.finetuning.core.freezing import freeze_ as freeze_
+    from lightning_tricks.finetuning.core.freezing import trainable_summary as trainable_summary
+    from lightning_tricks.finetuning.core.freezing import unfreeze_ as unfreeze_
+    from lightning_tricks.finetuning.core.lora_injection import add_lora as add_lora
+    from lightning_tricks.finetuning.core.lora_injection import merge as merge
+    from lightning_tricks.finetuning.core.prefixes import add_prefixes as add_prefixes
+    from lightning_tricks.finetuning.core.trainable_weights import load_trainable as load_trainable
+    from lightning_tricks.finetuning.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
+    from lightning_tricks.finetuning.lora import LoRA as LoRA
+    from lightning_tricks.finetuning.peft_adapters import PeftAdapters as PeftAdapters
+    from lightning_tricks.finetuning.prefix_tuning import PrefixTuning as PrefixTuning
+    from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint as TrainableCheckpoint
+
+    __all__ = [
+        "Adapters",
+        "GradualUnfreezing",
+        "LoRA",
+        "PeftAdapters",
+        "PrefixTuning",
+        "TrainableCheckpoint",
+        "add_adapters",
+        "add_lora",
+        "add_prefixes",
+        "freeze_",
+        "load_adapter",
+        "load_trainable",
+        "merge",
+        "parameters_without_gradient",
+        "save_adapter",
+        "trainable_summary",
+        "unfreeze_",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "._shared.unused_parameters": ("parameters_without_gradient",),
+            "adapters": ("Adapters",),
+            "core.adapter_files": ("load_adapter", "save_adapter"),
+            "core.bottleneck_adapters": ("add_adapters",),
+            "core.freezing": ("freeze_", "trainable_summary", "unfreeze_"),
+            "core.lora_injection": ("add_lora", "merge"),
+            "core.prefixes": ("add_prefixes",),
+            "core.trainable_weights": ("load_trainable",),
+            "gradual_unfreezing": ("GradualUnfreezing",),
+            "lora": ("LoRA",),
+            "peft_adapters": ("PeftAdapters",),
+            "prefix_tuning": ("PrefixTuning",),
+            "trainable_checkpoint": ("TrainableCheckpoint",),
+        },
+    )

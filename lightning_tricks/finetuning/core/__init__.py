@@ -1,0 +1,1 @@
+"""The pure core of fine-tuning: freezing, LoRA, adapters, prefixes, and the weights that training changed."""
