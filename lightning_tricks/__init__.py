@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles import VotingRegressor as VotingRegressor
     from lightning_tricks.ensembles import cross_validate as cross_validate
+    from lightning_tricks.finetuning import Adapters as Adapters
+    from lightning_tricks.finetuning import GradualUnfreezing as GradualUnfreezing
+    from lightning_tricks.finetuning import LoRA as LoRA
+    from lightning_tricks.finetuning import PeftAdapters as PeftAdapters
+    from lightning_tricks.finetuning import PrefixTuning as PrefixTuning
+    from lightning_tricks.finetuning import TrainableCheckpoint as TrainableCheckpoint
     from lightning_tricks.flops import FlopsReport as FlopsReport
     from lightning_tricks.flops import count_flops as count_flops
     from lightning_tricks.gradient_clipping import AGC as AGC
@@ -72,6 +78,7 @@ if TYPE_CHECKING:
 
     __all__ = [
         "AGC",
+        "Adapters",
         "AdversarialTrainingClassifier",
         "AdversarialTrainingRegressor",
         "AutoResume",
@@ -87,14 +94,18 @@ if TYPE_CHECKING:
         "GradientBoostingClassifier",
         "GradientBoostingRegressor",
         "GradientClipping",
+        "GradualUnfreezing",
         "ImageLogger",
+        "LoRA",
         "MetricSuite",
         "MetricsMonitor",
         "ModelReport",
         "NeuralForestClassifier",
         "NeuralForestRegressor",
         "OptimizerSpec",
+        "PeftAdapters",
         "PercentileClip",
+        "PrefixTuning",
         "RunFingerprint",
         "ScheduleSpec",
         "SeedEverything",
@@ -104,6 +115,7 @@ if TYPE_CHECKING:
         "SoftGradientBoostingRegressor",
         "StackingClassifier",
         "StackingRegressor",
+        "TrainableCheckpoint",
         "Tricks",
         "TricksMixin",
         "VotingClassifier",
@@ -178,6 +190,14 @@ else:  # or a type checker would take any name for one of the package
                 "VotingClassifier",
                 "VotingRegressor",
                 "cross_validate",
+            ),
+            "finetuning": (
+                "Adapters",
+                "GradualUnfreezing",
+                "LoRA",
+                "PeftAdapters",
+                "PrefixTuning",
+                "TrainableCheckpoint",
             ),
             "flops": ("FlopsReport", "count_flops"),
             "gradient_clipping": (

@@ -47,6 +47,13 @@ class Tricks:
     checkpoint_remapping: str | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "CheckpointRemapping"}
     )
+    gradual_unfreezing: dict[str, Any] | None = field(default=None, metadata={"callback": "GradualUnfreezing"})
+    lora: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "LoRA"})
+    adapters: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Adapters"})
+    prefix_tuning: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PrefixTuning"})
+    trainable_checkpoint: bool | dict[str, Any] | None = field(
+        default=None, metadata={"callback": "TrainableCheckpoint"}
+    )
     flops: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "FlopsReport"})
     model_report: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ModelReport"})
     metrics: dict[str, Any] | bool | Metric | MetricCollection | None = field(
