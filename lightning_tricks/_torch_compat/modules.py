@@ -45,6 +45,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
         return module._modules
 
 
+def registered_tensor(module: Any, name: str) -> Any:
+    """Return the parameter or buffer that a module registers, also where its class computes another value for the name.
+
+    Returns:
+        The tensor; None if there is no such parameter or buffer. There is no guard: compiled code runs this.
+    """
+    value = module._parameters.get(name)
+    return module._buffers.get(name) if value is None else value
+
+
 def pruned_parameters(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
     from torch.nn.utils.prune import BasePruningMethod

@@ -1,0 +1,74 @@
+"""What the callbacks share that add parameters to a model before its optimizer is made."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.guards import overriding
+
+
+class AdaptationCallback(TrickCallback):
+    """The base of callbacks that add parameters to a module: after its layers are there, before its optimizer is.
+
+    The module keeps what was added when the fit is over. A module that has it already, from an earlier fit or from
+    pickle, is left as it is.
+
+    Attributes:
+        report: What was added to the module of the last run; None before the first.
+    """
+
+    report: Any = None
+
+    def __init__(self) -> None:
+        self.report = None
+        self._installed = ExitStack()  # between setup and teardown
+
+    def adapt(self, module: LightningModule) -> Any:
+        """Add the parameters to a module, unless it has them, and return a report.
+
+        Raises:
+            ValueError: If that is impossible; the module is not changed then.
+        """
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Add the parameters once the module's own `setup` and `configure_model` have made its layers."""
+        super().setup(trainer, pl_module, stage)
+        self._installed.close()
+        configure_model = pl_module.configure_model
+        adapts_first = isinstance(trainer.strategy, ModelParallelStrategy)  # there configure_model shards what it finds
+
+        def configure_and_adapt() -> None:
+            if adapts_first:
+                self._adapt(pl_module)
+            configure_model()
+            if not adapts_first:
+                self._adapt(pl_module)
+
+        self._installed.enter_context(overriding(pl_module, configure_model=configure_and_adapt))
+
+    def _adapt(self, pl_module: LightningModule) -> None:
+        self._installed.close()
+        try:
+            self.report = self.adapt(pl_module)
+        except ValueError as error:
+            raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
+        rank_zero_info(f"{type(self).__name__}: {self.report}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove what `setup` installed."""
+        self._installed.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove what `setup` installed."""
+        self._installed.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_installed": ExitStack()}

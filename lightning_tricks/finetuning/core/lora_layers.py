@@ -1,0 +1,181 @@
+"""What a layer does when a low-rank change is added to its weight.
+
+A weight that is read is always the changed one, whoever reads it: the layer's own forward pass, a fused layer such as
+that of `nn.TransformerEncoderLayer`, or a function that is given the weights of its submodules. Where the layer's own
+forward pass is that of a class known here, it adds a side branch instead, which costs less.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks._torch_compat.recurrent import base_state, use_registered_weights
+from lightning_tricks.finetuning.core.low_rank import LowRank
+
+CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_weight`
+
+
+class LoRA:
+    """A mixin for modules some of whose weights are changed: they are computed whenever they are read."""
+
+    _is_in_side_branch = False
+
+    def base_weight(self, name: str) -> Tensor:
+        """Return the weight without the change."""
+        value: Any = registered_tensor(self, name)
+        if value is None:
+            value = vars(self)[name] if name in vars(self) else getattr(super(), name)  # set by a hook, or computed
+        return value  # type: ignore[no-any-return]
+
+    def compute_weight(self, name: str) -> Tensor:
+        """Return the weight with the change."""
+        base = self.base_weight(name)
+        change: LowRank = getattr(self, CHANGE + name)
+        if change.training and change.dropout.p:
+            _warn_of_dropout(type(self).__name__)
+        return base + change.change(base.shape)
+
+
+class _SideBranch(LoRA):
+    """A layer whose own forward pass adds a side branch."""
+
+    lora_weight: LowRank
+    bias: Tensor | None
+
+
+class LinearLoRA(_SideBranch):
+    """`nn.Linear` with a side branch."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return `input @ weight.T + bias`."""
+        change = self.lora_weight
+        left, right = change.factors()
+        base = F.linear(input, self.base_weight("weight"), self.bias)
+        return _add_product(base, F.linear(change.dropout(input), right), left.t(), change.scaling)
+
+
+class TransposedLinearLoRA(_SideBranch):
+    """transformers' `Conv1D`, a linear layer with a weight (inputs, outputs), with a side branch."""
+
+    nf: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight + bias`."""
+        change = self.lora_weight
+        left, right = change.factors()
+        base = F.linear(x, self.base_weight("weight").t(), self.bias)
+        return _add_product(base, change.dropout(x) @ left, right, change.scaling)
+
+
+class EmbeddingLoRA(_SideBranch):
+    """`nn.Embedding` with a side branch."""
+
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return the rows of the weight."""
+        change = self.lora_weight
+        left, right = change.factors()
+        base = F.embedding(input, self.base_weight("weight"), self.padding_idx)
+        return _add_product(base, F.embedding(input, left, self.padding_idx), right, change.scaling)
+
+
+class ConvLoRA(_SideBranch):
+    """A convolution without groups, with a side branch."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return the convolution."""
+        change, weight = self.lora_weight, self.base_weight("weight")
+        left, right = change.factors()
+        convolve: Any = self._conv_forward  # type: ignore[attr-defined]
+        thin = convolve(change.dropout(input), right.view(-1, *weight.shape[1:]), None)
+        out = convolve(input, weight, self.bias)
+        ones = [1] * (weight.ndim - 2)
+        pointwise: Any = (F.conv1d, F.conv2d, F.conv3d)[len(ones) - 1]
+        return out + pointwise(thin, (change.scaling * left).view(*left.shape, *ones))  # type: ignore[no-any-return]
+
+
+class _ComputedOnce(LoRA):
+    """A layer that reads its weights several times in a forward pass."""
+
+    _computed: dict[str, Tensor] | None = None
+
+    def compute_weight(self, name: str) -> Tensor:
+        if self._computed is None:
+            return super().compute_weight(name)
+        if name not in self._computed:
+            self._computed[name] = super().compute_weight(name)
+        return self._computed[name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of the layer, with each weight computed once."""
+        self._computed = {}
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del self._computed
+
+
+class AttentionLoRA(_ComputedOnce):
+    """`nn.MultiheadAttention` with changed weights."""
+
+
+class RecurrentLoRA(_ComputedOnce):
+    """An RNN, LSTM or GRU with changed weights."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, which puts the changed weights into the list that torch's kernels are given."""
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            use_registered_weights(self)  # the list would keep the graph of this pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return base_state(self)
+
+
+def kind_for(module: nn.Module) -> type[LoRA]:
+    """Return the mixin for a module: a side branch where its forward pass is known, computed weights elsewhere."""
+    forward = type(module).forward
+    if isinstance(module, nn.RNNBase):
+        return RecurrentLoRA
+    if isinstance(module, nn.MultiheadAttention):
+        return AttentionLoRA
+    if registered_tensor(module, "weight") is None:  # weight_norm, pruning
+        return LoRA
+    if forward is nn.Linear.forward:
+        return LinearLoRA
+    if forward is nn.Embedding.forward:
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return EmbeddingLoRA if plain else LoRA
+    if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        return ConvLoRA if module.groups == 1 else LoRA
+    conv1d = transposed_linear()
+    return TransposedLinearLoRA if conv1d is not None and forward is conv1d.forward else LoRA
+
+
+def transposed_linear() -> Any:
+    """Return transformers' `Conv1D`; None if transformers is not loaded, as then no model has one."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def _add_product(base: Tensor, thin: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """Return `base + scaling * thin @ right`, in one kernel."""
+    if thin.dtype != base.dtype:  # autocast looks up the rows of an embedding in fp32
+        return base + scaling * (thin @ right)
+    flat = base.reshape(-1, base.shape[-1]).addmm(thin.reshape(-1, thin.shape[-1]), right, alpha=scaling)
+    return flat.view(base.shape)
+
+
+def _warn_of_dropout(kind: str) -> None:
+    warnings.warn(
+        f"LoRA(dropout=...): the weight of a {kind} is read by another module or function, whose input the dropout of "
+        "LoRA does not reach: there is none in this layer.",
+        stacklevel=4,
+    )

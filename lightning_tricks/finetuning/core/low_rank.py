@@ -1,0 +1,90 @@
+"""`LowRank`: the trained part of LoRA, a product of two thin matrices that is added to a frozen weight."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.added_parameters import AddedParameters
+
+
+class LowRank(AddedParameters):
+    """The change of one weight: `scaling * B @ A`, in the shape of the weight.
+
+    Args:
+        weight: The weight that is changed, of at least two dimensions; only its shape, dtype and device count.
+        rank: The rank of the change.
+        alpha: The scale, which is divided by the rank, or by its square root.
+        dropout: The probability with which an input of a side branch is set to zero in training.
+        use_rslora: Whether to divide by the square root of the rank (Kalajdzievski, 2023).
+        is_transposed: Whether the weight's first dimension is that of the inputs, as in `nn.Embedding`.
+        is_lookup: Whether the inputs are indices: then A is zero at the start, and B is not.
+        generator: Draws the initial values.
+
+    Attributes:
+        A: Parameter (rank, inputs), uniform at the start as in `nn.Linear`.
+        B: Parameter (outputs, rank), zero at the start.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        *,
+        use_rslora: bool = False,
+        is_transposed: bool = False,
+        is_lookup: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
+        self.scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
+        self.is_transposed, self.is_lookup = is_transposed, is_lookup
+        first, rest = weight.shape[0], weight.shape[1:].numel()
+        outputs, inputs = (rest, first) if is_transposed else (first, rest)
+        self.A = nn.Parameter(weight.new_empty(rank, inputs))
+        self.B = nn.Parameter(weight.new_empty(outputs, rank))
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the initial values, with which the change is zero."""
+        with torch.no_grad():
+            if self.is_lookup:
+                self.A.zero_()
+                _fill(self.B, "normal_", generator)
+            else:
+                _fill(self.A, "uniform_", generator)
+                self.B.zero_()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return matrices (first, rank) and (rank, rest), whose product is the change of the weight before scaling."""
+        return (self.A.t(), self.B.t()) if self.is_transposed else (self.B, self.A)
+
+    def change(self, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what is added to a weight of this shape, computed in a dtype; None for that of the matrices."""
+        left, right = self.factors()
+        return (self.scaling * left.to(dtype) @ right.to(dtype)).view(shape)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for the print of a model."""
+        return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def _fill(parameter: Tensor, distribution: str, generator: torch.Generator | None) -> None:
+    """Draw on the CPU, so that every device gets the same values."""
+    if parameter.is_meta:
+        return
+    drawn = torch.empty(parameter.shape, dtype=torch.float32)
+    if distribution == "uniform_":
+        bound = 1 / math.sqrt(parameter.shape[1])
+        drawn.uniform_(-bound, bound, generator=generator)
+    else:
+        drawn.normal_(generator=generator)
+    parameter.copy_(drawn)
