@@ -34,7 +34,8 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches a qualified name."""
-        return self._expression().search(name) is not None
+        expression = self._expression()
+        return (expression.search if self.text.startswith("re:") else expression.match)(name) is not None
 
     def _expression(self) -> re.Pattern[str]:
         return re.compile(self.text[3:] if self.text.startswith("re:") else translate(self.text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_tricks._torch_compat.guards import needs_private
 
@@ -22,6 +23,7 @@ __all__ = [
     "TorchDispatchMode",
     "changes_or_returns_arguments",
     "is_composite",
+    "reshaped_as_new",
     "without_dispatch_modes",
 ]
 
@@ -38,3 +40,12 @@ def is_composite(operator: OpOverload) -> bool:
     with needs_private(_USERS):
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has_kernel(operator.name(), "CompositeImplicitAutograd"))
+
+
+def reshaped_as_new(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a temporary tensor in another shape, which autograd does not take for a view, as `nn.Linear` does.
+
+    There is no guard: compiled code runs this.
+    """
+    reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return reshaped

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
 
 from lightning_tricks._torch_compat.guards import needs_private, set_private
 from lightning_tricks._torch_compat.modules import registered_tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@needs_private("LoRA of recurrent layers")
+def not_compiled(function: Function) -> Function:
+    """Leave a function out of what torch compiles, as it does with recurrent layers; the compiler is not imported."""
+    uncompiled: Function = torch._disable_dynamo(function)
+    return uncompiled
 
 
 @needs_private("LoRA of recurrent layers")

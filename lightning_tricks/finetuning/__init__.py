@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_tricks.finetuning.core.freezing import freeze_ as freeze_
     from lightning_tricks.finetuning.core.freezing import trainable_summary as trainable_summary
     from lightning_tricks.finetuning.core.freezing import unfreeze_ as unfreeze_
+    from lightning_tricks.finetuning.core.lora_injection import LoRAReport as LoRAReport
+    from lightning_tricks.finetuning.core.lora_injection import LoRASettings as LoRASettings
     from lightning_tricks.finetuning.core.lora_injection import add_lora as add_lora
     from lightning_tricks.finetuning.core.lora_injection import merge as merge
     from lightning_tricks.finetuning.core.prefixes import add_prefixes as add_prefixes
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
         "Adapters",
         "GradualUnfreezing",
         "LoRA",
+        "LoRAReport",
+        "LoRASettings",
         "PeftAdapters",
         "PrefixTuning",
         "TrainableCheckpoint",
@@ -67,7 +71,7 @@ else:  # or a type checker would take any name for one of the package
             "core.adapter_files": ("load_adapter", "save_adapter"),
             "core.bottleneck_adapters": ("add_adapters",),
             "core.freezing": ("freeze_", "trainable_summary", "unfreeze_"),
-            "core.lora_injection": ("add_lora", "merge"),
+            "core.lora_injection": ("LoRAReport", "LoRASettings", "add_lora", "merge"),
             "core.prefixes": ("add_prefixes",),
             "core.trainable_weights": ("load_trainable",),
             "gradual_unfreezing": ("GradualUnfreezing",),

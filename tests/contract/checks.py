@@ -299,7 +299,14 @@ def every_stage_alone(case: Case, lab: Lab) -> None:
         for inference_mode in (True, False):
             result, left = lab.run(stage, [case.make()], inference_mode=inference_mode)
             assert _within(bare, result), f"{stage} gives {result} instead of {bare}"
-            assert left == traces_of_bare, f"{stage} leaves a trace"
+            assert _without_added(case, left, traces_of_bare) == _without_added(case, traces_of_bare), "a trace is left"
+
+
+def _without_added(case: Case, found: dict[str, Any], bare: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Leave out what a structural callback is there for: new modules, and which parameters are trained."""
+    if case.kind != "structural":
+        return found
+    return {name: what for name, what in found.items() if name in (bare or found) and not name.startswith("parameter ")}
 
 
 def stages_in_turn(case: Case, lab: Lab) -> None:

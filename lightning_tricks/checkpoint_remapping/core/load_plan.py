@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._shared.added_parameters import added_names
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -123,9 +124,18 @@ class _LoadPlanner:
             checkpoint.metadata if checkpoint.kind == "safetensors" else {},
             self.model_tensors,
         )
+        self.notes: list[str] = []
+        self._leave_out_added()
         self.aliases: dict[str, str] = {}  # names of tied tensors, with the names that are loaded for them
         self.loaded: dict[str, Any] = {}  # the file's tensors, under the model's names
-        self.notes: list[str] = []
+
+    def _leave_out_added(self) -> None:
+        """Leave out the parameters of LoRA and adapters, if the file has none."""
+        added = added_names(self.module)
+        modules = {f"{name.rpartition('.')[0].rpartition('.')[2]}." for name in added}
+        if added and not any(module in name for name in self.file_tensors for module in modules):
+            self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}
+            self.notes.append(f"{len(added)} tensors of adapters keep their values")
 
     def apply_rules(self, rules: RulesArgument) -> None:
         """Apply the caller's rules to the file's tensors."""

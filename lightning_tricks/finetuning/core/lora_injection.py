@@ -54,15 +54,15 @@ class LoRAReport:
 
     def __str__(self) -> str:
         kinds = Counter(kind for kind, _ in self.layers.values())
-        counted = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         text = (
-            f"LoRA changes {len(self.layers)} weights ({counted}) by {self.added:,} values; "
+            f"LoRA changes weights of {counted} by {self.added:,} values; "
             f"{self.trainable:,} of {self.total:,} values ({self.trainable / self.total:.2%}) are trained"
         )
         if self.saved:
             text += f", with all of {list_names(self.saved)}"
         if self.shared:
-            text += f"; {list_names(self.shared)} share a weight with another layer, and its change"
+            text += f"; tied weights have one change together, also in {list_names(self.shared)}"
         return f"{text}."
 
 
@@ -119,7 +119,7 @@ def add_lora(
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
-        LoRA changes 1 weights (1 of Linear) by 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
+        LoRA changes weights of 1 Linear by 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
     """
     settings = settings or LoRASettings()
     if _low_ranks(model):
@@ -283,19 +283,18 @@ def _targets(
 
 def weights_of(module: nn.Module) -> list[str]:
     """Return the names of a module's own matrices of floating-point numbers, also of those that it computes."""
-    own = [(name, registered_tensor(module, name)) for name, _ in module.named_parameters(recurse=False)]
+    own = {name: registered_tensor(module, name) for name, _ in module.named_parameters(recurse=False)}
+    computed = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}  # by a hook
     if parametrize.is_parametrized(module):
-        own += [(name, getattr(module, name)) for name in module.parametrizations]  # type: ignore[union-attr]
-    own += [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]  # set by a hook
-    lazy = [name for name, tensor in own if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(
-            f"{lazy[0]} of a {type(module).__name__} has no shape yet: run a batch through the model first."
-        )
+        computed |= {name: getattr(module, name) for name in module.parametrizations}  # type: ignore[union-attr]
+    parts = tuple(f"{name}_" for name in computed)  # such as `weight_g` and `weight_v` of `weight`
+    own = {name: value for name, value in own.items() if not parts or not name.startswith(parts)} | computed
+    for name, tensor in own.items():
+        if is_lazy(tensor):
+            kind = type(module).__name__
+            raise ValueError(f"{name} of a {kind} has no shape yet: run a batch through the model first.")
     return [
-        name
-        for name, tensor in own
-        if tensor.ndim >= 2 and tensor.is_floating_point() and _WEIGHT.search(name) and not isinstance(module, LowRank)
+        name for name, tensor in own.items() if tensor.ndim >= 2 and tensor.is_floating_point() and _WEIGHT.search(name)
     ]
 
 
@@ -368,12 +367,13 @@ def _merged(name: str, module: Any, weight: str) -> Tensor:
 
 
 def _merged_parametrization(name: str, module: Any, weight: str) -> Tensor:
+    """Return a weight that is computed from other tensors, with its change, if these can take it."""
+    value: Tensor = module.compute_weight(weight)
     try:
-        value: Tensor = module.compute_weight(weight)
         module.parametrizations[weight].right_inverse(value)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"{name}.{weight} is computed from other tensors, which cannot take the change ({type(error).__name__}: "
-            f"{error}): remove that (for example remove_weight_norm) before LoRA is added."
+            f"{name}.{weight} is computed from other tensors, as by spectral_norm or pruning, and these cannot take "
+            "the change: make it a plain weight first, with torch's function that removes what computes it."
         ) from error
     return value

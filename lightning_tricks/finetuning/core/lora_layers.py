@@ -11,11 +11,14 @@ import sys
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lightning_tricks._torch_compat.convolutions import convolution_of, convolves_as
 from lightning_tricks._torch_compat.modules import registered_tensor
-from lightning_tricks._torch_compat.recurrent import base_state, use_registered_weights
+from lightning_tricks._torch_compat.operators import reshaped_as_new
+from lightning_tricks._torch_compat.recurrent import base_state, not_compiled, use_registered_weights
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
 CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_weight`
@@ -37,6 +40,8 @@ class LoRA:
         """Return the weight with the change."""
         base = self.base_weight(name)
         change: LowRank = getattr(self, CHANGE + name)
+        if hasattr(base, "full_tensor") and hasattr(change.A, "full_tensor"):
+            return base  # FSDP2 looks for its shards; the layer computes with whole tensors
         if change.training and change.dropout.p:
             _warn_of_dropout(type(self).__name__)
         return base + change.change(base.shape)
@@ -82,8 +87,9 @@ class EmbeddingLoRA(_SideBranch):
         """Return the rows of the weight."""
         change = self.lora_weight
         left, right = change.factors()
-        base = F.embedding(input, self.base_weight("weight"), self.padding_idx)
-        return _add_product(base, F.embedding(input, left, self.padding_idx), right, change.scaling)
+        thin = F.embedding(input, left, self.padding_idx)
+        # not in one kernel: under autocast that would round the rows of the base as well
+        return F.embedding(input, self.base_weight("weight"), self.padding_idx) + change.scaling * (thin @ right)
 
 
 class ConvLoRA(_SideBranch):
@@ -93,7 +99,7 @@ class ConvLoRA(_SideBranch):
         """Return the convolution."""
         change, weight = self.lora_weight, self.base_weight("weight")
         left, right = change.factors()
-        convolve: Any = self._conv_forward  # type: ignore[attr-defined]
+        convolve = convolution_of(self)
         thin = convolve(change.dropout(input), right.view(-1, *weight.shape[1:]), None)
         out = convolve(input, weight, self.bias)
         ones = [1] * (weight.ndim - 2)
@@ -115,6 +121,8 @@ class _ComputedOnce(LoRA):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer, with each weight computed once."""
+        if torch.compiler.is_compiling():  # the compiler sees by itself what is computed twice
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         self._computed = {}
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -129,6 +137,7 @@ class AttentionLoRA(_ComputedOnce):
 class RecurrentLoRA(_ComputedOnce):
     """An RNN, LSTM or GRU with changed weights."""
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, which puts the changed weights into the list that torch's kernels are given."""
         try:
@@ -154,8 +163,9 @@ def kind_for(module: nn.Module) -> type[LoRA]:
     if forward is nn.Embedding.forward:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return EmbeddingLoRA if plain else LoRA
-    if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-        return ConvLoRA if module.groups == 1 else LoRA
+    for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if forward is conv.forward and convolves_as(type(module), conv):
+            return ConvLoRA if module.groups == 1 else LoRA
     conv1d = transposed_linear()
     return TransposedLinearLoRA if conv1d is not None and forward is conv1d.forward else LoRA
 
@@ -167,10 +177,12 @@ def transposed_linear() -> Any:
 
 def _add_product(base: Tensor, thin: Tensor, right: Tensor, scaling: float) -> Tensor:
     """Return `base + scaling * thin @ right`, in one kernel."""
-    if thin.dtype != base.dtype:  # autocast looks up the rows of an embedding in fp32
+    if base.is_nested:
         return base + scaling * (thin @ right)
+    if base.ndim == 2:
+        return base.addmm(thin, right, alpha=scaling)
     flat = base.reshape(-1, base.shape[-1]).addmm(thin.reshape(-1, thin.shape[-1]), right, alpha=scaling)
-    return flat.view(base.shape)
+    return reshaped_as_new(flat, base.shape)
 
 
 def _warn_of_dropout(kind: str) -> None:

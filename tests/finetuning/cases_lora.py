@@ -1,0 +1,55 @@
+"""What LoRA promises."""
+
+import torch
+
+from lightning_tricks import LoRA, isolated_rng
+from tests.contract.case import Case
+from tests.contract.lab import Lab, Net, Setting
+
+_LAYERS = ["net.0", "net.4"]
+
+
+def verify(lab: Lab, setting: Setting, callback: type = LoRA) -> None:
+    """The low-rank changes are trained, all of them, and the base has the bits that it had."""
+    arguments = {**setting.net, "built_late": False}  # so that there is something to change before it is sharded
+    with isolated_rng(seed=0):
+        base = Net(**arguments).to(_dtype_of(setting)).state_dict()
+    ranks = lab.fit([callback(rank=3)], setting, net=arguments)
+    assert len(ranks) == setting.ranks
+    for rank in ranks:
+        added = {f"{layer}.lora_weight.{matrix}" for layer in _LAYERS for matrix in "AB"}
+        assert rank.weights.keys() == base.keys() | added
+        for name, value in base.items():
+            assert torch.equal(rank.weights[name], value), name
+        for name in added:
+            assert rank.weights[name].abs().sum() > 0, name
+
+
+def _dtype_of(setting: Setting) -> torch.dtype:
+    true = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    return true.get(setting.trainer.get("precision"), torch.float32)
+
+
+CASE = Case(
+    callback=LoRA,
+    arguments={
+        "rank": 2,
+        "alpha": 4.0,
+        "target_modules": ["net.0", "net.4"],
+        "modules_to_save": ["net.1"],
+        "rank_pattern": {"net.4": 3},
+        "use_rslora": True,
+    },
+    kind="structural",
+    neutral=None,
+    why_no_neutral="a change of rank 0 would learn nothing",
+    of_one_fit=("report",),
+    instances=1,
+    when_idle={
+        "target_modules": ["net.4"],
+        "modules_to_save": [],
+    },  # AdamW reads one value for each tensor
+    verify=verify,
+    refuses={"compile": "is compiled: add LoRA first"},
+    untested={"CUDA": "no GPU run yet"},
+)

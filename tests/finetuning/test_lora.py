@@ -1,0 +1,484 @@
+"""LoRA: never ignored, the base keeps its bits, and merging gives the same outputs."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from lightning_tricks import load_weights
+from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks.finetuning import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning.core.lora_injection import lora_report
+from lightning_tricks.finetuning.core.lora_layers import LoRA
+from tests.finetuning.models import (
+    IMAGES,
+    TOKENS,
+    ReadsWeights,
+    TiedText,
+    Twice,
+    bert,
+    disturb,
+    encoder_layer,
+    gpt2,
+    output,
+    swin,
+    timm_resnet,
+    timm_vit,
+    torchvision_vit,
+)
+
+
+def _settings(**given):
+    return LoRASettings(**{"rank": 2, "modules_to_save": (), **given})
+
+
+def _noise(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _weight_normed():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)))
+
+
+# how a layer is made, its input, and what is changed of it
+_LAYERS = {
+    "Linear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), _noise(3, 8), "linear"),
+    "Linear in 3 dimensions": (lambda: nn.Sequential(nn.Linear(8, 4)), _noise(3, 5, 8), "linear"),
+    "Linear of one vector": (lambda: nn.Sequential(nn.Linear(8, 4)), _noise(8), "linear"),
+    "encoder layer": (encoder_layer, _noise(2, 5, 16), "linear"),
+    "encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), _noise(2, 5, 16), "linear"),
+    "attention": (encoder_layer, _noise(2, 5, 16), "self_attn"),
+    "LSTM": (lambda: nn.Sequential(nn.LSTM(8, 6, 2, bidirectional=True)), _noise(5, 3, 8), "0"),
+    "GRU": (lambda: nn.Sequential(nn.GRU(8, 6)), _noise(5, 3, 8), "0"),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3, padding="same")), _noise(2, 4, 9), "0"),
+    "Conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, dilation=2)), _noise(2, 4, 9, 9), "0"),
+    "padded Conv2d": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect")),
+        _noise(2, 4, 9, 9),
+        "0",
+    ),
+    "Conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2)), _noise(2, 2, 4, 4, 4), "0"),
+    "grouped Conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2)), _noise(2, 4, 9, 9), "0"),
+    "ConvTranspose2d": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2)), _noise(2, 4, 9, 9), "0"),
+    "Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, padding_idx=0)), TOKENS, "0"),
+    "Embedding with max_norm": (lambda: nn.Sequential(nn.Embedding(12, 8, max_norm=2.0)), TOKENS, "0"),
+    "EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8)), TOKENS, "0"),
+    "weight_norm": (_weight_normed, _noise(3, 8), "0"),
+    "weights that are read": (ReadsWeights, _noise(3, 8), "linear"),
+    "tied": (TiedText, TOKENS, "decoder"),
+    "used twice": (Twice, _noise(3, 8), "linear"),
+    "Swin": (swin, IMAGES, "linear"),
+    "ViT of torchvision": (torchvision_vit, IMAGES, "linear"),
+    "ViT of timm": (timm_vit, IMAGES, "linear"),
+    "ResNet of timm": (timm_resnet, IMAGES, ["layer*.conv*", "fc"]),
+    "BERT": (bert, TOKENS, ["*.query", "*.value", "*word_embeddings"]),
+    "GPT-2": (gpt2, TOKENS, "linear"),
+}
+
+
+@pytest.mark.oldest
+@pytest.mark.trap("finetuning: adapters ignored in evaluation, or untrained, where weights are read")
+@pytest.mark.parametrize("kind", _LAYERS)
+def test_it_is_never_ignored(kind):
+    """For each kind: no change at first; then gradients reach all, evaluation equals training, merging equals both."""
+    build, inputs, targets = _LAYERS[kind]
+    torch.manual_seed(0)
+    model = build().eval()
+    plain, names = copy.deepcopy(model), list(model.state_dict())
+    before = output(model, inputs).detach()
+    base = {name: value.clone() for name, value in model.state_dict().items()}  # after max_norm had its effect
+    identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+
+    report = add_lora(model, _settings(target_modules=targets))
+    assert torch.equal(output(model, inputs), before)
+    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in model.named_parameters())
+
+    disturb(model)
+    model.train() if kind != "ResNet of timm" else model.eval()  # whose statistics would move
+    trained = output(model, inputs)
+    (trained * _noise(*trained.shape)).sum().backward()
+    for name, change in added_modules(model):
+        for parameter in change.parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().sum() > 0, name
+    model.eval()
+    with torch.inference_mode():
+        evaluated = output(model, inputs).clone()
+    torch.testing.assert_close(evaluated, trained.detach(), rtol=1e-5, atol=1e-5)
+    assert (evaluated - before).abs().max() > 1e-3, "the change does nothing"
+
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in base.items())
+    assert {n: id(p) for n, p in model.named_parameters() if n in identities} == identities
+    plain.load_state_dict({name: state[name] for name in names})  # back into the plain model
+    assert lora_report(model, _settings(target_modules=targets)).layers == report.layers
+
+    assert merge(model) is model
+    assert list(model.state_dict()) == names
+    assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
+    with torch.inference_mode():
+        merged = output(model, inputs)
+    assert (merged - evaluated).abs().max() <= 1e-5 * evaluated.abs().max()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _LAYERS if kind != "weight_norm"])
+def test_it_pickles_and_copies(kind):
+    build, inputs, targets = _LAYERS[kind]
+    model = build().eval()
+    add_lora(model, _settings(target_modules=targets))
+    disturb(model)
+    wanted = output(model, inputs).detach()
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(output(twin, inputs), wanted)
+        disturb(twin, seed=1)
+        assert not torch.equal(output(twin, inputs), wanted)
+    assert torch.equal(output(model, inputs), wanted), "a copy shares something with the original"
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.floats(0.1, 50))
+@settings(max_examples=25, deadline=None)
+def test_a_side_branch_is_the_changed_weight(inputs, outputs, batch, rank, alpha):
+    """What the layer computes is what a plain layer with the weight computes that is read from it."""
+    rank = min(rank, inputs, outputs)
+    layer = nn.Sequential(nn.Linear(inputs, outputs).double())
+    add_lora(layer, _settings(rank=rank, alpha=alpha))
+    disturb(layer)
+    x = _noise(batch, inputs).double()
+    change = layer[0].lora_weight
+    weight = dict(layer.named_parameters())["0.weight"] + alpha / rank * change.B @ change.A
+    torch.testing.assert_close(layer[0].weight, weight)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer[0].bias))
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("Linear", "Linear"),
+        ("Conv1d", "Conv"),
+        ("Conv2d", "Conv"),
+        ("padded Conv2d", "Conv"),
+        ("Conv3d", "Conv"),
+        ("Embedding", "Embedding"),
+        ("GPT-2", "TransposedLinear"),
+    ],
+)
+def test_known_layers_have_a_side_branch(kind, places):
+    """Their forward passes never compute the whole changed weight."""
+    build, inputs, targets = _LAYERS[kind]
+    model = build()
+    add_lora(model, _settings(target_modules=targets))
+    layers = [part for part in model.modules() if isinstance(part, LoRA)]
+    assert layers
+    assert any(type(part).__name__.startswith(f"{places}LoRA") for part in layers)
+    for part in layers:
+        vars(part)["compute_weight"] = None  # whoever calls it fails
+    output(model, inputs)
+
+
+def test_a_layer_with_a_forward_of_its_own_has_none():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight / weight.norm(), bias)
+
+    for layer, inputs in ((Doubled(8, 8), _noise(3, 8)), (Standardized(4, 8, 3), _noise(2, 4, 5, 5))):
+        model = nn.Sequential(layer)
+        add_lora(model, _settings(target_modules="0"))
+        disturb(model)
+        merged = merge(copy.deepcopy(model))
+        torch.testing.assert_close(model(inputs), merged(inputs))
+
+
+@pytest.mark.parametrize("kind", ["Linear", "encoder layer", "grouped Conv2d", "LSTM", "Embedding"])
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled(kind):
+    build, inputs, targets = _LAYERS[kind]
+    model = build()
+    add_lora(model, _settings(target_modules=targets))
+    disturb(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=kind != "LSTM")
+    for training in (True, False):
+        model.train(training)
+        compiled.train(training)
+        wanted, got = output(model, inputs), output(compiled, inputs)
+        torch.testing.assert_close(got, wanted)
+        wanted.sum().backward()
+        got.sum().backward()
+    for (name, one), other in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_other_ways_to_call_a_model():
+    """functional_call replaces weights, checkpointing runs twice, vmap and export trace, a pruned weight is pruned."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    add_lora(model, _settings())
+    disturb(model)
+    x = _noise(3, 8)
+    wanted = model(x)
+    parameters = dict(model.named_parameters())
+    assert torch.equal(torch.func.functional_call(model, parameters, (x,)), wanted)
+    doubled = {**parameters, "2.weight": 2 * parameters["2.weight"]}
+    assert not torch.allclose(torch.func.functional_call(model, doubled, (x,)), wanted)
+    torch.testing.assert_close(torch.func.vmap(model)(x), wanted)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), wanted)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), wanted)
+    again = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    torch.testing.assert_close(
+        torch.autograd.grad(again.sum(), model[0].lora_weight.A)[0],
+        torch.autograd.grad(wanted.sum(), model[0].lora_weight.A)[0],
+    )
+
+
+def _pruned(layer):
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("computed", [nn.utils.weight_norm, nn.utils.spectral_norm, _pruned])
+def test_weights_that_hooks_compute(computed):
+    model = nn.Sequential(computed(nn.Linear(8, 8))).eval()
+    x = _noise(3, 8)
+    before = model(x)
+    report = add_lora(model, _settings(target_modules="0"))
+    assert list(report.layers) == ["0.weight"]
+    assert torch.equal(model(x), before)
+    disturb(model)
+    model(x).sum().backward()
+    assert model[0].lora_weight.A.grad is not None
+    assert not torch.allclose(model(x), before)
+    with pytest.raises(ValueError, match=r"0\.weight is computed from other tensors.*make it a plain weight first"):
+        merge(model)
+    assert not torch.allclose(model(x), before), "a failed merge changed something"
+
+
+@pytest.mark.trap("finetuning: tied parameters are adapted twice")
+@pytest.mark.parametrize("targets", ["decoder", "embedding", ["embedding", "decoder"]])
+def test_tied_weights_have_one_change(targets):
+    model = TiedText()
+    report = add_lora(model, _settings(target_modules=targets))
+    assert len(report.layers) == 1
+    assert "tied weights have one change together, also in" in str(report)
+    assert report.added == 2 * 12 + 2 * 8 == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    disturb(model)
+    assert torch.equal(model.embedding.weight, model.decoder.weight)
+    tokens, after = TOKENS, model(TOKENS)
+    merge(model)
+    assert model.embedding.weight is model.decoder.weight
+    torch.testing.assert_close(model(tokens), after)
+
+
+@pytest.mark.trap("finetuning: injecting again resets the trained adapter")
+def test_a_second_one_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8))
+    add_lora(model, _settings())
+    disturb(model)
+    trained = model[0].lora_weight.B.clone()
+    with pytest.raises(ValueError, match=r"has LoRA already, and a second one would reset it: merge\(model\) first"):
+        add_lora(model, _settings())
+    with pytest.raises(ValueError, match="has LoRA already, with other layers, ranks or scales"):
+        lora_report(model, _settings(rank=3))
+    assert torch.equal(model[0].lora_weight.B, trained)
+    merge(model)
+    add_lora(model, _settings())
+
+
+@pytest.mark.trap("finetuning: MultiheadAttention's frozen weights drift, and are new objects after each forward")
+def test_frozen_weights_of_attention_do_not_drift():
+    model = encoder_layer().to(torch.bfloat16)
+    add_lora(model, _settings())
+    disturb(model)
+    before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
+    for _ in range(20):
+        model(_noise(2, 5, 16).bfloat16())
+    for name, value in model.named_parameters():
+        assert id(value) == before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+@pytest.mark.trap("finetuning: a model in evaluation mode gets adapters in training mode")
+def test_the_mode_is_that_of_the_layer():
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    add_lora(model, _settings(dropout=0.5))
+    assert not any(part.training for part in model.modules())
+    model.train()
+    assert all(part.training for part in model.modules())
+
+
+def test_dropout_is_in_the_side_branch_alone_and_a_warning_says_where_there_is_none():
+    model = ReadsWeights()
+    add_lora(model, _settings(dropout=0.5))
+    disturb(model)
+    with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another module"):
+        model(_noise(3, 8))
+    model = nn.Sequential(nn.Linear(8, 8))
+    add_lora(model, _settings(dropout=0.5))
+    disturb(model)
+    torch.manual_seed(0)
+    assert not torch.equal(model(_noise(3, 8)), model(_noise(3, 8)))
+    model.eval()
+    assert torch.equal(model(_noise(3, 8)), model(_noise(3, 8)))
+
+
+def test_precision_of_the_base_under_autocast():
+    """The rows of a base embedding are not rounded to bf16 because something is added to them."""
+    model = nn.Sequential(nn.Embedding(12, 8))
+    rows = model(TOKENS).detach()
+    add_lora(model, _settings(target_modules="0"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(TOKENS), rows)
+
+
+@pytest.mark.trap("finetuning: a pattern of several that matches nothing, or a rank larger than the layer, is accepted")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"target_modules": ["0", "query"]}, "target_modules: pattern 'query' matches none of the 3 modules"),
+        ({"target_modules": "proj"}, r"Did you mean '\*\.proj'\?"),
+        ({"target_modules": "1"}, r"pattern '1' matches 1 modules, such as '1' \(ReLU\), but none of them are layers"),
+        ({"target_modules": []}, "target_modules must name at least one pattern"),
+        ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
+        ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
+        ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
+        (
+            {"rank": 9},
+            r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank",
+        ),
+        ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
+        ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_and_changes_nothing(given, words):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ModuleDict({"proj": nn.Linear(8, 8)}))
+    if "proj" not in str(given):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    names = list(model.state_dict())
+    with pytest.raises(ValueError, match=words):
+        add_lora(model, _settings(**given))
+    assert list(model.state_dict()) == names
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"rank": 0}, ValueError, "rank must be a whole number >= 1, got 0"),
+        ({"rank": 2.0}, TypeError, "rank must be a whole number"),
+        ({"alpha": 0}, ValueError, "alpha must be a number > 0"),
+        ({"dropout": 1.0}, ValueError, "dropout must be a number >= 0 and < 1, got 1.0"),
+        ({"target_modules": 3}, TypeError, "target_modules must be a pattern or a list of patterns, got 3"),
+        ({"exclude": "re:("}, ValueError, "is not a regular expression"),
+        ({"rank_pattern": {"a": 0}}, ValueError, r"rank_pattern\['a'\] must be a whole number >= 1"),
+    ],
+)
+def test_bad_settings(given, error, words):
+    with pytest.raises(error, match=words):
+        LoRASettings(**given)
+
+
+@pytest.mark.parametrize("where", ["whole", "part", "in place"])
+def test_a_compiled_model_is_refused(where):
+    model = nn.Sequential(nn.Linear(8, 8))
+    if where == "whole":
+        model = torch.compile(model, backend="eager")
+    elif where == "part":
+        model[0] = torch.compile(model[0], backend="eager")
+    else:
+        model[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="is compiled: add LoRA first, and call "):
+        add_lora(model, _settings())
+
+
+def test_lazy_layers_are_refused():
+    model = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(
+        ValueError, match="weight of a LazyLinear has no shape yet: run a batch through the model first"
+    ):
+        add_lora(model, _settings())
+
+
+def test_merge_needs_lora():
+    with pytest.raises(ValueError, match="Sequential has no LoRA to merge"):
+        merge(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_modules_to_save_are_trained_whole_and_a_head_by_default():
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "head": nn.Linear(8, 2)})
+    report = add_lora(model, LoRASettings(rank=2))
+    assert report.saved == ("head",)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        "body.lora_weight.A",
+        "body.lora_weight.B",
+        "head.weight",
+        "head.bias",
+    }
+    assert str(report) == (
+        "LoRA changes weights of 1 Linear by 32 values; 50 of 138 values (36.23%) are trained, with all of head."
+    )
+
+
+def test_scales_are_those_of_the_papers():
+    for use_rslora, scaling in ((False, 16 / 4), (True, 16 / 2)):
+        model = nn.Sequential(nn.Linear(8, 8))
+        add_lora(model, _settings(rank=4, use_rslora=use_rslora))
+        assert model[0].lora_weight.scaling == scaling
+
+
+def test_initial_values_follow_the_seed_and_draw_nothing():
+    values = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8))
+        state = torch.get_rng_state()
+        add_lora(model, _settings())
+        assert torch.equal(torch.get_rng_state(), state)
+        values.append(model[0].lora_weight.A.detach())
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_weights_of_the_plain_model_load_beside_the_change():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    plain = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    add_lora(model, _settings())
+    disturb(model)
+    change = model[0].lora_weight.B.clone()
+    report = load_weights(model, {f"module.{name}": value for name, value in plain.items()})
+    assert report.loaded == report.total == 4
+    assert "4 tensors of adapters keep their values" in str(report)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.items())
+    assert torch.equal(model[0].lora_weight.B, change)
+    twin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    add_lora(twin, _settings())
+    assert load_weights(twin, model.state_dict()).loaded == 8
+    del (incomplete := model.state_dict())["0.lora_weight.B"]
+    with pytest.raises(Exception, match=r"0\.lora_weight\.B"):
+        load_weights(twin, incomplete)
+
+
+@pytest.mark.trap("finetuning: peft's adapters are ignored in evaluation by TransformerEncoderLayer, untrained in Swin")
+def test_peft_ignores_its_adapters_where_this_does_not():
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer, inputs = encoder_layer().eval(), _noise(2, 5, 16)
+        plain = copy.deepcopy(layer)
+        config = peft.LoraConfig(target_modules=["linear1", "linear2"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, layer)
+        with torch.inference_mode():
+            assert torch.equal(layer.eval()(inputs), plain(inputs)), "peft is right here now"
+
+        model = swin()
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["qkv", "proj"]), model)
+        assert any("lora_" in name for name, _ in model.named_parameters())
+        assert not output(model, IMAGES).requires_grad, "peft is right here now"
