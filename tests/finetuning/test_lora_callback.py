@@ -1,0 +1,245 @@
+"""The callback LoRA in the Trainer: when it acts, and that what it added survives everything."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_tricks import (
+    CheckpointRemapping,
+    GradientClipping,
+    LoRA,
+    OptimizerSpec,
+    Tricks,
+    TricksMixin,
+    isolated_rng,
+)
+from lightning_tricks.finetuning import merge
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork, full, loader, real_fp16
+from tests.finetuning.models import encoder_layer
+
+
+class Built(EvaluatedNet):
+    """Makes its layers where it is told to."""
+
+    def __init__(self, where):
+        self.where = where
+        super().__init__(built_late=True)
+        self.make("init")
+
+    def make(self, where):
+        if where == self.where and self.net is None:
+            with isolated_rng(seed=0):
+                self.build()
+
+    def setup(self, stage):
+        self.make("setup")
+
+    def configure_model(self):
+        self.make("configure_model")
+
+
+def _trainer(*callbacks, **options):
+    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 2, **options})
+
+
+def _changes(module):
+    return {name: full(value) for name, value in module.state_dict().items() if "lora_" in name}
+
+
+@pytest.mark.parametrize("where", ["init", "setup", "configure_model"])
+def test_wherever_layers_are_made(where):
+    module = Built(where)
+    lora = LoRA(4)
+    trainer = _trainer(lora)
+    trainer.fit(module, loader(), loader())
+    with isolated_rng(seed=0):
+        base = Net().state_dict()
+    state = module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in base.items())
+    assert len(_changes(module)) == 4
+    trained = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if p.requires_grad]
+    assert len(trained) == 4
+    assert len(trainer.optimizers[0].state) == 4, "frozen weights have optimizer state"
+    assert "configure_model" not in vars(module)
+    assert "LoRA changes weights of 2 Linear" in str(lora.report)
+
+
+def test_a_second_fit_and_other_stages_keep_what_was_learnt():
+    module, lora = Built("init"), LoRA(4)
+    _trainer(lora).fit(module, loader(), loader())
+    learnt = _changes(module)
+    results = [_trainer(callback).test(module, loader(), verbose=False) for callback in (lora, LoRA(4))]
+    results.append(_trainer().test(module, loader(), verbose=False))
+    assert results[0] == results[1] == results[2]
+    assert all(torch.equal(value, learnt[name]) for name, value in _changes(module).items())
+    _trainer(LoRA(4), max_epochs=1).fit(module, loader(), loader())
+    assert all(not torch.equal(value, learnt[name]) for name, value in _changes(module).items())
+    with pytest.raises(MisconfigurationException, match="LoRA: Built has LoRA already, with other layers"):
+        _trainer(LoRA(5)).fit(module, loader(), loader())
+
+
+def test_a_checkpoint_is_tested_by_a_module_that_is_built_anew(tmp_path):
+    module = Built("configure_model")
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    trainer = _trainer(LoRA(4), saving, enable_checkpointing=True)
+    trainer.fit(module, loader(), loader())
+    wanted = trainer.test(module, loader(), verbose=False)
+    other = Built("configure_model")
+    tester = _trainer(LoRA(4), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    assert tester.test(other, loader(), ckpt_path=saving.last_model_path, verbose=False) == wanted
+    merge(other)
+    assert isinstance(other.net[0], nn.Linear)
+    plain = Built("init")
+    plain.load_state_dict(other.state_dict())
+    merged = _trainer().test(plain, loader(), verbose=False)
+    assert merged[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
+
+
+def test_pretrained_weights_are_loaded_beside_it(tmp_path):
+    with isolated_rng(seed=3):
+        pretrained = Net().state_dict()
+    torch.save({f"module.{name}": value for name, value in pretrained.items()}, tmp_path / "pretrained.pt")
+    remapping = CheckpointRemapping(str(tmp_path / "pretrained.pt"))
+    for callbacks in ([remapping, LoRA(4)], [LoRA(4), remapping]):
+        module = Net()
+        _trainer(*callbacks).fit(module, loader())
+        assert remapping.report.loaded == 6
+        assert all(torch.equal(module.state_dict()[name], value) for name, value in pretrained.items())
+        assert all(value.abs().sum() > 0 for value in _changes(module).values())
+
+
+def test_in_tricks():
+    class LitNet(TricksMixin, LightningModule):
+        def __init__(self, tricks=None):
+            super().__init__(tricks=tricks)
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0), nn.Linear(16, 10))
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    tricks = Tricks(lora={"rank": 3, "target_modules": "net.4"}, optimizer=OptimizerSpec("AdamW", lr=0.01))
+    module = LitNet(tricks)
+    trainer = _trainer()
+    trainer.fit(module, loader())
+    assert len(_changes(module)) == 2
+    assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
+    assert Tricks(**module.hparams.tricks) == tricks
+
+
+class _Divided(Net):
+    """Each batch of four is divided among the ranks."""
+
+    def train_dataloader(self):
+        rank, ranks = self.trainer.global_rank, self.trainer.world_size
+        sampler = DistributedSampler(digits(), ranks, rank, shuffle=False)
+        return DataLoader(digits(), batch_size=4 // ranks, sampler=sampler)
+
+
+def _weights_of_ranks(folder, **options):
+    folder.mkdir()
+    with isolated_rng(seed=0):
+        module = _Divided()
+    torch.manual_seed(0)
+    _trainer(LoRA(4), _Saver(folder), use_distributed_sampler=False, **options).fit(module)
+    return [torch.load(file) for file in sorted(folder.glob("*.pt"))]
+
+
+class _Saver(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        state = {name: full(value) for name, value in pl_module.state_dict().items()}
+        torch.save(state, self.folder / f"{trainer.global_rank}.pt")
+
+
+def test_two_ranks_are_one_process(tmp_path):
+    (one,) = _weights_of_ranks(tmp_path / "one")
+    two = _weights_of_ranks(tmp_path / "two", strategy="ddp_fork", devices=2)
+    assert len(two) == 2
+    for rank in two:
+        for name, value in one.items():
+            torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            assert torch.equal(rank[name], two[0][name])
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
+def test_sharded_ranks_are_one_process(tmp_path):
+    """With side branches, and with weights that are computed in attention, whose shards FSDP2 looks for."""
+
+    class Attending(LightningModule):
+        def __init__(self):
+            super().__init__()
+            with isolated_rng(seed=0):
+                self.layer = encoder_layer()
+
+        def configure_model(self):
+            if self.device_mesh is not None:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0].view(-1, 4, 16)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def run(rank=0, ranks=1):
+        options = {"strategy": ModelParallelStrategy(ranks, 1), "devices": ranks} if ranks > 1 else {}
+        data = TensorDataset(digits().tensors[0])
+        torch.manual_seed(0)
+        folder = tmp_path / str(ranks)
+        folder.mkdir(exist_ok=True)
+        batches = DataLoader(data, batch_size=4 // ranks)
+        _trainer(LoRA(4), _Saver(folder), max_epochs=1, **options).fit(Attending(), batches)
+
+    run()
+    fork(lambda rank: run(rank, 2), 2)
+    (one,) = [torch.load(file) for file in (tmp_path / "1").glob("*.pt")]
+    two = [torch.load(file) for file in sorted((tmp_path / "2").glob("*.pt"))]
+    assert len(two) == 2
+    for rank in two:
+        for name, value in one.items():
+            torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16", "bf16-true"])
+def test_in_other_precisions_evaluation_sees_the_change(precision):
+    module, options = Built("init"), {"precision": precision}
+    if precision == "fp16":
+        options = {"plugins": [real_fp16()]}
+    before = _trainer(**options).test(module, loader(), verbose=False)[0]["loss"]
+    trainer = _trainer(LoRA(4), GradientClipping(1.0), **options)
+    trainer.fit(module, loader(), loader())
+    after = trainer.test(module, loader(), verbose=False)[0]["loss"]
+    assert after < before * 0.95
+
+
+def test_what_does_not_fit_is_said_before_training():
+    module = Net()
+    state = copy.deepcopy(module.state_dict())
+    with pytest.raises(MisconfigurationException, match="LoRA: target_modules: pattern 'query' matches none of the"):
+        _trainer(LoRA(4, target_modules="query")).fit(module, loader())
+    assert module.state_dict().keys() == state.keys()
+    assert "configure_model" not in vars(module)
+
+
+def test_an_exception_in_the_module_leaves_no_override():
+    class Failing(Net):
+        def setup(self, stage):
+            raise ZeroDivisionError
+
+    module = Failing()
+    with pytest.raises(ZeroDivisionError):
+        _trainer(LoRA(4)).fit(module, loader())
+    assert "configure_model" not in vars(module)
