@@ -268,7 +268,8 @@ def test_tied_weights_have_one_change(targets):
     model = TiedText()
     report = add_lora(model, _settings(target_modules=targets))
     assert len(report.layers) == 1
-    assert "tied weights have one change together, also in" in str(report)
+    other = "decoder" if targets == "embedding" or isinstance(targets, list) else "embedding"
+    assert f"the same weights, with the same change, are in {other}.weight" in str(report)
     assert report.added == 2 * 12 + 2 * 8 == sum(p.numel() for p in model.parameters() if p.requires_grad)
     disturb(model)
     assert torch.equal(model.embedding.weight, model.decoder.weight)
@@ -276,6 +277,16 @@ def test_tied_weights_have_one_change(targets):
     merge(model)
     assert model.embedding.weight is model.decoder.weight
     torch.testing.assert_close(model(tokens), after)
+
+
+@pytest.mark.trap("finetuning: a module used in two places is adapted in one")
+def test_a_layer_that_is_used_twice_has_one_change_in_both_places():
+    model = Twice()
+    report = add_lora(model, _settings())
+    assert list(report.layers) == ["first.weight"]
+    assert report.shared == ("second.weight",)
+    disturb(model)
+    assert model.first.lora_weight is model.second.lora_weight
 
 
 @pytest.mark.trap("finetuning: injecting again resets the trained adapter")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.class_extension import check_restorable, class_below, extend, restore
@@ -38,7 +38,7 @@ class LoRAReport:
 
     Attributes:
         layers: Qualified name of each weight that was changed -> the class of its layer, and its rank.
-        shared: The names of further layers that share a weight with one of them.
+        shared: Further names of these weights: those of tied ones, and of layers that are used in several places.
         saved: The names of the modules that are trained whole.
         added: The number of values in the low-rank matrices.
         trainable: The number of values that are trained, with those of `saved`.
@@ -62,7 +62,7 @@ class LoRAReport:
         if self.saved:
             text += f", with all of {list_names(self.saved)}"
         if self.shared:
-            text += f"; tied weights have one change together, also in {list_names(self.shared)}"
+            text += f"; the same weights, with the same change, are in {list_names(self.shared)}"
         return f"{text}."
 
 
@@ -337,12 +337,23 @@ def _report(model: nn.Module, changes: Sequence[_Change], saved: Mapping[str, nn
     parameters = list(model.parameters())
     return LoRAReport(
         {change.label: (class_below(change.places[0][1]).__name__, change.rank) for change in changes},
-        tuple(f"{name}.{weight}" for change in changes for name, _, weight in change.places[1:]),
+        tuple(_further_names(model, changes)),
         tuple(saved),
         sum(parameter.numel() for part in _low_ranks(model) for parameter in part.parameters()),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for parameter in parameters),
     )
+
+
+def _further_names(model: nn.Module, changes: Sequence[_Change]) -> Iterator[str]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(strip_compile_prefix(name))
+    for change in changes:
+        for _, module, weight in change.places:
+            for name in names[module]:
+                if (label := f"{name}.{weight}".lstrip(".")) != change.label:
+                    yield label
 
 
 def _low_ranks(model: nn.Module) -> list[LowRank]:
