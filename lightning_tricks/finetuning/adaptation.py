@@ -9,9 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 
 
 class AdaptationCallback(TrickCallback):
@@ -39,9 +41,13 @@ class AdaptationCallback(TrickCallback):
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the parameters once the module's own `setup` and `configure_model` have made its layers."""
+        """Add the parameters now, or once the module's own `setup` and `configure_model` have made its layers."""
         super().setup(trainer, pl_module, stage)
         self._installed.close()
+        kind = type(pl_module)
+        if kind.setup is LightningModule.setup and kind.configure_model is LightningModule.configure_model:
+            self._adapt(pl_module)
+            return
         configure_model = pl_module.configure_model
         adapts_first = isinstance(trainer.strategy, ModelParallelStrategy)  # there configure_model shards what it finds
 
@@ -61,6 +67,19 @@ class AdaptationCallback(TrickCallback):
         except ValueError as error:
             raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         rank_zero_info(f"{type(self).__name__}: {self.report}")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse callbacks that have copied the module, to average its weights, before it had the new parameters."""
+        names = {name for name, _ in pl_module.named_parameters()}
+        for callback in callbacks_of(trainer):
+            for copied in (value for value in vars(callback).values() if isinstance(value, nn.Module)):
+                twins = [part for part in copied.modules() if type(part) is type(pl_module) and part is not pl_module]
+                if any({name for name, _ in twin.named_parameters()} != names for twin in twins):
+                    own, other = type(self).__name__, type(callback).__name__
+                    raise MisconfigurationException(
+                        f"{other} has copied the module before {own} changed it: pass {own} to the Trainer before "
+                        f"{other}, and create the layers in __init__, not in setup or configure_model."
+                    )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what `setup` installed."""

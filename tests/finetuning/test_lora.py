@@ -434,7 +434,7 @@ def test_modules_to_save_are_trained_whole_and_a_head_by_default():
         "head.bias",
     }
     assert str(report) == (
-        "LoRA changes weights of 1 Linear by 32 values; 50 of 138 values (36.23%) are trained, with all of head."
+        "weights of 1 Linear are changed by 32 values; 50 of 138 values (36.23%) are trained, with all of head."
     )
 
 

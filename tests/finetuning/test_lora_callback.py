@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
@@ -69,7 +69,7 @@ def test_wherever_layers_are_made(where):
     assert len(trained) == 4
     assert len(trainer.optimizers[0].state) == 4, "frozen weights have optimizer state"
     assert "configure_model" not in vars(module)
-    assert "LoRA changes weights of 2 Linear" in str(lora.report)
+    assert "weights of 2 Linear are changed" in str(lora.report)
 
 
 def test_a_second_fit_and_other_stages_keep_what_was_learnt():
@@ -243,3 +243,42 @@ def test_an_exception_in_the_module_leaves_no_override():
     with pytest.raises(ZeroDivisionError):
         _trainer(LoRA(4)).fit(module, loader())
     assert "configure_model" not in vars(module)
+
+
+class _Plain(LightningModule):
+    def __init__(self):
+        super().__init__()
+        with isolated_rng(seed=0):
+            self.net = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_averaged_copies_have_the_change_or_it_is_said():
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    module = _Plain()
+    base = {name: value.clone() for name, value in module.state_dict().items()}
+    _trainer(LoRA(4), averaging, max_epochs=3).fit(module, loader())
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in base.items())
+    assert all(value.abs().sum() > 0 for value in _changes(module).values())
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    with pytest.raises(
+        MisconfigurationException, match="has copied the module before LoRA changed it: pass LoRA to the"
+    ):
+        _trainer(averaging, LoRA(4), max_epochs=3).fit(_Plain(), loader())
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_module_is_compiled_with_the_change():
+    weights = []
+    for wrap in (lambda module: module, lambda module: torch.compile(module, backend="aot_eager")):
+        module = _Plain()
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        _trainer(LoRA(4)).fit(wrap(module), loader())
+        weights.append(module.state_dict())
+    torch.testing.assert_close(weights[0], weights[1])

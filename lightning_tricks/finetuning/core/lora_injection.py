@@ -56,7 +56,7 @@ class LoRAReport:
         kinds = Counter(kind for kind, _ in self.layers.values())
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         text = (
-            f"LoRA changes weights of {counted} by {self.added:,} values; "
+            f"weights of {counted} are changed by {self.added:,} values; "
             f"{self.trainable:,} of {self.total:,} values ({self.trainable / self.total:.2%}) are trained"
         )
         if self.saved:
@@ -119,7 +119,7 @@ def add_lora(
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
-        LoRA changes weights of 1 Linear by 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
+        weights of 1 Linear are changed by 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
     """
     settings = settings or LoRASettings()
     if _low_ranks(model):
