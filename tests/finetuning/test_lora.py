@@ -493,3 +493,28 @@ def test_peft_ignores_its_adapters_where_this_does_not():
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["qkv", "proj"]), model)
         assert any("lora_" in name for name, _ in model.named_parameters())
         assert not output(model, IMAGES).requires_grad, "peft is right here now"
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_it_trains_as_peft_where_peft_is_right(use_rslora):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    theirs = copy.deepcopy(ours)
+    add_lora(ours, _settings(alpha=5.0, use_rslora=use_rslora))
+    config = peft.LoraConfig(r=2, lora_alpha=5, target_modules=["0", "2"], use_rslora=use_rslora)
+    peft.inject_adapter_in_model(config, theirs)
+    for place in (0, 2):
+        theirs[place].lora_A.default.weight.data.copy_(ours[place].lora_weight.A)
+    x, target = _noise(16, 8), _noise(16, 4)
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(10):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+    for place in (0, 2):
+        change = ours[place].lora_weight
+        torch.testing.assert_close(change.A, theirs[place].lora_A.default.weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(change.B, theirs[place].lora_B.default.weight, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-6)
