@@ -90,6 +90,13 @@ class TrickCallback(Callback):
             not_restored: What could not be restored as it was saved.
         """
 
+    def load_pretrained(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Load the weights that this callback loads where a fit starts, as a checkpoint lacks them; return if it did.
+
+        It is called on each rank, on the CPU, in any stage, before the checkpoint's own weights are loaded.
+        """
+        return False
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse `pytorch_lightning` and a second callback of the type; disable hooks that do nothing."""
         if remedy := other_import_style(type(trainer)):

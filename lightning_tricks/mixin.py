@@ -18,6 +18,7 @@ from torch import nn
 from lightning_tricks._lightning_compat.hyperparameters import replace_hyperparameter, restricted_classmethod
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.rng import isolated_seeding
 from lightning_tricks.checkpoint_remapping import CheckpointRemapping, load_weights
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import SafeStateDict
@@ -25,6 +26,7 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
     build_module,
     read_module_checkpoint,
 )
+from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
 from lightning_tricks.tricks import Tricks, arguments_of
 from lightning_tricks.untrusted_tricks import STRINGS_OF_CALLER, strings_of_tricks, without_paths_of_checkpoint
@@ -96,7 +98,8 @@ class TricksMixin(_Base):
 
         The file is read by `read_checkpoint`, whatever `weights_only` is. Its weights are mapped to the module by the
         options of `Tricks(checkpoint_remapping=...)`, or by the defaults of `load_weights`; the module's `load_report`
-        lists what was loaded. Seeding in the module's `__init__` does not change the random state of the process.
+        lists what was loaded. What `TrainableCheckpoint` left out is compared with the new module and taken from it.
+        Seeding in the module's `__init__` does not change the random state of the process.
 
         Hyper-parameters are plain values: objects that LightningCLI builds from class paths have to be passed as
         arguments. Arguments of tricks that name a file or a folder are ignored with a warning, unless the caller
@@ -128,6 +131,9 @@ class TricksMixin(_Base):
         """Load a state dict as torch does; in `load_from_checkpoint`, map the names of its weights first."""
         if not isinstance(state_dict, SafeStateDict):
             return super().load_state_dict(state_dict, *args, **kwargs)
+        if RECORD_KEY in state_dict.origin.metadata:  # it lacks what the module was built with
+            saved = {**state_dict.origin.metadata, "state_dict": state_dict}
+            state_dict = SafeStateDict(state_dict.origin, complete_state_dict(self, saved))
         remapping = CheckpointRemapping(**arguments_of(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
         options = remapping.load_options()
         if not (args[0] if args else kwargs.get("strict", True)):

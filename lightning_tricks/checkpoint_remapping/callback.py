@@ -22,6 +22,7 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
+from lightning_tricks.checkpoint_remapping.core.loading import load_weights
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
 
@@ -125,15 +126,19 @@ class CheckpointRemapping(TrickCallback):
                 f"CheckpointRemapping: {self.path} is not loaded: the module comes from load_from_checkpoint."
             )
             return
-        try:
-            module = pl_module.get_submodule(self.submodule or "")
-        except AttributeError as error:
-            raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
+        module = self._submodule_of(pl_module)
         self.report = _load_on_all_ranks(
             trainer, module, lambda: plan_loading(module, self.path or "", **self.load_options())
         )
         if self.report is not None:
             rank_zero_info(f"CheckpointRemapping: loaded {self.path}. {self.report}")
+
+    def load_pretrained(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Load the weights of `path` on this rank, where a checkpoint holds only what was trained since."""
+        if self.path is None:
+            return False
+        load_weights(self._submodule_of(pl_module), self.path, **self.load_options())
+        return True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remove wrappers' parts from the names in a checkpoint before it is written, also after a fit."""
@@ -152,6 +157,12 @@ class CheckpointRemapping(TrickCallback):
         """Return the arguments for `load_weights` that this callback was given."""
         names = ("rules", "allow_missing", "allow_unexpected", "allow_mismatched", "interpolate")
         return {name: getattr(self, name) for name in names}
+
+    def _submodule_of(self, pl_module: LightningModule) -> torch.nn.Module:
+        try:
+            return pl_module.get_submodule(self.submodule or "")
+        except AttributeError as error:
+            raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
 
     def _close(self) -> None:
         self._installed.close()

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
@@ -23,11 +24,12 @@ ARGUMENT_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_typ
 
 def as_lightning_checkpoint(
     module: LightningModule, checkpoint: Checkpoint, *, fit: bool, **options: Any
-) -> tuple[dict[str, Any], LoadReport]:
+) -> tuple[dict[str, Any], LoadReport | None]:
     """Return the dict that Lightning restores a module from, with the module's own names, and a report.
 
     A checkpoint of the Trainer keeps its training state if its names differ from the module's only in prefixes; of any
-    other file only the weights are used, and a fit starts at step 0.
+    other file only the weights are used, and a fit starts at step 0. A checkpoint of only what trained has the module's
+    names, stays as it is, and has no report: `TrainableCheckpoint` completes it.
 
     Args:
         module: The module that takes the weights.
@@ -38,6 +40,11 @@ def as_lightning_checkpoint(
     Raises:
         CheckpointError: If the weights do not fit, or the training state holds other than plain values.
     """
+    rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
+    if RECORD_KEY in rest:
+        if fit:
+            _refuse_placeholders(checkpoint)
+        return {**rest, "state_dict": clone_mapped_tensors(checkpoint.state_dict)}, None
     plan = plan_loading(module, checkpoint, **options)
     own = module.state_dict()
     weights: Any = OrderedDict((name, plan.tensors.get(name, tensor)) for name, tensor in own.items())
@@ -46,7 +53,6 @@ def as_lightning_checkpoint(
     found = plan.report.alignment
     same_model = found.by_prefix and not plan.report.mismatched and found.loaded == len(found.matches)
     if checkpoint.kind == "lightning" and (same_model or not fit):
-        rest = {name: clone_mapped_tensors(value) for name, value in checkpoint.metadata.items()}
         if fit:
             _refuse_placeholders(checkpoint)
         return {**rest, "state_dict": weights}, plan.report

@@ -1,0 +1,213 @@
+"""The callback `TrainableCheckpoint`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.checkpoint_contents import checkpoint_contents_changed
+from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
+from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks.finetuning.core.trainable_weights import (
+    BaseMismatchError,
+    TensorRecord,
+    base_fingerprints,
+    complete_checkpoint,
+    forget,
+    leave_out_base,
+    recorded_base,
+    trainable_names,
+)
+
+
+class TrainableCheckpoint(TrickCallback):
+    """Save only what trained, and restore it exactly.
+
+    Each checkpoint that the Trainer writes (by ModelCheckpoint, `AutoResume` or `trainer.save_checkpoint`) leaves out
+    the tensors that are as they were before training, and holds 64 bits of each instead. Saved are all parameters that
+    are or were trainable, and whatever else differs from the base: statistics of BatchNorm, averaged weights, values
+    that were set by hand, new parameters such as those of `LoRA`.
+
+    The base is what the module holds when its first training epoch begins, after CheckpointRemapping has loaded
+    weights. It stays the base in later fits of the same module object, and of a run that is resumed.
+
+    `fit/validate/test/predict(ckpt_path=...)` need this callback and a module that is built as before: what was left
+    out is compared with the module and taken from it. Weights that CheckpointRemapping loads are loaded before that.
+    `load_from_checkpoint` of `TricksMixin` does the same, and `load_trainable` does it without a Trainer. Full
+    checkpoints load as without this callback. Without it, Lightning refuses the weights as incomplete, and the error
+    contains the remedy.
+
+    After a fit, `trainer.save_checkpoint(path, weights_only=True)` writes a full checkpoint.
+
+    Args:
+        extra: Patterns (a glob, or `re:` and a regular expression) of names of parameters and buffers that are always
+            saved, such as frozen layers that start from random weights; `"*"` leaves nothing out.
+
+    Raises:
+        TypeError: If a pattern is not a string.
+        ValueError: If a pattern is empty or not a regular expression.
+        MisconfigurationException: Under FSDP and DeepSpeed strategies, whose files are written by themselves, or if a
+            pattern matches nothing.
+        BaseMismatchError: If a checkpoint is loaded into a module of another base; the message lists what differs.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[TrainableCheckpoint()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, extra: str | list[str] = ()) -> None:  # type: ignore[assignment]
+        for pattern in _as_list(extra):
+            Pattern(pattern)
+        self.extra = extra
+        self._installed = ExitStack()  # between setup and teardown
+        self._is_installed = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take part in what the Trainer saves and restores."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        if isinstance(trainer.strategy, _WITH_FILES_OF_THEIR_OWN):
+            raise MisconfigurationException(
+                f"TrainableCheckpoint cannot leave anything out of the files that {type(trainer.strategy).__name__} "
+                "writes by itself. Train with one device or DDP, or remove TrainableCheckpoint."
+            )
+        changed = checkpoint_contents_changed(
+            trainer,
+            after_dump=lambda checkpoint: self._leave_out_base(trainer, checkpoint),
+            before_restore=lambda checkpoint: _complete(trainer, checkpoint),
+        )
+        self._installed.enter_context(changed)
+        self._is_installed = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse patterns that match nothing."""
+        names = [strip_compile_prefix(name) for name in pl_module.state_dict()]
+        for pattern in _as_list(self.extra):
+            if not any(Pattern(pattern).matches(name) for name in names):
+                raise MisconfigurationException(
+                    f"TrainableCheckpoint(extra=...): pattern {pattern!r} matches none of the {len(names):,} names in "
+                    "the module's state dict. Correct or remove it."
+                )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the base, before the first step and after whatever loads weights where a fit starts."""
+        if pl_module not in _BASES:
+            _BASES[pl_module] = _Base(base_fingerprints(pl_module))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what was trainable in this epoch, and may be frozen in the next."""
+        forget(_BASES[pl_module].records, pl_module, trainable_names(pl_module))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Make the checkpoints smaller that are saved after a fit."""
+        if not self._is_installed:
+            self._leave_out_base(trainer, checkpoint)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove what `setup` installed."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove what `setup` installed."""
+        self._close()
+
+    def _leave_out_base(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        module = trainer.lightning_module
+        base = _BASES.get(module)
+        if base is None or not trainer.is_global_zero:  # nothing has trained yet; or nobody writes it
+            return
+        extra = [Pattern(pattern) for pattern in _as_list(self.extra)]
+        always = {name for name in base.records if any(pattern.matches(name) for pattern in extra)}
+        forget(base.records, module, always | trainable_names(module))
+        whole = checkpoint["state_dict"]
+        left_out = leave_out_base(checkpoint, module, base.records)
+        if not base.is_reported:
+            base.is_reported = True
+            _report(whole, checkpoint["state_dict"], len(left_out))
+
+    def _close(self) -> None:
+        self._is_installed = False
+        self._installed.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_installed": ExitStack(), "_is_installed": False}
+
+
+_WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+
+
+@dataclass
+class _Base:
+    """The base of a module, without what is saved in any case.
+
+    Attributes:
+        records: A record of each tensor that may be left out.
+        is_reported: Whether a line has said how much is left out.
+    """
+
+    records: dict[str, TensorRecord]
+    is_reported: bool = False
+
+
+# Of the module, not of a fit: what a first fit trained is not the base of a second one
+_BASES: WeakKeyDictionary[LightningModule, _Base] = WeakKeyDictionary()
+
+
+def _complete(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Complete a checkpoint that was read, on all ranks; an error of one rank is raised on all."""
+    module = trainer.lightning_module
+    if RECORD_KEY not in checkpoint:
+        # The weights of a full checkpoint are not the base: the module will be built without them
+        if trainer.state.fn == TrainerFn.FITTING and module not in _BASES:
+            _BASES[module] = _Base(base_fingerprints(module))
+        return
+    base, error, whole = recorded_base(checkpoint), None, {}
+    try:
+        whole = _completed_with_pretrained_weights(trainer, checkpoint)
+    except BaseMismatchError as raised:
+        error = raised
+    if not trainer.strategy.reduce_boolean_decision(error is None):
+        raise error or BaseMismatchError("The module of another rank is not the one that was trained: see its error.")
+    del checkpoint[RECORD_KEY]
+    checkpoint.update(whole)
+    _BASES[module] = _Base(base)
+
+
+def _completed_with_pretrained_weights(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    module = trainer.lightning_module
+    try:
+        return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
+    except BaseMismatchError:
+        # Callbacks that load weights where a fit starts do not do so in a fit that resumes, nor in a test
+        tricks = (callback for callback in callbacks_of(trainer) if isinstance(callback, TrickCallback))
+        if not sum(trick.load_pretrained(trainer, module) for trick in tricks):
+            raise
+    return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
+
+
+def _report(whole: dict[str, Any], saved: dict[str, Any], num_left_out: int) -> None:
+    total = len(list(tensors_in(whole)))
+    if not num_left_out:
+        rank_zero_info(f"TrainableCheckpoint: saves all {total:,} tensors, as none is frozen and as it was.")
+        return
+    sizes = [format_bytes(sum(tensor.nbytes for tensor in tensors_in(part))) for part in (saved, whole)]
+    rank_zero_info(
+        f"TrainableCheckpoint: saves {total - num_left_out:,} of {total:,} tensors, {' of '.join(sizes)}. The others "
+        "are taken from a module that is built with the same weights as this one."
+    )
+
+
+def _as_list(patterns: str | list[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
