@@ -243,7 +243,7 @@ def _verified(
         name: _in_dtype(value, base[name].dtype) for name, value in found.items() if name not in {*shapes, *dtypes}
     }
     now = _records(values)
-    others = [name for name in values if now[name] != base[name]]
+    others = [name for name in values if now[name] != base[name] or not _is_plain(found[name])]
     dtypes += [name for name in others if found[name].dtype != values[name].dtype]
     others = [name for name in others if name not in set(dtypes)]
     phrases = [
