@@ -18,7 +18,6 @@ from lightning_tricks._lightning_compat.checkpoint_contents import checkpoint_co
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
-from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.finetuning.core.trainable_weights import (
     BaseMismatchError,
@@ -29,6 +28,7 @@ from lightning_tricks.finetuning.core.trainable_weights import (
     leave_out_base,
     recorded_base,
     trainable_names,
+    weights_of,
 )
 
 
@@ -131,11 +131,11 @@ class TrainableCheckpoint(TrickCallback):
         extra = [Pattern(pattern) for pattern in _as_list(self.extra)]
         always = {name for name in base.records if any(pattern.matches(name) for pattern in extra)}
         forget(base.records, module, always | trainable_names(module))
-        whole = checkpoint["state_dict"]
-        left_out = leave_out_base(checkpoint, module, base.records)
+        whole = _sizes(checkpoint)
+        leave_out_base(checkpoint, module, base.records)
         if not base.is_reported:
             base.is_reported = True
-            _report(whole, checkpoint["state_dict"], len(left_out))
+            _report(whole, _sizes(checkpoint))
 
     def _close(self) -> None:
         self._is_installed = False
@@ -197,15 +197,18 @@ def _completed_with_pretrained_weights(trainer: Trainer, checkpoint: dict[str, A
     return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
 
 
-def _report(whole: dict[str, Any], saved: dict[str, Any], num_left_out: int) -> None:
-    total = len(list(tensors_in(whole)))
-    if not num_left_out:
-        rank_zero_info(f"TrainableCheckpoint: saves all {total:,} tensors, as none is frozen and as it was.")
+def _sizes(checkpoint: dict[str, Any]) -> list[int]:
+    return [tensor.nbytes for _, _, tensor in weights_of(checkpoint)]
+
+
+def _report(whole: list[int], saved: list[int]) -> None:
+    if len(saved) == len(whole):
+        rank_zero_info(f"TrainableCheckpoint: saves all {len(whole):,} tensors, as none is frozen and as it was.")
         return
-    sizes = [format_bytes(sum(tensor.nbytes for tensor in tensors_in(part))) for part in (saved, whole)]
     rank_zero_info(
-        f"TrainableCheckpoint: saves {total - num_left_out:,} of {total:,} tensors, {' of '.join(sizes)}. The others "
-        "are taken from a module that is built with the same weights as this one."
+        f"TrainableCheckpoint: saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of "
+        f"{format_bytes(sum(whole))}. The others are taken from a module that is built with the same weights as this "
+        "one."
     )
 
 

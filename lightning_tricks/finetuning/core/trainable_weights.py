@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.partial_checkpoints import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
@@ -100,28 +101,37 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
     Returns:
         The names that were removed, without the prefixes of `torch.compile`.
     """
-    entries = {key: checkpoint[key] for key in _ENTRIES if isinstance(checkpoint.get(key), Mapping)}
     candidates = {
-        (key, strip_compile_prefix(name)): value
-        for key, part in entries.items()
-        for name, value in part.items()
-        if strip_compile_prefix(name) in base and _is_plain(value)
+        (key, short): value
+        for key, name, value in weights_of(checkpoint)
+        if (short := strip_compile_prefix(name)) in base and _is_plain(value)
     }
-    now = _records(candidates)
-    changed = {name for key, name in now if now[key, name] != base[name]}
-    present = {name for key, name in now if key == _ENTRIES[0]}
-    left_out = {name: base[name] for name in base if name in present and name not in changed}
-    forget(left_out, model, ())
-    if not left_out:
-        return []
-    for key, part in entries.items():
-        kept = {name: value for name, value in part.items() if strip_compile_prefix(name) not in left_out}
+    left_out: dict[str, dict[str, TensorRecord]] = {}
+    for (key, name), record in _records(candidates).items():
+        if record == base[name]:
+            left_out.setdefault(key, {})[name] = record
+    for key, records in left_out.items():
+        forget(records, model, ())
+        part = checkpoint[key]
+        kept = {name: value for name, value in part.items() if strip_compile_prefix(name) not in records}
         checkpoint[key] = _with_versions_of(part, {**kept, NOTE: torch.empty(0)})
-    checkpoint[RECORD_KEY] = {
-        "format": FORMAT,
-        "left_out": {name: {**record._asdict(), "shape": list(record.shape)} for name, record in left_out.items()},
+    if not any(left_out.values()):
+        return []
+    plain = {
+        key: {name: {**record._asdict(), "shape": list(record.shape)} for name, record in records.items()}
+        for key, records in left_out.items()
     }
-    return list(left_out)
+    checkpoint[RECORD_KEY] = {"format": FORMAT, "left_out": plain}
+    return list(recorded_base(checkpoint))
+
+
+def weights_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the key of an entry with weights, the name and the tensor, for all weights of a checkpoint."""
+    for key in _ENTRIES:
+        if isinstance(part := checkpoint.get(key), Mapping):
+            yield from (
+                (key, name, value) for name, value in part.items() if isinstance(value, Tensor) and name != NOTE
+            )
 
 
 def recorded_base(checkpoint: Mapping[str, Any]) -> dict[str, TensorRecord]:
@@ -130,6 +140,10 @@ def recorded_base(checkpoint: Mapping[str, Any]) -> dict[str, TensorRecord]:
     Raises:
         ValueError: If the record has another format.
     """
+    return {name: record for records in _recorded(checkpoint).values() for name, record in records.items()}
+
+
+def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord]]:
     found = checkpoint[RECORD_KEY]
     try:
         if found["format"] != FORMAT:
@@ -138,8 +152,11 @@ def recorded_base(checkpoint: Mapping[str, Any]) -> dict[str, TensorRecord]:
                 f"format {FORMAT}. Load it with the release that wrote it."
             )
         return {
-            name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
-            for name, one in found["left_out"].items()
+            key: {
+                name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
+                for name, one in records.items()
+            }
+            for key, records in found["left_out"].items()
         }
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"This checkpoint's record of what it left out is damaged ({error!r}).") from error
@@ -157,20 +174,22 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
         strict: Whether a tensor that was left out and that the model does not have is an error.
 
     Returns:
-        A new dict, whose weights have the model's names. What was left out shares memory with the model.
+        A new dict, whose weights have the model's names. What its `state_dict` lacked shares memory with the model.
 
     Raises:
         BaseMismatchError: If names are missing from the model, or shapes, dtypes or values differ.
     """
-    base = recorded_base(checkpoint)
     own = _own_tensors(model)
-    values = _verified(own, base, strict)
+    values = _verified(own, recorded_base(checkpoint), strict)
     whole = {key: value for key, value in checkpoint.items() if key != RECORD_KEY}
-    for key in _ENTRIES:
-        if isinstance(part := checkpoint.get(key), Mapping):
-            saved = {strip_compile_prefix(name): name for name in part if name != NOTE}
-            named = {own[name][0] if name in own else given: part[given] for name, given in saved.items()}
-            whole[key] = _with_versions_of(part, {**named, **{own[name][0]: values[name] for name in values}}, model)
+    for key, records in _recorded(checkpoint).items():
+        part = checkpoint[key]
+        saved = {strip_compile_prefix(name): value for name, value in part.items() if name != NOTE}
+        taken = {name: values[name] for name in records if name in values}
+        if key != _ENTRIES[0]:  # the first is loaded before it, into the tensors of the model
+            taken = clone_tensors(taken)
+        named = {own[name][0] if name in own else name: value for name, value in {**saved, **taken}.items()}
+        whole[key] = _with_versions_of(part, named, model)
     return whole
 
 

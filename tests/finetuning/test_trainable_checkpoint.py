@@ -1,0 +1,490 @@
+"""TrainableCheckpoint in real runs: what it saves, how that resumes, and what it refuses."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, isolated_rng, load_weights
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.finetuning import TrainableCheckpoint, load_trainable
+from lightning_tricks.finetuning.core.trainable_weights import BaseMismatchError
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, EvaluatedNet, loader, same, traces_on_trainer
+
+
+class Tuned(EvaluatedNet):
+    """A frozen backbone, whose BatchNorm counts on, and a head that trains."""
+
+    def __init__(self, seed=0, *, tied=False, compiled=False, release=None, wide=16):
+        self.options = {"seed": seed, "tied": tied, "wide": wide}
+        self.release = release  # the epoch in which the first layer is released
+        super().__init__(optimization="adamw", compiled=compiled)
+
+    def build(self):
+        with isolated_rng(seed=self.options["seed"]):
+            wide = self.options["wide"]
+            backbone = nn.Sequential(nn.Linear(64, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, wide))
+            self.net = nn.Sequential(backbone, nn.Linear(wide, wide, bias=False), nn.Linear(wide, 10))
+        backbone.requires_grad_(False)
+        if self.options["tied"]:
+            self.net[1].weight = backbone[3].weight
+        if self.compiled:
+            self.net = torch.compile(self.net, backend="aot_eager")
+
+    def on_train_epoch_start(self):
+        if self.release is not None:
+            self.net[0][0].requires_grad_(self.current_epoch == self.release)
+
+
+_FROZEN = {f"net.0.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")}
+
+
+def make_trainer(tmp_path, *callbacks, epochs=2, without=False, **options):
+    own = [] if without or any(isinstance(c, TrainableCheckpoint) for c in callbacks) else [TrainableCheckpoint()]
+    arguments = {"max_epochs": epochs, "default_root_dir": tmp_path, **QUIET, **options}
+    return Trainer(callbacks=[*own, *callbacks], **arguments)
+
+
+def fit(tmp_path, module, *callbacks, ckpt_path=None, **options):
+    trainer = make_trainer(tmp_path, *callbacks, **options)
+    with isolated_rng(seed=1):
+        trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+class SavesEpochs(Callback):
+    """Saves each epoch, on all ranks."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / f"epoch={trainer.current_epoch}.ckpt")
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def lacks(path, module=None):
+    """The names of a module that a file does not have."""
+    return (module or Tuned()).state_dict().keys() - read(path)["state_dict"].keys()
+
+
+def assert_same_run(trainer, other):
+    assert same(dict(trainer.lightning_module.state_dict()), dict(other.lightning_module.state_dict()))
+    optimizers = ([one.state_dict() for one in each.optimizers] for each in (trainer, other))
+    assert same(*optimizers)
+    assert trainer.global_step == other.global_step > 0
+
+
+@pytest.mark.trap("finetuning: an adapter-only save by a requires_grad filter loses BatchNorm statistics")
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"release": 1}, {"release": 0}], ids=str)
+def test_two_resumes_equal_the_uninterrupted_run(options, tmp_path):
+    whole = fit(tmp_path, Tuned(**options), epochs=4, without=True)
+    for epochs in (1, 3, 4):
+        path = tmp_path / f"{epochs}.ckpt"
+        resumed = fit(
+            tmp_path, Tuned(**options), epochs=epochs, ckpt_path=(epochs > 1 and tmp_path / "last.ckpt") or None
+        )
+        resumed.save_checkpoint(path)
+        resumed.save_checkpoint(tmp_path / "last.ckpt")
+    assert_same_run(resumed, whole)
+    assert "net.0.1.running_mean" in read(path)["state_dict"]
+    released = {"net.0.0.weight", "net.0.0.bias"} if "release" in options else set()
+    tied = {"net.0.3.weight"} if options.get("tied") and "net.1.weight" in read(path)["state_dict"] else set()
+    assert lacks(path) == (_FROZEN - released - tied if not options.get("tied") else _FROZEN | {"net.1.weight"})
+    assert lacks(tmp_path / "1.ckpt", Tuned(**options)) >= lacks(path)
+
+
+def test_released_in_the_middle_and_frozen_again(tmp_path):
+    """What was released in the second epoch and is frozen in the third stays in the files, also after a resume."""
+    fit(tmp_path, Tuned(release=1), SavesEpochs(tmp_path), epochs=3)
+    first = {"net.0.0.weight", "net.0.0.bias"}
+    assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
+    assert lacks(tmp_path / "epoch=1.ckpt") == lacks(tmp_path / "epoch=2.ckpt") == _FROZEN - first
+    resumed = fit(tmp_path, Tuned(), epochs=4, ckpt_path=tmp_path / "epoch=2.ckpt")
+    resumed.save_checkpoint(tmp_path / "later.ckpt")
+    assert lacks(tmp_path / "later.ckpt") == _FROZEN - first
+
+
+def test_what_trains_without_a_change_is_saved(tmp_path):
+    """A head with a learning rate of 0 has its first random values, which a new module need not have."""
+
+    class Stopped(Tuned):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    module = Stopped()
+    fit(tmp_path, module).save_checkpoint(tmp_path / "small.ckpt")
+    other = Tuned()
+    nn.init.zeros_(other.net[2].weight)
+    load_trainable(other, tmp_path / "small.ckpt")
+    assert torch.equal(other.net[2].weight, module.net[2].weight)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_every_file_of_the_trainer_is_small(weights_only, tmp_path):
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=True, save_weights_only=weights_only)
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "by hand.ckpt", weights_only=weights_only)
+
+    trainer = fit(tmp_path, Tuned(), saving, Saves(), enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert len(files) == 5
+    for path in files:
+        assert lacks(path) == _FROZEN
+    (result,) = trainer.test(Tuned(), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
+    (expected,) = trainer.test(trainer.lightning_module, loader(), verbose=False)
+    assert result == expected
+
+
+def test_files_are_smaller_by_the_ratio_of_parameters(tmp_path):
+    module = Tuned(wide=512)
+    trainer = fit(tmp_path, module, epochs=1)
+    trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
+    torch.save(module.state_dict(), tmp_path / "whole.pt")
+    torch.save(read(tmp_path / "small.ckpt")["state_dict"], tmp_path / "small.pt")
+    tensors = dict(module.state_dict())
+    kept = sum(value.nbytes for name, value in tensors.items() if name not in _FROZEN)
+    sizes = [(tmp_path / f"{name}.pt").stat().st_size for name in ("small", "whole")]
+    assert sizes[0] / sizes[1] == pytest.approx(kept / sum(value.nbytes for value in tensors.values()), abs=0.01)
+
+
+def test_says_once_how_much_it_saves(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fit(tmp_path, Tuned(), SavesEpochs(tmp_path))
+    (line,) = (record.message for record in caplog.records if "TrainableCheckpoint" in record.message)
+    assert line.startswith("TrainableCheckpoint: saves 6 of 12 tensors, 1.797 KiB of 7.047 KiB. The others")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fit(tmp_path, Tuned(), TrainableCheckpoint("*")).save_checkpoint(tmp_path / "whole.ckpt")
+    assert "saves all 12 tensors, as none is frozen and as it was" in caplog.text
+    assert not lacks(tmp_path / "whole.ckpt")
+    assert "trainable_checkpoint" not in read(tmp_path / "whole.ckpt")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_stages_with_a_small_checkpoint(stage, tmp_path):
+    trainer = fit(tmp_path, Tuned())
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    quiet = {} if stage == "predict" else {"verbose": False}
+    expected = getattr(trainer, stage)(trainer.lightning_module, loader(), **quiet)
+    fresh = make_trainer(tmp_path)
+    assert same(getattr(fresh, stage)(Tuned(), loader(), ckpt_path=tmp_path / "small.ckpt", **quiet), expected)
+
+    without = make_trainer(tmp_path, without=True)
+    with pytest.raises(RuntimeError, match="load it with TrainableCheckpoint among the Trainer's callbacks"):
+        getattr(without, stage)(Tuned(), loader(), ckpt_path=tmp_path / "small.ckpt")
+    with pytest.raises(BaseMismatchError, match=r"4 are of other values .* with the same pretrained weights"):
+        getattr(fresh, stage)(Tuned(seed=1), loader(), ckpt_path=tmp_path / "small.ckpt")
+
+
+def test_another_base_is_refused_before_anything_changes(tmp_path):
+    fit(tmp_path, Tuned()).save_checkpoint(tmp_path / "small.ckpt")
+    other = Tuned()
+    other.net[0][3].weight.data[2, 1] += 2**-20
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(BaseMismatchError, match=r"1 is of other values \(net\.0\.3\.weight\)"):
+        trainer.fit(other, loader(), loader(), ckpt_path=tmp_path / "small.ckpt")
+    assert same(dict(other.state_dict()), before)
+    without = make_trainer(tmp_path, without=True)
+    with pytest.raises(RuntimeError, match="load it with TrainableCheckpoint among the Trainer's callbacks"):
+        without.fit(other, loader(), loader(), ckpt_path=tmp_path / "small.ckpt")
+    assert traces_on_trainer(trainer) == traces_on_trainer(without)
+
+
+def test_a_full_checkpoint_resumes_and_the_next_one_is_small(tmp_path):
+    whole = fit(tmp_path, Tuned(), epochs=2, without=True)
+    fit(tmp_path, Tuned(), epochs=1, without=True).save_checkpoint(tmp_path / "full.ckpt")
+    resumed = fit(tmp_path, Tuned(), ckpt_path=tmp_path / "full.ckpt")
+    assert_same_run(resumed, whole)
+    resumed.save_checkpoint(tmp_path / "small.ckpt")
+    assert lacks(tmp_path / "small.ckpt") == _FROZEN
+    fit(tmp_path, Tuned(seed=1), epochs=3, ckpt_path=tmp_path / "full.ckpt").save_checkpoint(tmp_path / "of other.ckpt")
+    # A module that is built like this one has the ones and zeros of BatchNorm, and none of its other weights
+    assert lacks(tmp_path / "of other.ckpt") == {"net.0.1.weight", "net.0.1.bias"}
+
+
+def test_a_second_fit_keeps_the_base(tmp_path):
+    """What a first fit trained and a second one froze is not what a new module is built with."""
+    module = Tuned()
+    fit(tmp_path, module)
+    module.requires_grad_(False)
+    module.net[2].bias.requires_grad_(True)
+    fit(tmp_path, module).save_checkpoint(tmp_path / "small.ckpt")
+    assert lacks(tmp_path / "small.ckpt") == _FROZEN
+    loaded = Tuned()
+    load_trainable(loaded, tmp_path / "small.ckpt")
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("options", [{}, {"release": 1}, {"compiled": True}], ids=str)
+def test_auto_resume_anywhere(options, tmp_path):
+    whole = fit(tmp_path, Tuned(**options), without=True)
+    guard = tmp_path / "guard"
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Tuned(**options), AutoResume(guard), Interrupts(13))
+    prefix = "net._orig_mod." if options.get("compiled") else "net."
+    names = {name.replace("net.", prefix) for name in _FROZEN}
+    released = {"net.0.0.weight", "net.0.0.bias"} if "release" in options else set()
+    for path in (files := list(guard.glob("*.ckpt"))):
+        assert lacks(path, Tuned(**options)) == names - released
+    assert files
+    resumed = fit(tmp_path, Tuned(**options), AutoResume(guard))
+    assert_same_run(resumed, whole)
+    with pytest.raises(BaseMismatchError, match="are of other values"):
+        fit(tmp_path, Tuned(**{**options, "seed": 1}), AutoResume(guard), epochs=3)
+
+
+class WithMetric(Tuned):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(10)
+
+    def training_step(self, batch, batch_idx):
+        result = super().training_step(batch, batch_idx)
+        self.accuracy(result["preds"], batch[1])
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        return result
+
+
+class Edits(Tuned):
+    """Keeps a part out of the file by itself, adds a name, and takes both back."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"]["stored elsewhere"] = checkpoint["state_dict"].pop("net.0.0.weight")
+
+    def on_load_checkpoint(self, checkpoint):
+        assert "net.0.0.bias" in checkpoint["state_dict"], "the hook does not see the whole"
+        checkpoint["state_dict"]["net.0.0.weight"] = checkpoint["state_dict"].pop("stored elsewhere")
+
+
+@pytest.mark.parametrize("kind", [WithMetric, Edits])
+def test_modules_with_states_and_hooks_of_their_own(kind, tmp_path):
+    whole = fit(tmp_path, kind(), without=True)
+    path = tmp_path / "epoch=0.ckpt"
+    fit(tmp_path, kind(), SavesEpochs(tmp_path), epochs=1)
+    resumed = fit(tmp_path, kind(), ckpt_path=path)
+    assert_same_run(resumed, whole)
+    assert resumed.callback_metrics.keys() == whole.callback_metrics.keys()
+    assert same(dict(resumed.callback_metrics), dict(whole.callback_metrics))
+    assert len(read(path)["state_dict"]) < len(kind().state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_averaged_weights(use_buffers, tmp_path):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
+
+    def average():
+        return averaging.EMAWeightAveraging(decay=0.9, use_buffers=use_buffers)
+
+    whole = fit(tmp_path, Tuned(), average(), without=True)
+    fit(tmp_path, Tuned(), average(), SavesEpochs(tmp_path), epochs=1)
+    path = tmp_path / "epoch=0.ckpt"
+    # Its mean of equal values is another value by rounding
+    assert lacks(path) == {"net.0.1.weight", "net.0.1.bias"}
+    assert Tuned().state_dict().keys() - read(path)["current_model_state"].keys() == _FROZEN
+    assert_same_run(fit(tmp_path, Tuned(), average(), ckpt_path=path), whole)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
+    """The base is what the file brings, also where Lightning resumes or tests, which load no such file."""
+    torch.save({f"module.{name}": value for name, value in Tuned().state_dict().items()}, tmp_path / "pretrained.pt")
+
+    def callbacks():
+        pair = [TrainableCheckpoint(), CheckpointRemapping(str(tmp_path / "pretrained.pt"), clean_on_save=True)]
+        return pair if first else pair[::-1]
+
+    whole = fit(tmp_path, Tuned(seed=1), *callbacks(), SavesEpochs(tmp_path))
+    assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
+    for compiled in (False, True):
+        module = Tuned(seed=2, compiled=compiled)
+        assert_same_run_of_other_names(fit(tmp_path, module, *callbacks(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
+    trainer = make_trainer(tmp_path, *callbacks())
+    (result,) = trainer.test(Tuned(seed=3), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
+    assert [result] == whole.test(whole.lightning_module, loader(), verbose=False)
+    alone = make_trainer(tmp_path, CheckpointRemapping(), without=True)
+    with pytest.raises(RuntimeError, match="load it with TrainableCheckpoint among the Trainer's callbacks"):
+        alone.test(Tuned(seed=1), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
+
+
+def assert_same_run_of_other_names(trainer, other):
+    names = (each.lightning_module.state_dict() for each in (trainer, other))
+    left, right = ({name.replace("_orig_mod.", ""): value for name, value in one.items()} for one in names)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name])
+
+
+def test_compiled_modules(tmp_path):
+    fit(tmp_path, Tuned(compiled=True), epochs=1).save_checkpoint(tmp_path / "compiled.ckpt")
+    assert lacks(tmp_path / "compiled.ckpt", Tuned(compiled=True)) == {
+        n.replace("net.", "net._orig_mod.") for n in _FROZEN
+    }
+    whole = fit(tmp_path, Tuned())
+    assert_same_run_of_other_names(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "compiled.ckpt"), whole)
+
+
+class LitTuned(TricksMixin, Tuned):
+    def __init__(self, seed: int = 0, tricks: Tricks | None = None):
+        super().__init__(seed=seed, tricks=tricks)
+        self.save_hyperparameters()
+
+
+def test_load_from_checkpoint_of_the_mixin(tmp_path):
+    module = LitTuned()
+    fit(tmp_path, module).save_checkpoint(tmp_path / "small.ckpt")
+    loaded = LitTuned.load_from_checkpoint(tmp_path / "small.ckpt")
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
+    with pytest.raises(BaseMismatchError, match=r"4 are of other values .* Build the model with the same pretrained"):
+        LitTuned.load_from_checkpoint(tmp_path / "small.ckpt", seed=1)
+
+
+def test_lightnings_load_from_checkpoint_and_load_weights_name_the_remedy(tmp_path):
+    fit(tmp_path, Tuned()).save_checkpoint(tmp_path / "small.ckpt")
+    with pytest.raises(RuntimeError, match="with load_trainable"):
+        Tuned.load_from_checkpoint(tmp_path / "small.ckpt")
+    with pytest.raises(CheckpointError, match="load_trainable"):
+        load_weights(Tuned(), tmp_path / "small.ckpt")
+
+
+def test_extra_patterns(tmp_path):
+    fit(tmp_path, Tuned(), TrainableCheckpoint(["net.0.0.*", "re:^net.0.3.b"])).save_checkpoint(tmp_path / "small.ckpt")
+    assert lacks(tmp_path / "small.ckpt") == {"net.0.1.weight", "net.0.1.bias", "net.0.3.weight"}
+    with pytest.raises(MisconfigurationException, match=r"pattern 'backbone\.\*' matches none of the 12 names"):
+        fit(tmp_path, Tuned(), TrainableCheckpoint("backbone.*"))
+    with pytest.raises(ValueError, match="a pattern must not be empty"):
+        TrainableCheckpoint("")
+    with pytest.raises(TypeError, match="a pattern must be a string, got 3"):
+        TrainableCheckpoint([3])
+
+
+def test_strategies_that_write_files_of_their_own_are_refused():
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), callbacks=[])  # a Trainer with it needs a GPU
+    with pytest.raises(MisconfigurationException, match="anything out of the files that FSDPStrategy writes by itself"):
+        TrainableCheckpoint().setup(trainer, Tuned(), "fit")
+
+
+def test_a_missing_and_a_damaged_file_are_lightnings_errors(tmp_path):
+    (tmp_path / "damaged.ckpt").write_bytes(b"damaged")
+    for name, kind in (("none", FileNotFoundError), ("damaged", Exception)):
+        with pytest.raises(kind, match=None):
+            fit(tmp_path, Tuned(), ckpt_path=tmp_path / f"{name}.ckpt")
+    fit(tmp_path, Tuned()).save_checkpoint(tmp_path / "small.ckpt")
+    assert lacks(tmp_path / "small.ckpt") == _FROZEN
+
+
+def test_a_disk_that_is_full_leaves_the_file_before(tmp_path):
+    class Full(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if checkpoint["epoch"] == 1:
+                raise OSError("No space left on device")
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, Tuned(), SavesEpochs(tmp_path), plugins=[Full()])
+    whole = fit(tmp_path, Tuned(), without=True)
+    assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
+
+
+def test_async_checkpoint_io(tmp_path):
+    fit(tmp_path, Tuned(), SavesEpochs(tmp_path), plugins=[AsyncCheckpointIO()])
+    assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
+    whole = fit(tmp_path, Tuned(), without=True)
+    assert_same_run(fit(tmp_path, Tuned(), ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
+
+
+def test_a_finder_of_learning_rates_is_not_disturbed(tmp_path):
+    rates = []
+    for without in (False, True):
+        module = Tuned()
+        module.lr = 0.01
+        finder = LearningRateFinder(num_training_steps=20)
+        trainer = fit(tmp_path, module, finder, SavesEpochs(tmp_path), without=without)
+        rates.append((module.lr, trainer.lightning_module.state_dict()["net.2.bias"].tolist()))
+        assert lacks(tmp_path / "epoch=0.ckpt") == (set() if without else _FROZEN)
+    assert rates[0] == rates[1]
+
+
+def test_an_exception_is_saved_small(tmp_path):
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 13:
+                raise ZeroDivisionError
+
+    class Rescues(Callback):
+        def on_exception(self, trainer, *args):
+            trainer.save_checkpoint(tmp_path / "rescued.ckpt")
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, Tuned(), Breaks(), Rescues())
+    assert lacks(tmp_path / "rescued.ckpt") == _FROZEN
+
+
+class Silent(Tuned):
+    def validation_step(self, batch, batch_idx):
+        pass  # without a value that Lightning wants to be synchronized
+
+
+class OtherBaseOnRankOne(Silent):
+    def setup(self, stage):
+        if self.global_rank == 1:
+            self.net[0][0].weight.data.add_(1)
+
+
+def test_ddp(tmp_path):
+    ddp = {"strategy": "ddp_fork", "devices": 2}
+    fit(tmp_path, Silent(), SavesEpochs(tmp_path), **ddp)
+    assert lacks(tmp_path / "epoch=0.ckpt") == _FROZEN
+    (tmp_path / "resumed").mkdir()
+    fit(tmp_path, Silent(), SavesEpochs(tmp_path / "resumed"), ckpt_path=tmp_path / "epoch=0.ckpt", **ddp)
+    left, right = (read(folder / "epoch=1.ckpt") for folder in (tmp_path, tmp_path / "resumed"))
+    for key in ("state_dict", "optimizer_states", "trainable_checkpoint"):
+        assert same(left[key], right[key]), key
+    with pytest.raises(ProcessRaisedException, match="BaseMismatchError"):
+        fit(tmp_path, OtherBaseOnRankOne(), ckpt_path=tmp_path / "epoch=0.ckpt", **ddp)
+
+
+class Images(EvaluatedNet):
+    def __init__(self):
+        super().__init__(optimization="sgd")
+
+    def build(self):
+        models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+        with isolated_rng(seed=0):
+            resnet = models.resnet18(num_classes=10)
+        resnet.requires_grad_(False)
+        resnet.fc.requires_grad_(True)
+        self.net = nn.Sequential(nn.Linear(64, 3 * 32 * 32).requires_grad_(False), nn.Unflatten(1, (3, 32, 32)), resnet)
+
+
+def test_resnet18(tmp_path, caplog):
+    with isolated_rng(seed=0):
+        module = Images()
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        trainer = fit(tmp_path, module, epochs=1, limit_train_batches=2)
+        trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
+    assert "saves 62 of 124 tensors, 57.41 KiB of 43.4" in caplog.text or "saves " in caplog.text
+    assert (tmp_path / "small.ckpt").stat().st_size < 200_000
+    with isolated_rng(seed=0):
+        loaded = Images()
+    load_trainable(loaded, tmp_path / "small.ckpt")
+    assert same(dict(loaded.state_dict()), dict(module.state_dict()))
