@@ -14,6 +14,11 @@ _FROZEN = ("0.weight", "0.bias", "1.bias")
 class PartlyFrozen(Net):
     """The contract's net with a frozen first layer, and one whose weight alone is trained."""
 
+    def build(self):
+        super().build()
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_(not name.endswith(_FROZEN))
+
 
 class SavesFirstEpoch(Callback):
     """Saves the first epoch, on all ranks."""
