@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_contents import checkpoint_contents_changed
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
@@ -71,7 +72,7 @@ class TrainableCheckpoint(TrickCallback):
         for pattern in _as_list(extra):
             Pattern(pattern)
         self.extra = extra
-        self._installed = ExitStack()  # between setup and teardown
+        self._installed = ExitStack()  # between setup and teardown, and where a checkpoint is saved later
         self._is_installed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -111,9 +112,18 @@ class TrainableCheckpoint(TrickCallback):
         forget(_BASES[pl_module].records, pl_module, trainable_names(pl_module))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Make the checkpoints smaller that are saved after a fit."""
-        if not self._is_installed:
+        """Make a checkpoint that is saved after a fit smaller, when the module's own hook has seen the whole."""
+        if self._is_installed:
+            return
+        self._installed.close()
+        save = trainer.strategy.save_checkpoint
+
+        def save_smaller(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            self._installed.close()
             self._leave_out_base(trainer, checkpoint)
+            save(checkpoint, *args, **kwargs)
+
+        self._installed.enter_context(overriding(trainer.strategy, save_checkpoint=save_smaller))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what `setup` installed."""

@@ -88,6 +88,7 @@ def assert_same_run(trainer, other):
     assert trainer.global_step == other.global_step > 0
 
 
+@pytest.mark.oldest
 @pytest.mark.trap("finetuning: an adapter-only save by a requires_grad filter loses BatchNorm statistics")
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"release": 1}, {"release": 0}], ids=str)
 def test_two_resumes_equal_the_uninterrupted_run(options, tmp_path):
@@ -234,6 +235,7 @@ def test_a_second_fit_keeps_the_base(tmp_path):
     assert same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("options", [{}, {"release": 1}, {"compiled": True}], ids=str)
 def test_auto_resume_anywhere(options, tmp_path):
     whole = fit(tmp_path, Tuned(**options), without=True)
@@ -285,6 +287,10 @@ def test_modules_with_states_and_hooks_of_their_own(kind, tmp_path):
     assert resumed.callback_metrics.keys() == whole.callback_metrics.keys()
     assert same(dict(resumed.callback_metrics), dict(whole.callback_metrics))
     assert len(read(path)["state_dict"]) < len(kind().state_dict())
+    for name in ("after", "again"):
+        resumed.save_checkpoint(tmp_path / f"{name}.ckpt")
+        assert read(tmp_path / f"{name}.ckpt")["state_dict"].keys() == read(path)["state_dict"].keys()
+    assert "save_checkpoint" not in vars(resumed.strategy)
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat import (
+    checkpoint_contents,
     checkpoint_io,
     checkpoints,
     ddp,
@@ -439,6 +440,24 @@ def test_override_resume_checkpoint(tmp_path):
         pass
     other.fit_loop.max_epochs = 2
     other.fit(Net(), loader())
+
+
+def test_checkpoint_contents_changed(tmp_path):
+    trainer, module, restored = Trainer(max_epochs=1, **QUIET), Net(), []
+    path = tmp_path / "saved.ckpt"
+
+    def dumped(checkpoint):
+        assert checkpoint["optimizer_states"]
+        checkpoint["state_dict"]["net.4.bias"] = torch.zeros(10)
+
+    with checkpoint_contents.checkpoint_contents_changed(trainer, dumped, restored.append):
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(path)
+        assert restored == []
+        trainer.fit(module, loader(), ckpt_path=path)
+    assert not torch.load(path, weights_only=True)["state_dict"]["net.4.bias"].any()
+    assert [list(checkpoint) for checkpoint in restored] == [list(torch.load(path, weights_only=True))]
+    assert not {"dump_checkpoint", "restore_model"} & vars(trainer._checkpoint_connector).keys()
 
 
 def test_skip_train_batches():

@@ -18,6 +18,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from lightning_tricks._lightning_compat import (
+    checkpoint_contents,
     checkpoint_io,
     checkpoints,
     fit,
@@ -31,7 +32,8 @@ from lightning_tricks._lightning_compat import (
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
 from tests.contract.lab import QUIET, Net, loader
 
-MATCH = f"^(AutoResume|AutoResume or CheckpointRemapping) does not work with lightning {lightning.__version__}.*install"
+_TRICKS = "AutoResume|AutoResume or CheckpointRemapping|TrainableCheckpoint"
+MATCH = f"^({_TRICKS}) does not work with lightning {lightning.__version__}.*install"
 
 
 class _InEpoch(Callback):
@@ -150,6 +152,10 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
     ("owner", "name", "install"),
     [
         ("connector", "resume_start", lambda trainer: fit.override_resume_checkpoint(trainer, lambda path: None)),
+        *(
+            ("connector", name, lambda trainer: checkpoint_contents.checkpoint_contents_changed(trainer, dict, dict))
+            for name in ("dump_checkpoint", "restore_model")
+        ),
         ("fit", "on_run_end", lambda trainer: fit_end.call_after_train_end(trainer, lambda: None)),
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))

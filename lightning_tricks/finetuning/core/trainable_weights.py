@@ -79,7 +79,7 @@ def forget(base: dict[str, TensorRecord], model: nn.Module, names: Collection[st
         model: The model.
         names: Names without the prefixes of `torch.compile`.
     """
-    for name in names & base.keys() if len(base) else ():
+    for name in base.keys() & set(names):
         del base[name]
     for group in _groups_in_memory(model):
         if not base.keys() >= group:
