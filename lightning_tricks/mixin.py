@@ -131,12 +131,13 @@ class TricksMixin(_Base):
         """Load a state dict as torch does; in `load_from_checkpoint`, map the names of its weights first."""
         if not isinstance(state_dict, SafeStateDict):
             return super().load_state_dict(state_dict, *args, **kwargs)
+        strict = args[0] if args else kwargs.get("strict", True)
         if RECORD_KEY in state_dict.origin.metadata:  # it lacks what the module was built with
             saved = {**state_dict.origin.metadata, "state_dict": state_dict}
-            state_dict = SafeStateDict(state_dict.origin, complete_state_dict(self, saved))
+            state_dict = SafeStateDict(state_dict.origin, complete_state_dict(self, saved, strict=strict))
         remapping = CheckpointRemapping(**arguments_of(CheckpointRemapping, self.tricks.checkpoint_remapping or {}))
         options = remapping.load_options()
-        if not (args[0] if args else kwargs.get("strict", True)):
+        if not strict:
             options |= {"allow_missing": "*", "allow_unexpected": "*"}
         self.load_report = load_weights(self, state_dict.as_checkpoint(), **options)
         rank_zero_info(f"{type(self).__name__}: loaded {state_dict.origin.source}. {self.load_report}")

@@ -20,15 +20,17 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.finetuning.core.trainable_weights import (
+from lightning_tricks.finetuning.core.base_record import (
     BaseMismatchError,
     TensorRecord,
     base_fingerprints,
-    complete_checkpoint,
     forget,
+    trainable_names,
+)
+from lightning_tricks.finetuning.core.trainable_weights import (
+    complete_checkpoint,
     leave_out_base,
     recorded_base,
-    trainable_names,
     weights_of,
 )
 
@@ -41,8 +43,9 @@ class TrainableCheckpoint(TrickCallback):
     are or were trainable, and whatever else differs from the base: statistics of BatchNorm, averaged weights, values
     that were set by hand, new parameters such as those of `LoRA`.
 
-    The base is what the module holds when its first training epoch begins, after CheckpointRemapping has loaded
-    weights. It stays the base in later fits of the same module object, and of a run that is resumed.
+    The base is what the module holds when its first training epoch with this callback begins, after CheckpointRemapping
+    has loaded weights. It stays the base in later fits of the same module object, and in a run that is resumed. With
+    weights that Lightning's EMAWeightAveraging averages, frozen ones are saved as well: it changes them by rounding.
 
     `fit/validate/test/predict(ckpt_path=...)` need this callback and a module that is built as before: what was left
     out is compared with the module and taken from it. Weights that CheckpointRemapping loads are loaded before that.
@@ -59,8 +62,8 @@ class TrainableCheckpoint(TrickCallback):
     Raises:
         TypeError: If a pattern is not a string.
         ValueError: If a pattern is empty or not a regular expression.
-        MisconfigurationException: Under FSDP and DeepSpeed strategies, whose files are written by themselves, or if a
-            pattern matches nothing.
+        MisconfigurationException: Under FSDP and DeepSpeed strategies, which write files of their own, or if a pattern
+            matches nothing.
         BaseMismatchError: If a checkpoint is loaded into a module of another base; the message lists what differs.
 
     Example:

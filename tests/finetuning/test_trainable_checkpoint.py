@@ -1,6 +1,7 @@
 """TrainableCheckpoint in real runs: what it saves, how that resumes, and what it refuses."""
 
 import logging
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, isolated_rng, load_weights
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.finetuning import TrainableCheckpoint, load_trainable
-from lightning_tricks.finetuning.core.trainable_weights import BaseMismatchError
+from lightning_tricks.finetuning.core.base_record import BaseMismatchError
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, loader, same, traces_on_trainer
 
@@ -391,11 +392,10 @@ def test_strategies_that_write_files_of_their_own_are_refused():
 
 def test_a_missing_and_a_damaged_file_are_lightnings_errors(tmp_path):
     (tmp_path / "damaged.ckpt").write_bytes(b"damaged")
-    for name, kind in (("none", FileNotFoundError), ("damaged", Exception)):
-        with pytest.raises(kind, match=None):
-            fit(tmp_path, Tuned(), ckpt_path=tmp_path / f"{name}.ckpt")
-    fit(tmp_path, Tuned()).save_checkpoint(tmp_path / "small.ckpt")
-    assert lacks(tmp_path / "small.ckpt") == _FROZEN
+    with pytest.raises(FileNotFoundError):
+        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "none.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        fit(tmp_path, Tuned(), ckpt_path=tmp_path / "damaged.ckpt")
 
 
 def test_a_disk_that_is_full_leaves_the_file_before(tmp_path):
@@ -488,7 +488,7 @@ def test_resnet18(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         trainer = fit(tmp_path, module, epochs=1, limit_train_batches=2)
         trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
-    assert "saves 62 of 124 tensors, 57.41 KiB of 43.4" in caplog.text or "saves " in caplog.text
+    assert "TrainableCheckpoint: saves 62 of 124 tensors" in caplog.text
     assert (tmp_path / "small.ckpt").stat().st_size < 200_000
     with isolated_rng(seed=0):
         loaded = Images()

@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.finetuning.core.trainable_weights import (
+from lightning_tricks.finetuning.core.base_record import (
     BaseMismatchError,
     base_fingerprints,
+    forget,
+    trainable_names,
+)
+from lightning_tricks.finetuning.core.trainable_weights import (
     complete_checkpoint,
     complete_state_dict,
-    forget,
     leave_out_base,
     load_trainable,
     recorded_base,
-    trainable_names,
 )
 from tests.contract.lab import HostReads, same
 
@@ -162,6 +164,15 @@ def test_nothing_is_removed_where_all_trained():
     assert leave_out_base(checkpoint, model, base) == []
     assert checkpoint.keys() == {"state_dict"}
     assert checkpoint["state_dict"].keys() == model.state_dict().keys()
+
+
+def test_nothing_is_removed_where_tied_weights_keep_each_other():
+    tied = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)})
+    tied["one"].weight = tied["other"].weight
+    base = {name: record for name, record in base_fingerprints(tied).items() if name == "one.weight"}
+    checkpoint = {"state_dict": tied.state_dict()}
+    assert leave_out_base(checkpoint, tied, base) == []
+    assert checkpoint["state_dict"].keys() == tied.state_dict().keys()
 
 
 def test_averaged_weights_beside_the_present_ones():

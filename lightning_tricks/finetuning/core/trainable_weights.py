@@ -1,90 +1,33 @@
-"""Checkpoints without the tensors that did not change: what is left out, how it is recorded, and how it is restored."""
+"""Checkpoints without the tensors that did not change: how they are made, and how they become whole again."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.partial_checkpoints import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import clone_tensors
-from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
-from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
+from lightning_tricks.finetuning.core.base_record import (
+    TensorRecord,
+    forget,
+    is_plain,
+    records_of,
+    tensors_by_name,
+    verified_tensors,
+)
 
 FORMAT = 1
 _ENTRIES = ("state_dict", "current_model_state")  # the second is where Lightning's WeightAveraging puts the first
-_EXTRA_STATE = "_extra_state"  # the name under which a module saves what `get_extra_state` returns
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-class BaseMismatchError(ValueError):
-    """A model whose tensors are not those that a checkpoint left out; the message lists what differs."""
-
-
-class TensorRecord(NamedTuple):
-    """What identifies a tensor that is not saved.
-
-    Attributes:
-        shape: Its shape.
-        dtype: The name of its dtype, such as "float32".
-        fingerprint: 64 bits of its values (`fingerprint`).
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    fingerprint: int
-
-
-def base_fingerprints(model: nn.Module) -> dict[str, TensorRecord]:
-    """Return a record of every tensor of a model's state dict, read from the device in one transfer.
-
-    Names are without the prefixes of `torch.compile`. Lazy, sparse and quantized tensors, those on the meta device and
-    instances of tensor subclasses have no record, and are therefore always saved.
-
-    Args:
-        model: The model, on any devices.
-
-    Example:
-        >>> base_fingerprints(nn.Linear(3, 2))["weight"][:2]
-        ((2, 3), 'float32')
-    """
-    return _records({name: value for name, (_, value) in _own_tensors(model).items() if _is_plain(value)})
-
-
-def trainable_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that require gradients, without the prefixes of `torch.compile`.
-
-    A parameter that has several names is returned under each.
-    """
-    named = model.named_parameters(remove_duplicate=False)
-    return {strip_compile_prefix(name) for name, parameter in named if parameter.requires_grad}
-
-
-def forget(base: dict[str, TensorRecord], model: nn.Module, names: Collection[str]) -> None:
-    """Remove tensors, and those that share memory with them, from the record of a base: they are saved from now on.
-
-    Args:
-        base: What `base_fingerprints` returned.
-        model: The model.
-        names: Names without the prefixes of `torch.compile`.
-    """
-    for name in base.keys() & set(names):
-        del base[name]
-    for group in _groups_in_memory(model):
-        if not base.keys() >= group:
-            for name in group & base.keys():
-                del base[name]
 
 
 def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[str, TensorRecord]) -> list[str]:
@@ -104,24 +47,21 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
     candidates = {
         (key, short): value
         for key, name, value in weights_of(checkpoint)
-        if (short := strip_compile_prefix(name)) in base and _is_plain(value)
+        if (short := strip_compile_prefix(name)) in base and is_plain(value)
     }
-    left_out: dict[str, dict[str, TensorRecord]] = {}
-    for (key, name), record in _records(candidates).items():
-        if record == base[name]:
-            left_out.setdefault(key, {})[name] = record
-    for key, records in left_out.items():
-        forget(records, model, ())
-        part = checkpoint[key]
-        kept = {name: value for name, value in part.items() if strip_compile_prefix(name) not in records}
-        checkpoint[key] = _with_versions_of(part, {**kept, NOTE: torch.empty(0)})
-    if not any(left_out.values()):
+    now = records_of(candidates)
+    left_out = {}
+    for key in _ENTRIES:
+        same = {name: record for (entry, name), record in now.items() if entry == key and record == base[name]}
+        forget(same, model)
+        if same:
+            part = checkpoint[key]
+            kept = {name: value for name, value in part.items() if strip_compile_prefix(name) not in same}
+            checkpoint[key] = _with_versions({**kept, NOTE: torch.empty(0)}, state_dict_versions(part))
+            left_out[key] = {name: {**record._asdict(), "shape": list(record.shape)} for name, record in same.items()}
+    if not left_out:
         return []
-    plain = {
-        key: {name: {**record._asdict(), "shape": list(record.shape)} for name, record in records.items()}
-        for key, records in left_out.items()
-    }
-    checkpoint[RECORD_KEY] = {"format": FORMAT, "left_out": plain}
+    checkpoint[RECORD_KEY] = {"format": FORMAT, "left_out": left_out}
     return list(recorded_base(checkpoint))
 
 
@@ -143,25 +83,6 @@ def recorded_base(checkpoint: Mapping[str, Any]) -> dict[str, TensorRecord]:
     return {name: record for records in _recorded(checkpoint).values() for name, record in records.items()}
 
 
-def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord]]:
-    found = checkpoint[RECORD_KEY]
-    try:
-        if found["format"] != FORMAT:
-            raise ValueError(
-                f"This checkpoint's record of what it left out has format {found['format']!r}, and this release reads "
-                f"format {FORMAT}. Load it with the release that wrote it."
-            )
-        return {
-            key: {
-                name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
-                for name, one in records.items()
-            }
-            for key, records in found["left_out"].items()
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"This checkpoint's record of what it left out is damaged ({error!r}).") from error
-
-
 def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Return a whole checkpoint: what was left out is taken from the model, if the model has just that.
 
@@ -178,9 +99,10 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
 
     Raises:
         BaseMismatchError: If names are missing from the model, or shapes, dtypes or values differ.
+        ValueError: If the record of what was left out is damaged or has another format.
     """
-    own = _own_tensors(model)
-    values = _verified(own, recorded_base(checkpoint), strict)
+    values = verified_tensors(model, recorded_base(checkpoint), strict=strict)
+    own = {name: full for name, (full, _) in tensors_by_name(model).items()}
     whole = {key: value for key, value in checkpoint.items() if key != RECORD_KEY}
     for key, records in _recorded(checkpoint).items():
         part = checkpoint[key]
@@ -188,8 +110,8 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
         taken = {name: values[name] for name in records if name in values}
         if key != _ENTRIES[0]:  # the first is loaded before it, into the tensors of the model
             taken = clone_tensors(taken)
-        named = {own[name][0] if name in own else name: value for name, value in {**saved, **taken}.items()}
-        whole[key] = _with_versions_of(part, named, model)
+        named = {own.get(name, name): value for name, value in {**saved, **taken}.items()}
+        whole[key] = _with_versions(named, state_dict_versions(part) or state_dict_versions(model.state_dict()))
     return whole
 
 
@@ -202,7 +124,7 @@ def complete_state_dict(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
 def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a checkpoint that `TrainableCheckpoint` made smaller into a model with the base's weights.
 
-    Nothing of the file is run. All is checked before the first value changes.
+    Nothing of the file is run. Whether the model is the one that was trained is checked before a value changes.
 
     Args:
         model: The model, built as before training: with the same pretrained weights in the parts that were left out.
@@ -218,6 +140,21 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         BaseMismatchError: If the model is not the one that was trained; the message lists what differs.
         ValueError: If the file is no such checkpoint.
         RuntimeError: If saved tensors do not fit the model, as in `load_state_dict`.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_tricks.finetuning.core.base_record import base_fingerprints
+        >>> model = nn.Linear(3, 2)
+        >>> base = base_fingerprints(model)
+        >>> model.bias.data.zero_()
+        tensor([0., 0.])
+        >>> checkpoint = {"state_dict": model.state_dict()}
+        >>> leave_out_base(checkpoint, model, base)
+        ['weight']
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save(checkpoint, f"{folder}/small.ckpt")
+        ...     load_trainable(model, f"{folder}/small.ckpt")
+        <All keys matched successfully>
     """
     checkpoint = _read(Path(check_path("path", path, "a checkpoint")).expanduser())
     return model.load_state_dict(complete_state_dict(model, checkpoint, strict=strict), strict=strict)
@@ -236,129 +173,41 @@ def _read(path: Path) -> dict[str, Any]:
             "callbacks."
         ) from error
     except (EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged, or no checkpoint ({str(error).splitlines()[:1]}).") from error
+        raise ValueError(f"{path} is damaged, or no checkpoint ({str(error).partition(chr(10))[0]}).") from error
     if isinstance(checkpoint, dict) and RECORD_KEY in checkpoint:
         return checkpoint
-    kind = "a full checkpoint of the Trainer" if _is_full(checkpoint) else "another kind of file"
+    is_full = isinstance(checkpoint, dict) and {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys()
     raise ValueError(
-        f"{path} is {kind}: TrainableCheckpoint left nothing out of it. Load it with load_weights(model, path), or "
-        "pass it to the Trainer as ckpt_path."
+        f"{path} is {'a full checkpoint of the Trainer' if is_full else 'another kind of file'}: TrainableCheckpoint "
+        "left nothing out of it. Load it with load_weights(model, path), or pass it to the Trainer as ckpt_path."
     )
 
 
-def _is_full(checkpoint: Any) -> bool:
-    return isinstance(checkpoint, dict) and {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys()
+def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord]]:
+    """Return the record of what was left out, for each entry with weights."""
+    found = checkpoint[RECORD_KEY]
+    try:
+        if found["format"] != FORMAT:
+            raise ValueError(
+                f"This checkpoint's record of what it left out has format {found['format']!r}, and this release reads "
+                f"format {FORMAT}. Load it with the release that wrote it."
+            )
+        present = {key: checkpoint[key].keys() for key in (_ENTRIES[0], *found["left_out"])}
+        return {
+            key: {
+                name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
+                for name, one in found["left_out"][key].items()
+            }
+            for key in _ENTRIES
+            if key in present and key in found["left_out"]
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"This checkpoint's record of what it left out is damaged ({error!r}).") from error
 
 
-def _verified(
-    own: Mapping[str, tuple[str, Tensor]], base: Mapping[str, TensorRecord], strict: bool
-) -> dict[str, Tensor]:
-    """Return the tensors that were left out, from the model, in the recorded dtype."""
-    missing = [name for name in base if name not in own]
-    found = {name: own[name][1] for name in base if name in own}
-    shapes = [name for name, value in found.items() if is_lazy(value) or tuple(value.shape) != base[name].shape]
-    dtypes = [name for name, value in found.items() if not _converts(value, base[name].dtype)]
-    values = {
-        name: _in_dtype(value, base[name].dtype) for name, value in found.items() if name not in {*shapes, *dtypes}
-    }
-    now = _records(values)
-    others = [name for name in values if now[name] != base[name] or not _is_plain(found[name])]
-    dtypes += [name for name in others if found[name].dtype != values[name].dtype]
-    others = [name for name in others if name not in set(dtypes)]
-    phrases = [
-        _phrase(missing if strict else [], "missing from the model", lambda name: name),
-        _phrase(
-            shapes,
-            "of another shape",
-            lambda name: (
-                f"{name}: {_shape(found[name])} in the model, {format_shape(base[name].shape) or 'a scalar'} then"
-            ),
-        ),
-        _phrase(
-            dtypes,
-            "of another dtype",
-            lambda name: f"{name}: {_dtype(found[name])} in the model, {base[name].dtype} then",
-        ),
-        _phrase(others, "of other values", lambda name: name),
-    ]
-    if any(phrases):
-        raise BaseMismatchError(
-            f"The model is not the one that was trained. Of {len(base):,} tensors that this checkpoint left out, "
-            f"{'; '.join(phrase for phrase in phrases if phrase)}. Build the model with the same pretrained weights. "
-            "Frozen layers that start from random weights are saved with TrainableCheckpoint(extra=[...])."
-        )
-    return values
-
-
-def _phrase(names: Collection[str], what: str, describe: Callable[[str], str]) -> str:
-    return (
-        f"{len(names):,} {'is' if len(names) == 1 else 'are'} {what} ({list_names(map(describe, names))})"
-        if names
-        else ""
-    )
-
-
-def _shape(value: Tensor) -> str:
-    return "not yet known" if is_lazy(value) else format_shape(value.shape) or "a scalar"
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _converts(value: Tensor, dtype: str) -> bool:
-    """Whether a tensor has a dtype, or can be compared in it."""
-    target = getattr(torch, dtype, None)
-    if _dtype(value) == dtype:
-        return True
-    return isinstance(target, torch.dtype) and target.is_floating_point and value.is_floating_point()
-
-
-def _in_dtype(value: Tensor, dtype: str) -> Tensor:
-    return value if _dtype(value) == dtype else value.to(getattr(torch, dtype))
-
-
-def _own_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Return name without the prefixes of `torch.compile` -> name and tensor of the model's state dict."""
-    return {
-        strip_compile_prefix(name): (name, value)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and name.rpartition(".")[2] != _EXTRA_STATE
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor with values, whose bits say all of it."""
-    usual = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-    return usual and not (value.is_meta or value.is_quantized)
-
-
-def _records(tensors: Mapping[Key, Tensor]) -> dict[Key, TensorRecord]:
-    """Return a record of each tensor, with one transfer from the device."""
-    hashes = [fingerprint(tensor) for tensor in tensors.values()]
-    device = next((each.device for each in hashes if each.device.type != "cpu"), torch.device("cpu"))
-    read = torch.stack([each.to(device, non_blocking=True) for each in hashes]).tolist() if hashes else []
-    return {
-        key: TensorRecord(tuple(tensor.shape), _dtype(tensor), number)
-        for (key, tensor), number in zip(tensors.items(), read, strict=True)
-    }
-
-
-def _groups_in_memory(model: nn.Module) -> Iterator[set[str]]:
-    """Yield the names of tensors of the state dict that share memory, such as tied weights."""
-    groups: dict[tuple[torch.device, int], set[str]] = {}
-    for name, (_, value) in _own_tensors(model).items():
-        if _is_plain(value) and (address := value.untyped_storage().data_ptr()):
-            groups.setdefault((value.device, address), set()).add(name)
-    yield from (group for group in groups.values() if len(group) > 1)
-
-
-def _with_versions_of(
-    state_dict: Mapping[str, Any], values: Mapping[str, Any], model: nn.Module | None = None
-) -> OrderedDict[str, Any]:
-    """Return values as a state dict with the versions of another one, or the model's if that has none."""
-    whole: OrderedDict[str, Any] = OrderedDict(values)
-    versions = state_dict_versions(state_dict) or (model and state_dict_versions(model.state_dict()))
-    if versions:
-        set_state_dict_versions(whole, versions)
-    return whole
+def _with_versions(values: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
+    """Return values as a state dict with the versions of the modules that made it."""
+    state_dict: OrderedDict[str, Any] = OrderedDict(values)
+    if versions is not None:
+        set_state_dict_versions(state_dict, versions)
+    return state_dict
