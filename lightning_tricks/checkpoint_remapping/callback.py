@@ -32,7 +32,8 @@ class CheckpointRemapping(TrickCallback):
 
     With `path`, the weights are loaded before training starts: rank zero reads the file and sends the weights to the
     other ranks; sharded parameters receive their shards. Nothing is loaded if the fit resumes from a checkpoint
-    (`ckpt_path=`), if the Trainer has trained before, or if the module comes from `load_from_checkpoint` of
+    (`ckpt_path=`; of a checkpoint that `TrainableCheckpoint` made smaller, the weights are loaded before those of the
+    checkpoint), if the Trainer has trained before, or if the module comes from `load_from_checkpoint` of
     `TricksMixin`. With and without `path`, `fit/validate/test/predict(ckpt_path=...)` accept weights of other
     projects, names with prefixes and safetensors files, read as `read_checkpoint` reads them. A fit from a file that
     is not a checkpoint of the Trainer starts at step 0 with new optimizers, and a log line says so.
@@ -137,7 +138,8 @@ class CheckpointRemapping(TrickCallback):
         """Load the weights of `path` on this rank, where a checkpoint holds only what was trained since."""
         if self.path is None:
             return False
-        load_weights(self._submodule_of(pl_module), self.path, **self.load_options())
+        report = load_weights(self._submodule_of(pl_module), self.path, **self.load_options())
+        rank_zero_info(f"CheckpointRemapping: loaded {self.path}, as the checkpoint holds only what trained. {report}")
         return True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -333,6 +333,20 @@ def test_with_pretrained_weights_of_checkpoint_remapping(first, tmp_path):
         alone.test(Tuned(seed=1), loader(), ckpt_path=tmp_path / "epoch=1.ckpt", verbose=False)
 
 
+def test_with_checkpoint_remapping_and_auto_resume(tmp_path):
+    torch.save(Tuned().state_dict(), tmp_path / "pretrained.pt")
+
+    def remapping():
+        return CheckpointRemapping(str(tmp_path / "pretrained.pt"))
+
+    whole = fit(tmp_path, Tuned(seed=1), remapping(), without=True)
+    guard = tmp_path / "guard"
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Tuned(seed=2), remapping(), AutoResume(guard), Interrupts(13))
+    assert {frozenset(lacks(path)) for path in guard.glob("*.ckpt")} == {frozenset(_FROZEN)}
+    assert_same_run(fit(tmp_path, Tuned(seed=3), remapping(), AutoResume(guard)), whole)
+
+
 def assert_same_run_of_other_names(trainer, other):
     names = (each.lightning_module.state_dict() for each in (trainer, other))
     left, right = ({name.replace("_orig_mod.", ""): value for name, value in one.items()} for one in names)

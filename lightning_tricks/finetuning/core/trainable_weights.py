@@ -192,14 +192,15 @@ def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord
                 f"This checkpoint's record of what it left out has format {found['format']!r}, and this release reads "
                 f"format {FORMAT}. Load it with the release that wrote it."
             )
-        present = {key: checkpoint[key].keys() for key in (_ENTRIES[0], *found["left_out"])}
+        for key in (_ENTRIES[0], *found["left_out"]):
+            checkpoint[key].keys()  # or it has no weights that could be completed
         return {
             key: {
                 name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
                 for name, one in found["left_out"][key].items()
             }
             for key in _ENTRIES
-            if key in present and key in found["left_out"]
+            if key in found["left_out"]
         }
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"This checkpoint's record of what it left out is damaged ({error!r}).") from error
