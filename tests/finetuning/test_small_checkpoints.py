@@ -1,0 +1,78 @@
+"""LoRA and TrainableCheckpoint together: small files that resume exactly, alone and by AutoResume."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, isolated_rng
+from lightning_tricks.finetuning import LoRASettings, add_lora, load_trainable, merge
+from lightning_tricks.finetuning.core.base_record import BaseMismatchError
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, EvaluatedNet, loader, same
+
+
+def _module(seed=0):
+    with isolated_rng(seed=seed):
+        return EvaluatedNet(hidden=64, dropout=0.2)
+
+
+def _fit(module, *callbacks, ckpt_path=None, seed=1, **options):
+    torch.manual_seed(seed)
+    trainer = Trainer(callbacks=[LoRA(2), TrainableCheckpoint(), *callbacks], **{**QUIET, "max_epochs": 3, **options})
+    trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_run_resumes_from_a_small_file(tmp_path):
+    whole = _module()
+    whole.shape = (64, 0.0)  # a plain resume restores no random state
+    whole.build()
+    plain = copy.deepcopy(whole)
+    _fit(whole)
+    first, second = copy.deepcopy(plain), copy.deepcopy(plain)
+    _fit(first, max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
+    _fit(second, ckpt_path=tmp_path / "small.ckpt", seed=2)
+    assert same(dict(second.state_dict()), dict(whole.state_dict()))
+    saved = torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"]
+    trained = sum(value.numel() for name, value in first.named_parameters() if value.requires_grad)
+    assert sum(value.numel() for value in saved.values()) == trained < 0.2 * sum(p.numel() for p in plain.parameters())
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
+    whole, first, second = _module(), _module(), _module()
+    _fit(whole)
+    with pytest.raises(SystemExit):
+        _fit(first, AutoResume(tmp_path / "run"), Interrupts(13))
+    _fit(second, AutoResume(tmp_path / "run"), seed=5)
+    assert same(dict(second.state_dict()), dict(whole.state_dict()))
+
+
+def test_evaluation_and_merging_from_a_small_file(tmp_path):
+    module = _module()
+    trainer = _fit(module)
+    wanted = trainer.test(module, loader(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+
+    other = _module()
+    tester = Trainer(callbacks=[LoRA(2), TrainableCheckpoint()], **QUIET)
+    assert tester.test(other, loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False) == wanted
+
+    by_hand = _module()
+    add_lora(by_hand, LoRASettings(rank=2))
+    load_trainable(by_hand, tmp_path / "small.ckpt")
+    merge(by_hand)
+    got = Trainer(**QUIET).test(by_hand, loader(), verbose=False)
+    assert got[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_another_base_and_another_rank_are_refused(tmp_path, rank):
+    trainer = _fit(_module(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    tester = Trainer(callbacks=[LoRA(rank), TrainableCheckpoint()], **QUIET)
+    error = BaseMismatchError if rank == 2 else RuntimeError
+    words = r"The model is not the one that was trained\. Of 6 tensors" if rank == 2 else "size mismatch for net.0.lora"
+    with pytest.raises(error, match=words):
+        tester.test(_module(seed=9 if rank == 2 else 0), loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
