@@ -336,13 +336,21 @@ def _make_low_rank(change: _Change, settings: LoRASettings, generator: torch.Gen
 def _report(model: nn.Module, changes: Sequence[_Change], saved: Mapping[str, nn.Module]) -> LoRAReport:
     parameters = list(model.parameters())
     return LoRAReport(
-        {change.label: (class_below(change.places[0][1]).__name__, change.rank) for change in changes},
+        {change.label: (_kind_of_layer(change.places[0][1]), change.rank) for change in changes},
         tuple(_further_names(model, changes)),
         tuple(saved),
         sum(parameter.numel() for part in _low_ranks(model) for parameter in part.parameters()),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for parameter in parameters),
     )
+
+
+def _kind_of_layer(module: nn.Module) -> str:
+    """Return the name of a layer's class, or of the public one of torch that it extends within torch."""
+    classes = class_below(module).__mro__
+    public = (cls for cls in classes if getattr(nn, cls.__name__, None) is cls)
+    own = classes[0] if not classes[0].__module__.startswith("torch.nn") else next(public)
+    return own.__name__
 
 
 def _further_names(model: nn.Module, changes: Sequence[_Change]) -> Iterator[str]:
