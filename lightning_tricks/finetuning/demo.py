@@ -20,7 +20,8 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Prepare a copy of the trained net for fine-tuning, and say what would be trained and what merging changes."""
-    net = copy.deepcopy(trainer.lightning_module.net).cpu().eval()
+    net: Any = copy.deepcopy(trainer.lightning_module.net)
+    net.cpu().eval()
     report = add_lora(net, LoRASettings(rank=4))
     with torch.no_grad():
         for name, parameter in net.named_parameters():
