@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tricks._torch_compat.tensors import tree_map_only
 
@@ -62,3 +62,12 @@ def outside_inference_mode() -> Iterator[None]:
     """Leave inference mode, whose tensors can be changed in no other mode, and record no gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def reshard_fsdp2(module: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 has gathered: what is set on the shards counts from the next gathering."""
+    from torch.distributed import fsdp
+
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()

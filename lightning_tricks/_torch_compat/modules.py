@@ -100,3 +100,22 @@ def state_dict_versions(state_dict: Any) -> Any:
 def set_state_dict_versions(state_dict: Any, versions: Any) -> None:
     """Set the versions of the modules that made a state dict, by which modules convert what older ones have saved."""
     state_dict._metadata = versions
+
+
+def has_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
+    """Whether a function is among the hooks that a module calls before its `forward`."""
+    with needs_private("freezing of normalisation"):
+        return any(one is hook for one in module._forward_pre_hooks.values())
+
+
+def remove_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
+    """Remove a function from the hooks that a module calls before its `forward`, and return whether it was there.
+
+    The handle that torch returns would do it for the module alone, and not for a copy.
+    """
+    with needs_private("freezing of normalisation"):
+        hooks = module._forward_pre_hooks
+    keys = [key for key, one in hooks.items() if one is hook]
+    for key in keys:
+        del hooks[key]
+    return bool(keys)

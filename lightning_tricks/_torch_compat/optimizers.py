@@ -1,4 +1,4 @@
-"""How fused optimizers and GradScalers share out the unscaling of gradients."""
+"""How fused optimizers and GradScalers share out the unscaling of gradients, and what schedulers keep per group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, cast
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
-from lightning_tricks._torch_compat.guards import needs_private
+from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 
 def takes_scale(optimizer: Optimizer) -> bool:
@@ -27,3 +28,17 @@ def scale_of(scaler: GradScaler) -> Tensor:
     with needs_private("GradientClipping"):
         scale: Any = scaler._scale
     return cast(Tensor, scale)
+
+
+def inner_schedulers(scheduler: object) -> list[Any]:
+    """Return the schedulers that a SequentialLR or a ChainedScheduler steps; none for any other."""
+    if not isinstance(scheduler, SequentialLR | ChainedScheduler):
+        return []
+    with needs_private("GradualUnfreezing(lr_multipliers=...)"):
+        return list(scheduler._schedulers)
+
+
+def set_last_lr(scheduler: LRScheduler, rates: list[Any]) -> None:
+    """Set the learning rates that `get_last_lr` of a scheduler returns."""
+    with needs_private("GradualUnfreezing(lr_multipliers=...)"):
+        set_private(scheduler, _last_lr=rates)

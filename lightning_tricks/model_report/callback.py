@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.unused_parameters import names_without_gradient
 from lightning_tricks.model_report.core.report_summary import ModelReportSummary
 from lightning_tricks.model_report.core.summarize_model import summarize_call
 
@@ -21,7 +26,8 @@ class ModelReport(TrickCallback):
     The report is made after the first optimizer step, when gradients and optimizer state can be measured; means and
     standard deviations are those after that step. Layers and graph are those of the module's `forward` with its
     `example_input_array` or, if it has none, of its `training_step` with the current batch, which is not consumed.
-    Training stays bit-identical. The report is also written as text to TensorBoard, if that is a logger.
+    A line names the trainable parameters that got no gradient until then. Training stays bit-identical. The report is
+    also written as text to TensorBoard, if that is a logger.
 
     The report itself is that of `lightning_tricks.summarize_model`. It needs the extra `reports` for layers and graph,
     and graphviz's `dot` for the pictures; the report names what is missing.
@@ -57,25 +63,42 @@ class ModelReport(TrickCallback):
             raise TypeError(f"graph must be True, False or a dict of options, got {graph!r} ({type(graph).__name__}).")
         self.summary: ModelReportSummary | None = None
         self._awaits_step_after: int | None = None
+        self._unreached: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to wait for the first optimizer step."""
         self.summary = None
         self._awaits_step_after = trainer.global_step
+        self._unreached = {strip_compile_prefix(name): one for name, one in pl_module.named_parameters()}
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which parameters have no gradient yet."""
+        if self._unreached:
+            self._unreached = {name: self._unreached[name] for name in names_without_gradient(self._unreached)}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report after the first optimizer step."""
         if self._awaits_step_after is not None and trainer.global_step > self._awaits_step_after:
-            self._awaits_step_after = None
             self._report(trainer, pl_module, batch, batch_idx)
+            self._stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log that there is no report if there was no optimizer step."""
         if self._awaits_step_after is not None:
-            self._awaits_step_after = None
+            self._stop()
             rank_zero_info("ModelReport: there was no optimizer step, so there is no report.")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget the parameters."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._awaits_step_after, self._unreached = None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_unreached": {}}  # a copy takes no parameters along
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         arguments: dict[str, Any] = {"depth": self.depth, "optimizers": trainer.optimizers}
@@ -86,6 +109,8 @@ class ModelReport(TrickCallback):
         except Exception as error:
             rank_zero_warn(f"ModelReport leaves out layers and graph: {type(error).__name__}: {error}")
             self.summary = summarize_call(pl_module, None, **arguments)
+        unreached = gather_objects(names_without_gradient(self._unreached))
+        self.summary = replace(self.summary, without_gradient=tuple(_with_ranks(unreached)))
         if not trainer.is_global_zero:
             return
         from rich.console import Console
@@ -98,6 +123,18 @@ class ModelReport(TrickCallback):
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):
                 experiment.add_text("model_report", _as_code_block(str(self.summary)), trainer.global_step)
+
+
+def _with_ranks(unreached: list[list[str]]) -> list[str]:
+    """Merge the names of all ranks; those that are not on each rank are followed by the ranks that have them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(unreached):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    return [
+        name if len(some) == len(unreached) else f"{name} (rank {', '.join(map(str, some))})"
+        for name, some in ranks.items()
+    ]
 
 
 def _as_code_block(text: str) -> str:

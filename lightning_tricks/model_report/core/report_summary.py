@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.text import format_shape, render_text
 from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.unused_parameters import describe_without_gradient
 from lightning_tricks.model_report.core.autograd_graph import render_graph
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class ModelReportSummary:
         layers: torchinfo's summary; None without inputs or if torchinfo is not installed.
         graph: The autograd graph of one call as DOT source; None if it was not requested or could not be made.
         notes: The missing parts, with the reasons.
+        without_gradient: The trainable parameters that no backward pass reached before the first optimizer step, each
+            with the ranks if it is not so on all; `summarize_model`, which trains nothing, leaves it empty.
     """
 
     model: str
@@ -82,6 +85,7 @@ class ModelReportSummary:
     layers: str | None
     graph: str | None
     notes: tuple[str, ...]
+    without_gradient: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the graph as values that JSON can hold."""
@@ -137,7 +141,8 @@ class ModelReportSummary:
         from rich.text import Text
 
         layers = Text(self.layers or "", no_wrap=True, overflow="ellipsis")
-        return Group(self.table(), *([layers] if self.layers else []), *map(Text, self.notes))
+        unused = [describe_without_gradient(self.without_gradient) + "."] if self.without_gradient else []
+        return Group(self.table(), *([layers] if self.layers else []), *map(Text, [*unused, *self.notes]))
 
     def __str__(self) -> str:
         return render_text(self)

@@ -1,0 +1,50 @@
+"""Parameters that a backward pass did not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.text import list_names
+
+
+def parameters_without_gradient(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that require a gradient and have none; call it after the first backward pass.
+
+    A parameter that the loss does not depend on never moves, and DistributedDataParallel stops at it with an error
+    that names no parameter. Nothing is read from the device.
+
+    Args:
+        module: The module; later backward passes tell nothing where gradients are set to zero instead of None.
+
+    Returns:
+        The qualified names, without the prefixes of `torch.compile`; of a tied parameter, the first one.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.ModuleDict({"used": torch.nn.Linear(1, 1), "unused": torch.nn.Linear(1, 1)})
+        >>> model["used"](torch.ones(1)).sum().backward()
+        >>> parameters_without_gradient(model)
+        ['unused.weight', 'unused.bias']
+    """
+    return names_without_gradient(
+        {strip_compile_prefix(name): parameter for name, parameter in module.named_parameters()}
+    )
+
+
+def names_without_gradient(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those of the parameters that require a gradient and have none."""
+    return [name for name, parameter in parameters.items() if parameter.requires_grad and parameter.grad is None]
+
+
+def describe_without_gradient(names: Sequence[str], rank: int | None = None) -> str:
+    """Return the words for parameters without a gradient, with the rank on which that was seen if there are several.
+
+    Example:
+        >>> describe_without_gradient(["head.bias"], rank=1)
+        'on rank 1, 1 trainable parameter got no gradient: head.bias'
+    """
+    place = "" if rank is None else f"on rank {rank}, "
+    return f"{place}{len(names)} trainable parameter{'s' * (len(names) != 1)} got no gradient: {list_names(names, 10)}"

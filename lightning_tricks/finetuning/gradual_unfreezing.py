@@ -1,0 +1,285 @@
+"""The callback `GradualUnfreezing`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
+from lightning_tricks._lightning_compat.ddp import rewrap_ddp
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
+from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.tensors import reshard_fsdp2
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.core.freezing import ParameterCount
+from lightning_tricks.finetuning.core.frozen_norms import (
+    frozen_norms,
+    held_norms,
+    hold_norms_,
+    norm_modes,
+    release_norms_,
+    set_norm_modes_,
+)
+from lightning_tricks.finetuning.core.group_splitting import split_groups_
+from lightning_tricks.finetuning.core.unfreezing_schedule import (
+    UnfreezingPlan,
+    check_multipliers,
+    check_schedule,
+    multipliers_of,
+    plan_unfreezing,
+)
+
+
+class GradualUnfreezing(TrickCallback):
+    """Freeze a module, and let its parameters train from chosen epochs or steps on.
+
+    Give the optimizer all parameters that shall ever train, also the frozen ones: no `filter(requires_grad)`. Those
+    that are frozen have no gradient, so that the optimizer leaves them bit-identical, with momentum and weight decay
+    too. What is frozen depends on the epoch or step alone, so that a run that is resumed anywhere equals an
+    uninterrupted one. After the fit, `requires_grad` and the modes of normalisation are as they were before it.
+
+    Works with any scheduler, with several optimizers, manual optimization, `torch.compile`, DDP (which is wrapped anew
+    whenever something is released) and ModelParallelStrategy (FSDP2).
+
+    Args:
+        schedule: Epoch or step, counted from 0 -> a pattern, or a list of patterns, of the parameters that train from
+            then on. A pattern is a glob over qualified names (`backbone.layer4.*`) or, with the prefix `re:`, a regular
+            expression. If several keys match a parameter, the earliest counts. Parameters that none matches stay frozen
+            for the whole run. Keys that are strings of digits, as JSON has them, are taken for numbers; the key 0 is
+            required.
+        lr_multipliers: Pattern -> the multiple of its learning rate that the parameters get, > 0: parameter groups
+            are split, and what the schedulers keep for each group with them. No parameter may match two. An
+            `eta_min` of a scheduler, which all groups share, is not multiplied.
+        freeze_norm: Whether normalisation with running statistics (BatchNorm, SyncBatchNorm, InstanceNorm that tracks
+            them) is kept in evaluation mode while its parameters are frozen, with its statistics unchanged.
+        unit: What the keys count: "epoch" or "step". Steps are those of `trainer.global_step`, which counts the steps
+            of each optimizer under manual optimization.
+
+    For other training loops: `freeze_`, `unfreeze_` and `trainable_summary`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, or `schedule` has no key 0.
+        MisconfigurationException: At the start of a fit, if a pattern matches nothing, a key releases nothing new or
+            is beyond the run, two multipliers match one parameter, or a parameter of the schedule is in no optimizer.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> unfreezing = GradualUnfreezing({0: "head.*", 5: "layer4.*", 10: "*"}, lr_multipliers={"head.*": 10})
+        >>> trainer = Trainer(callbacks=[unfreezing], accelerator="cpu", logger=False)
+    """
+
+    def __init__(
+        self,
+        schedule: dict[int, str | list[str]],
+        *,
+        lr_multipliers: dict[str, float] | None = None,
+        freeze_norm: bool = True,
+        unit: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        self.schedule = schedule
+        self.lr_multipliers = lr_multipliers
+        self.freeze_norm = freeze_norm
+        self.unit = check_choice("unit", unit, ("epoch", "step"))
+        if not isinstance(freeze_norm, bool):
+            raise TypeError(f"freeze_norm must be True or False, got {freeze_norm!r} ({type(freeze_norm).__name__}).")
+        self._patterns = check_schedule(schedule)
+        self._multipliers = check_multipliers(lr_multipliers)
+        self._unused = UnusedParameterCheck("GradualUnfreezing")
+        self._plan: UnfreezingPlan | None = None  # of the fit that runs
+        self._key: int | None = None  # what has been applied
+        self._installed = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy that hides the parameters."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        strategy = trainer.strategy
+        if stage == "fit" and isinstance(strategy, FSDPStrategy) and strategy.kwargs.get("use_orig_params") is False:
+            raise MisconfigurationException(
+                "GradualUnfreezing needs FSDPStrategy(use_orig_params=True) or ModelParallelStrategy: flattened "
+                'parameters train all or none, and torch raises "Must flatten tensors with uniform `requires_grad` '
+                'when `use_orig_params=False`".'
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Plan what trains when, check it against the optimizers and the length of the run, and report it."""
+        try:
+            plan = plan_unfreezing(pl_module, self._patterns)
+            multipliers: dict[Tensor, float] = multipliers_of(pl_module, self._multipliers)
+        except ValueError as error:
+            raise MisconfigurationException(f"GradualUnfreezing: {error}") from error
+        self._check_optimizers(trainer, plan)
+        self._check_length(trainer, pl_module, plan)
+        if self.freeze_norm:
+            self._refuse_reset_of_norms(trainer, pl_module, plan)
+        self._split_groups(trainer, multipliers)
+        self._plan = plan
+        self._installed.enter_context(_as_it_was(pl_module))
+        lines = "\n  ".join(plan.lines(self._patterns, self.unit))
+        rank_zero_info(f"GradualUnfreezing trains {ParameterCount.of(plan.starts)}:\n  {lines}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freeze what does not train yet, now that a resumed run knows its epoch and step."""
+        self._key = None
+        self._apply(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Release what trains from this epoch on."""
+        self._apply(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Release what trains from this step on."""
+        self._apply(trainer, pl_module)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for parameters without a gradient."""
+        self._unused.after_backward(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Warn about parameters without a gradient."""
+        self._unused.after_batch(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the run was too short to release."""
+        if self._plan is not None and self._key is not None and (late := self._plan.released_after(self._key)):
+            rank_zero_info(
+                f"GradualUnfreezing: the run ended before {self.unit} {min(self._plan.starts[one] for one in late)}, "
+                f"so {ParameterCount.of(late)} never trained."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back what the fit changed."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put back what the fit changed."""
+        self._close()
+
+    def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set what trains at the epoch or step of now, where it is not what trained before."""
+        plan = self._plan
+        if plan is None:
+            return
+        key = plan.key_at(trainer.current_epoch if self.unit == "epoch" else trainer.global_step)
+        if key == self._key:
+            return
+        self._key = key
+        reshard_fsdp2(pl_module)
+        trainable = {name: one for one, name in plan.names.items() if plan.trains(one, key)}
+        changed = [one for one, name in plan.names.items() if one.requires_grad != (name in trainable)]
+        for parameter, name in plan.names.items():
+            parameter.requires_grad_(name in trainable)
+            if name not in trainable:
+                parameter.grad = None
+        if self.freeze_norm:
+            frozen = frozen_norms(pl_module)
+            release_norms_(pl_module, set(held_norms(pl_module)) - set(frozen))
+            hold_norms_(pl_module, frozen)
+        if changed:
+            rewrap_ddp(trainer)
+        self._unused.start(trainable)
+
+    def _check_optimizers(self, trainer: Trainer, plan: UnfreezingPlan) -> None:
+        """Raise an error if a parameter that shall train is in no optimizer, or an optimizer trains nothing in fp16."""
+        optimized = [{one for group in o.param_groups for one in group["params"]} for o in trainer.optimizers]
+        missing = [plan.names[one] for one in plan.starts if not any(one in some for some in optimized)]
+        if missing:
+            raise MisconfigurationException(
+                f"GradualUnfreezing: {len(missing):,} parameters that the schedule matches are in no optimizer and "
+                f"would never train: {list_names(missing)}. Give all of them to the optimizer in configure_optimizers, "
+                "also those that are frozen at first, without filter(lambda p: p.requires_grad, ...)."
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for index, some in enumerate(optimized):
+            first = min((plan.starts[one] for one in some if one in plan.starts), default=math.inf)
+            if first > 0 and scaler is not None and scaler.is_enabled():
+                raise MisconfigurationException(
+                    f"GradualUnfreezing: all parameters of optimizer {index} are frozen at {self.unit} 0, for which a "
+                    'GradScaler raises "No inf checks were recorded for this optimizer". Release one of them at 0, or '
+                    "use bf16-mixed."
+                )
+
+    def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
+        """Raise an error for keys that the run does not reach."""
+        late = [key for key in plan.keys if key > 0 and key >= self._length(trainer, pl_module)]
+        if not late:
+            return
+        words = (
+            f"GradualUnfreezing: schedule has the keys {late}, but the run has {self._length(trainer, pl_module):g} "
+            f"{self.unit}s, counted from 0"
+        )
+        if not is_fast_dev_run(trainer):
+            raise MisconfigurationException(f"{words}. Remove these keys or train longer.")
+        rank_zero_info(f"{words} because of fast_dev_run: what they release stays frozen.")
+
+    def _length(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """Return the number of epochs or steps of the run; infinity if it is not known."""
+        if self.unit == "epoch":
+            return math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
+        if trainer.max_steps != -1:
+            return trainer.max_steps
+        if not pl_module.automatic_optimization:
+            return math.inf  # the module steps as it likes
+        try:
+            return float(trainer.estimated_stepping_batches)
+        except MisconfigurationException:  # Lightning cannot tell, as under GradientAccumulationScheduler
+            return math.inf
+
+    def _split_groups(self, trainer: Trainer, multipliers: Mapping[Tensor, float]) -> None:
+        for optimizer in trainer.optimizers if multipliers else ():
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+            try:
+                split_groups_(optimizer, multipliers, own)
+            except ValueError as error:
+                raise MisconfigurationException(f"GradualUnfreezing(lr_multipliers=...): {error}") from error
+
+    def _refuse_reset_of_norms(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
+        """Raise an error if a callback sets statistics to zero that nothing would compute anew."""
+        frozen = frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
+        if frozen and callbacks_of_type(trainer, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                "GradualUnfreezing: StochasticWeightAveraging sets the statistics of all BatchNorm to zero, and those "
+                f"that stay frozen to the end would not recover: {list_names(frozen)}. Use freeze_norm=False, or "
+                "WeightAveraging."
+            )
+
+    def _close(self) -> None:
+        self._installed.close()
+        self._unused.stop()
+        self._plan = self._key = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy that is made in the middle of a fit takes no parameters along
+        fresh = {
+            "_installed": ExitStack(),
+            "_plan": None,
+            "_key": None,
+            "_unused": UnusedParameterCheck("GradualUnfreezing"),
+        }
+        return super().__getstate__() | fresh
+
+
+@contextmanager
+def _as_it_was(pl_module: LightningModule) -> Iterator[None]:
+    """Put back, on leaving, which parameters require gradients, and the modes of normalisation."""
+    flags = {parameter: parameter.requires_grad for parameter in pl_module.parameters()}
+    held, modes = held_norms(pl_module), norm_modes(pl_module)
+    yield
+    for parameter, requires_grad in flags.items():
+        parameter.requires_grad_(requires_grad)
+    release_norms_(pl_module, held_norms(pl_module))
+    set_norm_modes_(pl_module, modes)
+    hold_norms_(pl_module, held)
