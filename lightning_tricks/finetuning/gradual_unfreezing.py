@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -166,6 +166,13 @@ class GradualUnfreezing(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put back what the fit changed."""
         self._close()
+
+    def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
+        """Set again what trains: `AutoResume` has restored what trained when it saved, before the key of now."""
+        if self._plan is not None and self.freeze_norm:
+            hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module))
+        self._key = None
+        self._apply(trainer, trainer.lightning_module)
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set what trains at the epoch or step of now, where it is not what trained before."""
