@@ -69,3 +69,31 @@ def observe_checkpoint_files(
         _link_checkpoint=link_checkpoint,
     ):
         yield
+
+
+def callback_state_in(path: str | os.PathLike[str], state_key: str) -> dict[str, Any]:
+    """Return the state of a callback in a checkpoint that lies in a file, or in a folder with shards.
+
+    Args:
+        path: The path; nothing is found behind an address of the network.
+        state_key: The callback's `state_key`.
+
+    Returns:
+        The state; an empty dict if there is none, or if the checkpoint is not made of tensors and plain values.
+    """
+    import pickle
+
+    import torch
+
+    with needs_private("GradualUnfreezing under FSDP"):
+        from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA
+
+    file = Path(path) / METADATA if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        return {}
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError):
+        return {}
+    state: dict[str, Any] = checkpoint.get("callbacks", {}).get(state_key, {})
+    return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
+from lightning_tricks._lightning_compat.checkpoints import callback_state_in
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.tensors import reshard_fsdp2
@@ -125,6 +127,10 @@ class GradualUnfreezing(TrickCallback):
         self._split_groups(trainer, multipliers)
         self._plan = plan
         self._installed.enter_context(_as_it_was(pl_module))
+        self._key = None
+        if trainer.strategy.restore_checkpoint_after_setup:
+            load = self._freezing_before(trainer.strategy.load_checkpoint, pl_module, plan)
+            self._installed.enter_context(overriding(trainer.strategy, load_checkpoint=load))
         lines = "\n  ".join(plan.lines(self._patterns, self.unit))
         rank_zero_info(f"GradualUnfreezing trains {ParameterCount.of(plan.starts)}:\n  {lines}")
 
@@ -174,6 +180,10 @@ class GradualUnfreezing(TrickCallback):
         self._key = None
         self._apply(trainer, trainer.lightning_module)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the key of what trains, by which FSDP knows whose optimizer state to load."""
+        return {"key": self._key}
+
     def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set what trains at the epoch or step of now, where it is not what trained before."""
         plan = self._plan
@@ -183,20 +193,40 @@ class GradualUnfreezing(TrickCallback):
         if key == self._key:
             return
         self._key = key
-        reshard_fsdp2(pl_module)
-        trainable = {name: one for one, name in plan.names.items() if plan.trains(one, key)}
-        changed = [one for one, name in plan.names.items() if one.requires_grad != (name in trainable)]
-        for parameter, name in plan.names.items():
-            parameter.requires_grad_(name in trainable)
-            if name not in trainable:
-                parameter.grad = None
+        changed = self._set_trainable(pl_module, plan, key)
         if self.freeze_norm:
             frozen = frozen_norms(pl_module)
             release_norms_(pl_module, set(held_norms(pl_module)) - set(frozen))
             hold_norms_(pl_module, frozen)
         if changed:
             rewrap_ddp(trainer)
-        self._unused.start(trainable)
+        self._unused.start({name: parameter for parameter, name in plan.names.items()})
+
+    def _freezing_before(
+        self, load: Callable[..., Any], pl_module: LightningModule, plan: UnfreezingPlan
+    ) -> Callable[..., Any]:
+        """Return a function that freezes what a checkpoint's run had frozen, and then loads it.
+
+        FSDP loads the optimizer's state of exactly those parameters that require gradients.
+        """
+
+        def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+            key = callback_state_in(checkpoint_path, self.state_key).get("key")
+            if key is not None:
+                self._set_trainable(pl_module, plan, key)
+            return load(checkpoint_path, *args, **kwargs)
+
+        return load_checkpoint
+
+    def _set_trainable(self, pl_module: LightningModule, plan: UnfreezingPlan, key: int) -> bool:
+        """Set which parameters require gradients, and return whether that is a change."""
+        reshard_fsdp2(pl_module)
+        before = [parameter.requires_grad for parameter in plan.names]
+        for parameter in plan.names:
+            parameter.requires_grad_(plan.trains(parameter, key))
+            if not parameter.requires_grad:
+                parameter.grad = None
+        return before != [parameter.requires_grad for parameter in plan.names]
 
     def _check_optimizers(self, trainer: Trainer, plan: UnfreezingPlan) -> None:
         """Raise an error if a parameter that shall train is in no optimizer, or an optimizer trains nothing in fp16."""
@@ -266,7 +296,7 @@ class GradualUnfreezing(TrickCallback):
     def _close(self) -> None:
         self._installed.close()
         self._unused.stop()
-        self._plan = self._key = None
+        self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made in the middle of a fit takes no parameters along

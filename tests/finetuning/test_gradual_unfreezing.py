@@ -529,6 +529,28 @@ def test_fsdp2_equals_one_process(tmp_path, validates):
         assert moved(before["weights"], row["weights"]) == parts(row), "what is frozen is bit-identical"
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
+@pytest.mark.parametrize(("epochs", "shards"), [(1, True), (2, False)])
+def test_fsdp2_resumes(tmp_path, epochs, shards):
+    """Torch loads the optimizer's state of exactly those parameters that require gradients, and fails otherwise."""
+
+    def run(*callbacks, ckpt_path=None, save_to=None):
+        trace = Trace()
+        strategy = ModelParallelStrategy(2, tensor_parallel_size=1, save_distributed_checkpoint=shards)
+        callbacks = [GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 0.5}), *callbacks, trace]
+        trainer = Trainer(max_epochs=3, devices=2, strategy=strategy, callbacks=callbacks, **ON_RANKS)
+        trainer.fit(ShardedNet(optimizer=OPTIMIZERS["AdamW"]), ckpt_path=ckpt_path)
+        if save_to is not None:
+            trainer.save_checkpoint(save_to)
+        return trace.rows()
+
+    path = tmp_path / "x.ckpt"
+    long, _ = _two_ranks(tmp_path, run)
+    first, _ = _two_ranks(tmp_path, lambda: run(EndsAfter(epochs), save_to=path))
+    resumed, _ = _two_ranks(tmp_path, lambda: run(ckpt_path=path))
+    assert_same_rows([*first, *resumed], long)
+
+
 def test_refuses_flattened_parameters():
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.strategy.__class__ = type("Flat", (FSDPStrategy,), {})

@@ -336,6 +336,46 @@ def test_rewrap_ddp(options):
     assert not any(map(torch.equal, before, net.parameters()))
 
 
+class _AsksDDP(lightning.pytorch.Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.stops = ddp.stops_at_unused_parameters(trainer)
+        assert (ddp.ddp_wrapper(trainer) is None) == (trainer.world_size == 1)
+
+    def on_train_end(self, trainer, pl_module):
+        Path(trainer.default_root_dir, f"{trainer.global_rank}").write_text(str(self.stops))
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, False),
+        ({"strategy": "ddp_fork", "devices": 2}, True),
+        ({"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 100, "limit_train_batches": 3}, True),
+        ({"strategy": "ddp_find_unused_parameters_true_fork", "devices": 2}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_stops_at_unused_parameters(options, stops, tmp_path):
+    trainer = Trainer(max_epochs=1, callbacks=[_AsksDDP()], default_root_dir=tmp_path, **{**QUIET, **options})
+    trainer.fit(Net(), loader())
+    assert (tmp_path / "0").read_text() == str(stops)
+
+
+def test_callback_state_in_a_checkpoint(tmp_path):
+    from lightning_tricks._lightning_compat.checkpoints import callback_state_in
+
+    torch.save({"callbacks": {"X": {"key": 3}}}, tmp_path / "file.ckpt")
+    assert callback_state_in(tmp_path / "file.ckpt", "X") == {"key": 3}
+    assert callback_state_in(tmp_path / "file.ckpt", "Y") == {}
+    assert callback_state_in(tmp_path / "missing.ckpt", "X") == {}
+    torch.save({"callbacks": {"X": {"key": 3}}, "hyper": _Asks()}, tmp_path / "objects.ckpt")
+    assert callback_state_in(tmp_path / "objects.ckpt", "X") == {}
+    folder = tmp_path / "shards.ckpt"
+    folder.mkdir()
+    torch.save({"callbacks": {"X": {"key": 4}}}, folder / "meta.pt")
+    assert callback_state_in(folder, "X") == {"key": 4}
+
+
 class _Observer(fit_observer.FitObserver):
     def __init__(self):
         self.calls = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks import ModelReport, Tricks, TricksMixin
 from tests.contract.lab import QUIET, SETTINGS, Net, loader
@@ -119,3 +120,49 @@ def test_through_the_mixin(tmp_path):
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         ModelReport(**arguments)
+
+
+class _WithUnused(Net):
+    """Has a part that no rank needs, and one that only rank zero needs."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.spare = torch.compile(torch.nn.Linear(1, 1, bias=False), backend="eager")
+        self.of_rank_zero = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        step = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 0:
+            step["loss"] = step["loss"] * self.of_rank_zero.sum()
+        return step
+
+
+def test_names_the_parameters_without_a_gradient(capsys, tmp_path):
+    report = ModelReport(tmp_path)
+    fit([report], _WithUnused(), accumulate_grad_batches=2)
+    assert report.summary.without_gradient == ("spare.weight",)
+    assert json.loads((tmp_path / "report.json").read_text())["without_gradient"] == ["spare.weight"]
+    assert "1 trainable parameter got no gradient: spare.weight." in " ".join(capsys.readouterr().out.split())
+    fit([report], _WithUnused(optimization="manual"))
+    assert report.summary.without_gradient == ("spare.weight",)
+    fit([report])
+    assert report.summary.without_gradient == ()
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+@pytest.mark.trap("finetuning: the unused-parameter error of DDP names nobody")
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_fork_find_unused_parameters_true"])
+def test_names_them_with_their_ranks(tmp_path, strategy):
+    """Before DDP stops with an error that names none."""
+
+    def run():
+        fit([ModelReport(tmp_path)], _WithUnused(), strategy=strategy, devices=2)
+
+    if strategy == "ddp_fork":
+        with pytest.raises(ProcessRaisedException, match="finished reduction"):
+            run()
+    else:
+        run()
+    names = json.loads((tmp_path / "report.json").read_text())["without_gradient"]
+    assert names == ["spare.weight", "of_rank_zero (rank 1)"]

@@ -14,6 +14,7 @@ from lightning_tricks._torch_compat.modules import (
     REGISTRIES,
     compiled_module,
     compiles_in_place,
+    has_forward_pre_hook,
     is_batch_norm,
     module_internals,
     own_buffers,
@@ -21,6 +22,7 @@ from lightning_tricks._torch_compat.modules import (
     own_parameters,
     pruned_parameters,
     refer_to_own_weights,
+    remove_forward_pre_hook,
     set_state_dict_versions,
     state_dict_versions,
 )
@@ -102,3 +104,21 @@ def test_a_renamed_class_is_named(monkeypatch):
     monkeypatch.delattr("torch.nn.modules.batchnorm._BatchNorm")
     with pytest.raises(RuntimeError, match=r"ModelReport does not work with torch .*_BatchNorm"):
         is_batch_norm(nn.Linear(1, 1))
+
+
+def test_hooks_before_forward():
+    calls = []
+
+    def hook(module, inputs):
+        calls.append(module)
+
+    module = nn.Linear(1, 1)
+    assert not has_forward_pre_hook(module, hook)
+    module.register_forward_pre_hook(hook)
+    copied = copy.deepcopy(module)
+    assert has_forward_pre_hook(copied, hook)
+    assert remove_forward_pre_hook(copied, hook)
+    assert not remove_forward_pre_hook(copied, hook)
+    copied(torch.ones(1))
+    module(torch.ones(1))
+    assert calls == [module]
