@@ -351,7 +351,7 @@ class _AsksDDP(lightning.pytorch.Callback):
         ({}, False),
         ({"strategy": "ddp_fork", "devices": 2}, True),
         ({"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 100, "limit_train_batches": 3}, True),
-        ({"strategy": "ddp_find_unused_parameters_true_fork", "devices": 2}, False),
+        ({"strategy": "ddp_fork_find_unused_parameters_true", "devices": 2}, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
