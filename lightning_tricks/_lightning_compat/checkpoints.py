@@ -71,15 +71,15 @@ def observe_checkpoint_files(
         yield
 
 
-def callback_state_in(path: str | os.PathLike[str], state_key: str) -> dict[str, Any]:
-    """Return the state of a callback in a checkpoint that lies in a file, or in a folder with shards.
+def value_in_checkpoint(path: str | os.PathLike[str], key: str) -> Any:
+    """Return a value of a checkpoint that lies in a file, or in a folder with shards.
 
     Args:
         path: The path; nothing is found behind an address of the network.
-        state_key: The callback's `state_key`.
+        key: The key of the value.
 
     Returns:
-        The state; an empty dict if there is none, or if the checkpoint is not made of tensors and plain values.
+        The value; None if there is none, or if the checkpoint is not made of tensors and plain values.
     """
     import pickle
 
@@ -90,10 +90,8 @@ def callback_state_in(path: str | os.PathLike[str], state_key: str) -> dict[str,
 
     file = Path(path) / METADATA if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        return {}
+        return None
     try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True).get(key)
     except (pickle.UnpicklingError, RuntimeError):
-        return {}
-    state: dict[str, Any] = checkpoint.get("callbacks", {}).get(state_key, {})
-    return state
+        return None

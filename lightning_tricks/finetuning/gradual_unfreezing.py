@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
-from lightning_tricks._lightning_compat.checkpoints import callback_state_in
+from lightning_tricks._lightning_compat.checkpoints import value_in_checkpoint
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
@@ -39,6 +39,8 @@ from lightning_tricks.finetuning.core.unfreezing_schedule import (
     multipliers_of,
     plan_unfreezing,
 )
+
+_SAVED_KEY = "gradual_unfreezing"  # in checkpoints of FSDP
 
 
 class GradualUnfreezing(TrickCallback):
@@ -165,6 +167,11 @@ class GradualUnfreezing(TrickCallback):
                 f"so {ParameterCount.of(late)} never trained."
             )
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save under FSDP what trains, by which a resumed run knows whose optimizer state to load."""
+        if trainer.strategy.restore_checkpoint_after_setup:
+            checkpoint[_SAVED_KEY] = self._key
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put back what the fit changed."""
         self._close()
@@ -179,10 +186,6 @@ class GradualUnfreezing(TrickCallback):
             hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module))
         self._key = None
         self._apply(trainer, trainer.lightning_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the key of what trains, by which FSDP knows whose optimizer state to load."""
-        return {"key": self._key}
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set what trains at the epoch or step of now, where it is not what trained before."""
@@ -211,7 +214,7 @@ class GradualUnfreezing(TrickCallback):
         """
 
         def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-            key = callback_state_in(checkpoint_path, self.state_key).get("key")
+            key = value_in_checkpoint(checkpoint_path, _SAVED_KEY)
             if key is not None:
                 self._set_trainable(pl_module, plan, key)
             return load(checkpoint_path, *args, **kwargs)

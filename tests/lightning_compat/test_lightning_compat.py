@@ -361,19 +361,17 @@ def test_stops_at_unused_parameters(options, stops, tmp_path):
     assert (tmp_path / "0").read_text() == str(stops)
 
 
-def test_callback_state_in_a_checkpoint(tmp_path):
-    from lightning_tricks._lightning_compat.checkpoints import callback_state_in
-
-    torch.save({"callbacks": {"X": {"key": 3}}}, tmp_path / "file.ckpt")
-    assert callback_state_in(tmp_path / "file.ckpt", "X") == {"key": 3}
-    assert callback_state_in(tmp_path / "file.ckpt", "Y") == {}
-    assert callback_state_in(tmp_path / "missing.ckpt", "X") == {}
-    torch.save({"callbacks": {"X": {"key": 3}}, "hyper": _Asks()}, tmp_path / "objects.ckpt")
-    assert callback_state_in(tmp_path / "objects.ckpt", "X") == {}
+def test_value_in_a_checkpoint(tmp_path):
+    torch.save({"x": 3}, tmp_path / "file.ckpt")
+    assert checkpoints.value_in_checkpoint(tmp_path / "file.ckpt", "x") == 3
+    assert checkpoints.value_in_checkpoint(tmp_path / "file.ckpt", "y") is None
+    assert checkpoints.value_in_checkpoint(tmp_path / "missing.ckpt", "x") is None
+    torch.save({"x": 3, "hyper": _Asks()}, tmp_path / "objects.ckpt")
+    assert checkpoints.value_in_checkpoint(tmp_path / "objects.ckpt", "x") is None
     folder = tmp_path / "shards.ckpt"
     folder.mkdir()
-    torch.save({"callbacks": {"X": {"key": 4}}}, folder / "meta.pt")
-    assert callback_state_in(folder, "X") == {"key": 4}
+    torch.save({"x": 4}, folder / "meta.pt")
+    assert checkpoints.value_in_checkpoint(folder, "x") == 4
 
 
 class _Observer(fit_observer.FitObserver):
