@@ -303,12 +303,7 @@ class GradualUnfreezing(TrickCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made in the middle of a fit takes no parameters along
-        fresh = {
-            "_installed": ExitStack(),
-            "_plan": None,
-            "_key": None,
-            "_unused": UnusedParameterCheck("GradualUnfreezing"),
-        }
+        fresh = {"_installed": ExitStack(), "_unused": UnusedParameterCheck("GradualUnfreezing"), "_plan": None}
         return super().__getstate__() | fresh
 
 
@@ -321,5 +316,4 @@ def _as_it_was(pl_module: LightningModule) -> Iterator[None]:
     for parameter, requires_grad in flags.items():
         parameter.requires_grad_(requires_grad)
     release_norms_(pl_module, held_norms(pl_module))
-    set_norm_modes_(pl_module, modes)
     hold_norms_(pl_module, held)

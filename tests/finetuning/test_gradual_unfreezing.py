@@ -121,6 +121,19 @@ def test_tells_layers_of_equal_values_apart():
     assert not torch.equal(before["block.1.weight"], rows[-1]["weights"]["block.1.weight"])
 
 
+def test_gradients_from_before_the_fit_are_dropped():
+    """With a gradient of zeros, momentum and weight decay would move what is frozen."""
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            assert all(one.grad is None for one in pl_module.parameters() if not one.requires_grad)
+
+    net = FineNet()
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    fit(net, GradualUnfreezing(EPOCHS), Looks(), max_epochs=3)
+
+
 def test_tied_parameters_train_from_the_earliest_key():
     net = FineNet()
     net.head[0].weight = net.block[1].weight
@@ -495,15 +508,17 @@ def test_ddp_equals_one_process(tmp_path, unit):
 
 
 class ShardedNet(LayerNet):
+    """The root shards the stem, and keeps it whole after a pass without gradients."""
+
     def configure_model(self):
         from torch.distributed.fsdp import fully_shard
 
-        for part in (self.stem, self.block, self.head, self):
+        for part in (self.block, self.head, self):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 class ShardedValidatedNet(ValidatedNet, ShardedNet):
-    """FSDP2 keeps the root whole after validation."""
+    pass
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
