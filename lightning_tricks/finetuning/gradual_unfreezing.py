@@ -316,4 +316,5 @@ def _as_it_was(pl_module: LightningModule) -> Iterator[None]:
     for parameter, requires_grad in flags.items():
         parameter.requires_grad_(requires_grad)
     release_norms_(pl_module, held_norms(pl_module))
+    set_norm_modes_(pl_module, modes)
     hold_norms_(pl_module, held)
