@@ -101,6 +101,7 @@ class GradualUnfreezing(TrickCallback):
         self._unused = UnusedParameterCheck("GradualUnfreezing")
         self._plan: UnfreezingPlan | None = None  # of the fit that runs
         self._key: int | None = None  # what has been applied
+        self._held: set[str] = set()  # the normalisation that this fit has held
         self._installed = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -128,7 +129,7 @@ class GradualUnfreezing(TrickCallback):
             self._refuse_reset_of_norms(trainer, pl_module, plan)
         self._split_groups(trainer, multipliers)
         self._plan = plan
-        self._installed.enter_context(_as_it_was(pl_module))
+        self._installed.enter_context(_as_it_was(pl_module, self._held))
         self._key = None
         if trainer.strategy.restore_checkpoint_after_setup:
             load = self._freezing_before(trainer.strategy.load_checkpoint, pl_module, plan)
@@ -183,7 +184,7 @@ class GradualUnfreezing(TrickCallback):
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Set again what trains: `AutoResume` has restored what trained when it saved, before the key of now."""
         if self._plan is not None and self.freeze_norm:
-            hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module))
+            self._held.update(hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module)))
         self._key = None
         self._apply(trainer, trainer.lightning_module)
 
@@ -200,7 +201,7 @@ class GradualUnfreezing(TrickCallback):
         if self.freeze_norm:
             frozen = frozen_norms(pl_module)
             release_norms_(pl_module, set(held_norms(pl_module)) - set(frozen))
-            hold_norms_(pl_module, frozen)
+            self._held.update(hold_norms_(pl_module, frozen))
         if changed:
             rewrap_ddp(trainer)
         self._unused.start({name: parameter for parameter, name in plan.names.items()})
@@ -308,13 +309,17 @@ class GradualUnfreezing(TrickCallback):
 
 
 @contextmanager
-def _as_it_was(pl_module: LightningModule) -> Iterator[None]:
-    """Put back, on leaving, which parameters require gradients, and the modes of normalisation."""
+def _as_it_was(pl_module: LightningModule, held_since: set[str]) -> Iterator[None]:
+    """Put back, on leaving, which parameters require gradients, and the modes of normalisation that was held since.
+
+    Names tell which that is: at the end of a fit Lightning replaces SyncBatchNorm by new modules.
+    """
     flags = {parameter: parameter.requires_grad for parameter in pl_module.parameters()}
     held, modes = held_norms(pl_module), norm_modes(pl_module)
     yield
     for parameter, requires_grad in flags.items():
         parameter.requires_grad_(requires_grad)
-    release_norms_(pl_module, held_norms(pl_module))
+    release_norms_(pl_module, held_since)
+    held_since.clear()
     set_norm_modes_(pl_module, modes)
     hold_norms_(pl_module, held)

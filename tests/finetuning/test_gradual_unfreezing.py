@@ -181,6 +181,18 @@ def test_what_was_frozen_before_the_fit_is_so_after_it():
     assert flags(net) == before
 
 
+def test_norm_that_lightning_replaces_at_the_end_of_a_fit_is_released():
+    """SyncBatchNorm becomes BatchNorm again, in the mode that it had, before the callbacks are torn down."""
+
+    class Replaces(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            pl_module.stem[1] = nn.BatchNorm1d(8).train(pl_module.stem[1].training)
+
+    net = FineNet()
+    fit(net, GradualUnfreezing({0: "head.*"}), Replaces())
+    assert net.stem[1].training
+
+
 # -- resume
 
 
