@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_tricks.finetuning import freeze_, parameters_without_gradient, trainable_summary, unfreeze_
 from lightning_tricks.finetuning.core.freezing import ParameterCount
@@ -49,9 +50,10 @@ def test_tied_parameters_count_once():
     assert not net["a"].weight.requires_grad
 
 
-def test_names_of_a_compiled_module():
-    net = nn.ModuleDict({"body": torch.compile(nn.Linear(2, 2), backend="eager")})
-    assert freeze_(net, "body.weight").tensors == 1
+def test_names_without_the_parts_of_wrappers():
+    wrapped = checkpoint_wrapper(nn.Linear(2, 2))
+    net = nn.ModuleDict({"body": torch.compile(nn.Linear(2, 2), backend="eager"), "head": wrapped})
+    assert freeze_(net, "body.weight", "head.bias").tensors == 2
 
 
 def test_whole_numbers_are_left_alone():

@@ -150,10 +150,18 @@ def can_train(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 and activation checkpointing
+
+
 def names_of_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return each parameter, told apart by identity, with all its qualified names, of which tied ones have several."""
+    """Return each parameter, told apart by identity, with all its qualified names, of which tied ones have several.
+
+    The names are those without the prefixes that wrappers insert.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
         names.setdefault(parameter, []).append(strip_compile_prefix(name))
     return names
 
