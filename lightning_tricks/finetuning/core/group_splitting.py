@@ -69,18 +69,15 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
     for group, changed in zip(groups, new[:before], strict=True):
         group.update(changed)
     for group in new[before:]:
-        names = group.pop("param_names", None)
-        optimizer.add_param_group(group if names is None else {**group, "params": list(_pairs(names, group))})
+        if "param_names" in group:
+            group["params"] = list(zip(group.pop("param_names"), group["params"], strict=True))
+        optimizer.add_param_group(group)
     for scheduler, name, values in changes:
         if name == "last_lr":
             set_last_lr(scheduler, values)
         else:
             setattr(scheduler, name, values)
     return len(parts) - before
-
-
-def _pairs(names: Sequence[str], group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    yield from zip(names, group["params"], strict=True)
 
 
 def _parts(groups: Sequence[Mapping[str, Any]], multipliers: Mapping[Tensor, float]) -> list[_Part]:
