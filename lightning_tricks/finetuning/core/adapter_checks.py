@@ -1,0 +1,115 @@
+"""Checks of an adapter's files against the model that they are loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.adapter_contents import Place, attention_of, registered_or_computed
+from lightning_tricks.finetuning.core.adapter_format import AdapterConfig
+from lightning_tricks.finetuning.core.lora_injection import weights_of
+from lightning_tricks.finetuning.core.low_rank import LowRank
+
+
+def check_places(
+    model: nn.Module, modules: Mapping[str, nn.Module], pairs: Mapping[Place, Mapping[str, Tensor]]
+) -> None:
+    """Refuse files with layers that the model has not."""
+    unknown = [layer for layer, weight in pairs if layer not in modules or weight not in weights_of(modules[layer])]
+    if not unknown:
+        return
+    inner = [child for child, _ in model.named_children() if all(f"{child}.{layer}" in modules for layer in unknown)]
+    remedy = f" Pass {inner[0]} of the model, which has them." if inner else ""
+    raise ValueError(
+        f"it is the adapter of another model: {len(unknown)} of {len(pairs)} layers are not in "
+        f"{type(model).__name__}: {list_names(unknown)}.{remedy}"
+    )
+
+
+def check_shapes(
+    modules: Mapping[str, nn.Module],
+    factors: Mapping[Place, tuple[Tensor, Tensor]],
+    state: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+) -> None:
+    """Refuse files with tensors that the model has not, or has in another shape."""
+    unknown = [name for name in values if not isinstance(state.get(name), Tensor)]
+    if unknown:
+        raise ValueError(f"{len(unknown)} tensors are not in the model: {list_names(unknown)}.")
+    wrong = [
+        f"{name} is {tuple(value.shape)}, and {tuple(state[name].shape)} in the model"
+        for name, value in values.items()
+        if value.shape != state[name].shape
+    ]
+    for (layer, weight), (left, right) in factors.items():
+        shape = registered_or_computed(modules[layer], weight).shape
+        if (len(left), right.shape[-1]) != (shape[0], shape[1:].numel()) or left.shape[-1] != len(right):
+            changed = f"{tuple(left.shape)} @ {tuple(right.shape)}"
+            wrong.append(f"{layer}.{weight} is {tuple(shape)} in the model, and its change is {changed}")
+    if wrong:
+        raise ValueError(f"it is the adapter of another model: {len(wrong)} shapes differ: {list_names(wrong)}.")
+
+
+def check_modules_to_save(
+    config: AdapterConfig, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> None:
+    """Refuse files with a part of a module that was trained whole."""
+    for end in config.modules_to_save:
+        named = [f"{name}." for name in modules if f".{name}".endswith(f".{end}")]
+        owned = [
+            [name for name, value in state.items() if name.startswith(front) and isinstance(value, Tensor)]
+            for front in named
+        ]
+        found = [names for names in owned if any(name in values for name in names)] or owned
+        missing = [name for names in found for name in names if name not in values]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors of modules_to_save={end!r} are missing: {list_names(missing)}.")
+
+
+def check_shared(modules: Mapping[str, nn.Module], factors: Mapping[Place, tuple[Tensor, Tensor]]) -> None:
+    """Refuse files in which layers that share a weight do not share its change, as the model would."""
+    owners: dict[int, list[Place]] = {}
+    for name, module in modules.items():
+        for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(registered_tensor(module, own)), []).append((name, own))
+    for place, pair in factors.items():
+        registered = registered_tensor(modules[place[0]], place[1])
+        for other in owners.get(id(registered), []):
+            same = other in factors and all(map(torch.equal, pair, factors[other]))
+            if not same:
+                raise ValueError(
+                    f"it changes {place[0]} otherwise than {other[0]}, which share a weight in the model: load it with "
+                    "peft, which changes layers, and not weights."
+                )
+
+
+def check_present(
+    present: Mapping[Place, LowRank],
+    factors: Mapping[Place, tuple[Tensor, Tensor]],
+    config: AdapterConfig,
+    modules: Mapping[str, nn.Module],
+) -> None:
+    """Refuse files with other layers, ranks or scales than those of a model that has LoRA."""
+    missing = [".".join(place) for place in present if place not in factors]
+    unexpected = [".".join(place) for place in factors if place not in present]
+    if missing or unexpected:
+        raise ValueError(
+            f"the model has LoRA of other layers: {list_names(missing)} are not in the file, and "
+            f"{list_names(unexpected)} are not in the model. merge(model) first, or build the model anew."
+        )
+    for place, change in present.items():
+        there = (change.rank, change.alpha, change.use_rslora)
+        here = (
+            len(factors[place][1]),
+            config.alpha_of(attention_of(place[0], modules) or place[0]),
+            config.use_rslora,
+        )
+        if there != here:
+            raise ValueError(
+                f"{place[0]} has (rank, alpha, use_rslora) = {here} in the file, and {there} in the model: "
+                "merge(model) first, or build the model anew."
+            )

@@ -1,0 +1,163 @@
+"""What of a model with LoRA an adapter's files have, and what of that peft reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.adapter_format import is_transposed, targets_for, values_and_patterns
+from lightning_tricks.finetuning.core.class_extension import class_below
+from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, transposed_linear
+from lightning_tricks.finetuning.core.low_rank import LowRank
+
+Place = tuple[str, str]  # the qualified name of a layer, and the name of its weight
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def changed_weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, LowRank]]:
+    """Yield the changed weights of a model; a weight that layers share comes once for each."""
+    for name, module in modules.items():
+        if isinstance(module, LoRA):
+            for child, part in module.named_children():
+                if isinstance(part, LowRank):
+                    yield (name, child.removeprefix(CHANGE)), part
+
+
+def attention_of(layer: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the name of the `nn.MultiheadAttention` whose `out_proj` a layer is."""
+    parent, _, name = layer.rpartition(".")
+    return parent if name == "out_proj" and isinstance(modules.get(parent), nn.MultiheadAttention) else None
+
+
+def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
+    """Return the weight that a module registers, or that hooks and parametrizations compute."""
+    value: Any = registered_tensor(module, weight)
+    return getattr(module, weight) if value is None else value  # type: ignore[no-any-return]
+
+
+def peft_matrices(change: LowRank, module: nn.Module, weight: str) -> tuple[Tensor, Tensor]:
+    """Return A and B in the shapes of peft."""
+    left, right = change.factors()
+    if is_transposed(module):
+        return left.t(), right.t()
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        shape = registered_or_computed(module, weight).shape
+        return right.view(-1, *shape[1:]), left.view(*left.shape, *[1] * (len(shape) - 2))
+    return right, left
+
+
+def factors_of(pair: Mapping[str, Tensor], module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the matrices of `LowRank.factors` for A and B in the shapes of peft."""
+    a, b = (pair[name].flatten(1) if pair[name].ndim > 1 else pair[name][None] for name in "AB")
+    return (a.t(), b.t()) if is_transposed(module) else (b, a)
+
+
+def modules_to_save(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the largest modules that are trained whole, and those with running statistics, which training changes."""
+    saved: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        parts = list(module.modules())
+        if module is model or name.startswith(tuple(f"{outer}." for outer in saved)):
+            continue
+        if isinstance(module, _CONTAINERS) or any(isinstance(part, LoRA | LowRank) for part in parts):
+            continue
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        is_leaf = len(parts) == 1
+        has_statistics = any(name == "running_mean" for name, _ in module.named_buffers(recurse=False))
+        if (trained and all(trained)) or (is_leaf and any(trained)) or has_statistics:
+            saved[name] = module
+    return saved
+
+
+def single_parameters(modules: Mapping[str, nn.Module], saved: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of trained parameters that modules with other parts have of their own."""
+    inside = tuple(f"{name}." for name in saved)
+    return {
+        f"{name}.{own}".lstrip(".")
+        for name, module in modules.items()
+        if not isinstance(module, LowRank) and not f"{name}.".startswith(inside)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    }
+
+
+def config_of(changes: Mapping[Place, LowRank], modules: Mapping[str, nn.Module], saved: list[str]) -> dict[str, Any]:
+    """Return the `adapter_config.json` of a model's LoRA, which makes peft build the same."""
+    of_layers: dict[str, LowRank] = {}
+    for (layer, _), change in changes.items():
+        of_layers.setdefault(attention_of(layer, modules) or layer, change)
+    rank, ranks = values_and_patterns({layer: change.rank for layer, change in of_layers.items()})
+    alpha, alphas = values_and_patterns({layer: _number(change.alpha) for layer, change in of_layers.items()})
+    first = next(iter(of_layers.values()))
+    conv1d = transposed_linear()
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "rank_pattern": ranks,
+        "lora_alpha": alpha,
+        "alpha_pattern": alphas,
+        "use_rslora": first.use_rslora,
+        "lora_dropout": first.dropout.p,
+        "bias": "none",
+        "fan_in_fan_out": conv1d is not None and all(isinstance(modules[layer], conv1d) for layer in of_layers),
+        "target_modules": targets_for(list(of_layers), list(modules)),
+        "modules_to_save": saved or None,
+    }
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def not_for_peft(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    changes: Mapping[Place, LowRank],
+    saved: list[str],
+    single: set[str],
+) -> Iterator[str]:
+    """Yield what peft does not load, or computes otherwise."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    for layer, weight in changes:
+        reason = _why_not(layer, weight, modules, changes)
+        if reason is None and len(names := places[id(modules[layer])]) > 1:
+            reason = f"used as {list_names(names)}"
+        if reason is None and any(re.match(rf"(^|.*\.){name}($|\..*)", layer) for name in saved):
+            reason = "its name ends like that of a module that is trained whole"
+        if reason is not None:
+            yield f"{layer or type(model).__name__} ({reason})"
+    for name in sorted(single):
+        yield f"{name} (a parameter of a module with other parts)"
+
+
+def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes: Mapping[Place, LowRank]) -> str | None:
+    """Return why peft cannot read the change of a layer, or None."""
+    module = modules[layer]
+    kind = class_below(module).__name__
+    if not layer:
+        return "the model itself"
+    attention = layer if isinstance(module, nn.MultiheadAttention) else attention_of(layer, modules)
+    if attention is not None:
+        parts = [changes.get((attention, "in_proj_weight")), changes.get((f"{attention}.out_proj", "weight"))]
+        if None in parts or len({(part.rank, part.alpha) for part in parts if part}) > 1:
+            return "attention, of which a part is changed, or parts by other ranks"
+        return None if layer == attention else "peft <= 0.21 adds its change twice, huggingface/peft#3774"
+    if weight != "weight" or registered_tensor(module, "weight") is None:
+        return f"{weight} of {kind}"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
+        return None if plain else f"{kind} with groups, dilation or padding_mode"
+    if isinstance(module, nn.Embedding):
+        return None if module.max_norm is None else f"{kind} with max_norm"
+    conv1d = transposed_linear()
+    return None if isinstance(module, (nn.Linear, *filter(None, [conv1d]))) else kind

@@ -1,0 +1,228 @@
+"""`save_adapter` and `load_adapter`: exchange LoRA with the peft library, through its files."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.core.adapter_checks import (
+    check_modules_to_save,
+    check_places,
+    check_present,
+    check_shapes,
+    check_shared,
+)
+from lightning_tricks.finetuning.core.adapter_contents import (
+    Place,
+    attention_of,
+    changed_weights,
+    config_of,
+    factors_of,
+    modules_to_save,
+    not_for_peft,
+    peft_matrices,
+    single_parameters,
+)
+from lightning_tricks.finetuning.core.adapter_format import (
+    AdapterConfig,
+    names_of_matrices,
+    parse_names,
+    read_adapter,
+    write_adapter,
+)
+from lightning_tricks.finetuning.core.class_extension import class_below
+from lightning_tricks.finetuning.core.lora_injection import LoRAReport, LoRASettings, add_lora, weights_of
+from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.core.targets import plain_names
+
+
+def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the LoRA of a model, and what else of it is trained, as files of the peft library.
+
+    `adapter_model.safetensors` has the matrices, the whole of each module with trained parameters or running
+    statistics, and single trained parameters. peft loads the files into a plain model
+    (`PeftModel.from_pretrained(base, folder)`), whose outputs are those of this model; a warning says which layers peft
+    cannot adapt, such as recurrent ones. `load_adapter` reads all of them. In evaluation mode without gradients,
+    `nn.TransformerEncoderLayer` ignores the adapters of peft.
+
+    Args:
+        model: A model with LoRA, or the part of a LightningModule that has it (`module.model`): the names in the files
+            are those inside of it.
+        folder: The folder, which is created if it does not exist. Files of the two names are replaced, atomically.
+
+    Raises:
+        ValueError: If the model has no LoRA, or this process has only a part of a weight.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_tricks.finetuning import add_lora
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> report = add_lora(model)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapter(model, folder)
+        ...     sorted(os.listdir(folder))
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    modules = {"": model, **plain_names(model)}
+    changes = dict(changed_weights(modules))
+    if not changes:
+        raise ValueError(f"{type(model).__name__} has no LoRA to save: call add_lora, or train with the callback LoRA.")
+    saved = modules_to_save(model, modules)
+    single = single_parameters(modules, saved)
+    tensors: dict[str, Tensor] = {}
+    for (layer, weight), change in changes.items():
+        names = names_of_matrices(layer, modules[layer], weight, attention_of(layer, modules) is not None)
+        tensors.update(zip(names, peft_matrices(change, modules[layer], weight), strict=True))
+    inside = tuple(f"{name}." for name in saved)
+    for name, value in model.state_dict().items():
+        plain = strip_compile_prefix(name)
+        if isinstance(value, Tensor) and (plain.startswith(inside) or plain in single):
+            tensors[f"base_model.model.{plain}"] = value
+    parts = [name for name, value in tensors.items() if type(value) not in (Tensor, nn.Parameter) or value.is_meta]
+    if parts:
+        raise ValueError(
+            f"{parts[0]} is a {type(tensors[parts[0]]).__name__} of which this process has no or a part of the values: "
+            "save the whole model, loaded from a checkpoint."
+        )
+    unreadable = list(not_for_peft(model, modules, changes, list(saved), single))
+    config = config_of(changes, modules, list(saved))
+    write_adapter(folder, {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, config)
+    if unreadable:
+        warnings.warn(
+            f"save_adapter: load_adapter reads all of {os.fspath(folder)}, but peft does not: "
+            f"{list_names(unreadable)}.",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport:
+    """Load LoRA from files of `save_adapter` or of the peft library, in place.
+
+    A plain model gets LoRA of the ranks and scales in the files, and is frozen but for it and for what else the files
+    have. A model with LoRA of the same layers, ranks and scales gets the values alone.
+
+    Args:
+        model: The model; nothing is changed if an error is raised. It has the weights of the base already: the files
+            have only those of modules that were trained whole.
+        folder: The folder with `adapter_model.safetensors` and `adapter_config.json`. Nothing is downloaded.
+
+    Returns:
+        What the model has now.
+
+    Raises:
+        FileNotFoundError: If the folder or a file is missing.
+        ValueError: If the files are those of another model, layers or shapes, which are listed, or need what only peft
+            has, such as DoRA.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_tricks.finetuning import add_lora
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> report = add_lora(model, LoRASettings(rank=4, target_modules="0"))
+        >>> plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_adapter(model, folder)
+        ...     print(load_adapter(plain, folder))
+        LoRA changes 1 weights (1 of Linear) by 512 values; 512 of 5,322 values (9.62%) are trained.
+    """
+    config, tensors = read_adapter(folder)
+    modules = {"": model, **plain_names(model)}
+    try:
+        pairs, values, frozen = parse_names(tensors, modules)
+        for (layer, _), pair in pairs.items():
+            if config.doubles_out_proj and attention_of(layer, modules) is not None:
+                pair["B"] = 2 * pair["B"]
+        state = {strip_compile_prefix(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        check_places(model, modules, pairs)
+        factors = {place: factors_of(pair, modules[place[0]]) for place, pair in pairs.items()}
+        check_shapes(modules, factors, state, values)
+        check_modules_to_save(config, modules, state, values)
+        check_shared(modules, factors)
+        present = dict(changed_weights(modules))
+        if present:
+            check_present(present, factors, config, modules)
+        elif factors:
+            _add(model, modules, factors, config)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(folder)}: {error}") from error
+    for name, value in values.items():
+        state[name].copy_(value)
+        if not present and name not in frozen and isinstance(state[name], nn.Parameter):
+            state[name].requires_grad_()
+    changes = dict(changed_weights(modules))
+    for place, (left, right) in factors.items():
+        change = changes[place]
+        change.A.copy_(left.t() if change.is_transposed else right)
+        change.B.copy_(right.t() if change.is_transposed else left)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in values if name not in frozen)
+    return _report(model, modules, changes, tuple(owners))
+
+
+def _add(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    factors: Mapping[Place, tuple[Tensor, Tensor]],
+    config: AdapterConfig,
+) -> None:
+    """Add LoRA of the layers, ranks and scales of a file."""
+    layers: dict[str, set[str]] = {}
+    ranks: dict[str, int] = {}
+    for (layer, weight), (_, right) in factors.items():
+        layers.setdefault(layer, set()).add(weight)
+        ranks[_exactly(layer)] = len(right)
+    missing = [
+        f"{layer}.{own}" for layer, found in layers.items() for own in weights_of(modules[layer]) if own not in found
+    ]
+    if missing:
+        raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
+    others = [name for name in modules if attention_of(name, modules) in layers and name not in layers]
+    targets = list(map(_exactly, layers))
+    settings = LoRASettings(
+        rank=1,
+        target_modules=targets,
+        exclude=list(map(_exactly, others)),
+        modules_to_save=[],
+        dropout=config.dropout,
+        rank_pattern=ranks,
+        use_rslora=config.use_rslora,
+    )
+    add_lora(model, settings)
+    for (layer, _), change in changed_weights(modules):
+        change.alpha = config.alpha_of(attention_of(layer, modules) or layer)
+        change.scaling = change.alpha / (math.sqrt(change.rank) if change.use_rslora else change.rank)
+
+
+def _exactly(name: str) -> str:
+    """Return a pattern that matches one name."""
+    return f"re:^{re.escape(name)}$"
+
+
+def _report(
+    model: nn.Module, modules: Mapping[str, nn.Module], changes: Mapping[Place, LowRank], saved: tuple[str, ...]
+) -> LoRAReport:
+    first: dict[LowRank, str] = {}
+    layers, shared = {}, []
+    for (layer, weight), change in changes.items():
+        label = f"{layer}.{weight}".lstrip(".")
+        if first.setdefault(change, label) == label:
+            layers[label] = (class_below(modules[layer]).__name__, change.rank)
+        else:
+            shared.append(label)
+    parameters = list(model.parameters())
+    return LoRAReport(
+        layers,
+        tuple(shared),
+        saved,
+        sum(parameter.numel() for change in first for parameter in change.parameters()),
+        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        sum(parameter.numel() for parameter in parameters),
+    )
