@@ -1,0 +1,112 @@
+"""The check that every module with added parameters is reached in training and in evaluation, and gets a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.adaptation import AdaptationCallback
+from lightning_tricks.finetuning.core.reach import Reach, is_compiled, parameters_without_gradient, watching_reach
+
+_TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+_EVALUATION = tuple(
+    f"on_{stage}_batch_{edge}" for stage in ("validation", "test", "predict") for edge in ("start", "end")
+)
+
+
+class ReachCheckingCallback(AdaptationCallback):
+    """The base of callbacks whose modules are checked in the first batch of training and in that of evaluation.
+
+    A module that is never called, because the one around it reads its weights, is an error; one that the batch did not
+    need, and a parameter without a gradient, are named in a warning. The hooks are disabled after these batches.
+    Compiled modules are not checked: what is called in them cannot be seen.
+    """
+
+    _reach: Reach | None = None
+    _without_gradient: set[str] | None = None
+
+    def adapted(self, module: LightningModule) -> Collection[str]:
+        """Return the qualified names of the modules whose `forward` has to run."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare the checks of a run."""
+        for name in (*_TRAINING, *_EVALUATION):
+            vars(self).pop(name, None)  # they are disabled since the last run
+        self._reach = self._without_gradient = None
+        super().setup(trainer, pl_module, stage)
+
+    def _start(self, pl_module: LightningModule) -> None:
+        if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
+            rank_zero_info(
+                f"{type(self).__name__}: whether all adapted modules are called is not checked in a compiled module."
+            )
+            return
+        self._reach = self._installed.enter_context(watching_reach(pl_module, self.adapted(pl_module)))
+
+    def _end(self, what: str, hooks: tuple[str, ...]) -> None:
+        self._installed.close()
+        vars(self).update(dict.fromkeys(hooks))  # Lightning skips hooks that are None
+        reach, self._reach = self._reach, None
+        if reach is None:
+            return
+        trick, count = type(self).__name__, len(reach.reached) + len(reach.bypassed) + len(reach.idle)
+        if reach.bypassed:
+            raise MisconfigurationException(
+                f"{trick}: {len(reach.bypassed)} of {count} adapted modules have no effect in {what}: "
+                f"{list_names(reach.bypassed)}. The module around them does not call them, but reads their weights, or "
+                "does without them: use LoRA(...), which changes the weights themselves, or leave them out by "
+                "target_modules or exclude."
+            )
+        if reach.idle:
+            rank_zero_warn(
+                f"{trick}: the first batch of {what} did not use {len(reach.idle)} of {count} adapted modules, nor the "
+                f"modules that contain them: {list_names(reach.idle)}."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Watch which modules are called."""
+        self._start(pl_module)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look which parameters have a gradient; in manual optimization each backward pass may be of a part."""
+        found = parameters_without_gradient(pl_module)
+        self._without_gradient = found if self._without_gradient is None else self._without_gradient & found
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report what was not called, or has no gradient."""
+        self._end("training", _TRAINING)
+        if self._without_gradient:
+            rank_zero_warn(
+                f"{type(self).__name__}: after the first batch {len(self._without_gradient)} trainable parameters have "
+                f"no gradient: {list_names(sorted(self._without_gradient))}."
+            )
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Watch which modules are called."""
+        self._start(pl_module)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Report what was not called."""
+        self._end("evaluation", _EVALUATION)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end

@@ -1,0 +1,130 @@
+"""Which modules a batch reaches, and the check of it in the first batches of a run."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_tricks.finetuning.core.reach import watching_reach
+from lightning_tricks.finetuning.reach_check import ReachCheckingCallback
+from tests.contract.lab import QUIET, EvaluatedNet, loader, traces
+
+
+class _Functional(nn.Linear):
+    """A layer that reads the weight of the one inside."""
+
+    def __init__(self):
+        super().__init__(10, 10)
+        self.inner = nn.ModuleList([nn.Linear(10, 10)])
+
+    def forward(self, x):
+        return super().forward(nn.functional.linear(x, self.inner[0].weight))
+
+
+class _Watched(ReachCheckingCallback):
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+
+    def adapt(self, module):
+        return "nothing"
+
+    def adapted(self, module):
+        return self.names
+
+
+def test_modules_are_reached_bypassed_or_idle():
+    model = nn.Sequential(_Functional(), nn.Sequential(nn.Linear(10, 10)))
+    before = traces(model)
+    names = ["0", "0.inner.0", "1.0"]
+    with watching_reach(model, names) as reach:
+        model[0](torch.ones(1, 10))
+    assert (reach.reached, reach.bypassed, reach.idle) == (["0"], ["0.inner.0"], ["1.0"])
+    with watching_reach(model, names) as reach:
+        model(torch.ones(1, 10))
+    assert (reach.reached, reach.bypassed, reach.idle) == (["0", "1.0"], ["0.inner.0"], [])
+    assert traces(model) == before
+
+
+@pytest.mark.trap("finetuning: an adapter in a fused layer is ignored in evaluation")
+def test_a_fused_layer_bypasses_its_parts_in_evaluation_only():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    for training in (True, False):
+        with watching_reach(layer.train(training), ["linear2", "self_attn"]) as reach, torch.no_grad():
+            layer(torch.randn(2, 3, 8))
+        assert reach.bypassed == ([] if training else ["linear2", "self_attn"])
+
+
+class _Bypassing(EvaluatedNet):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+        self.net.append(_Functional())
+
+    def forward_in(self, stage, x):
+        with_weight = self.net(x)
+        return with_weight if stage == self.stage else with_weight + self.net[-1].inner[0](with_weight)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.forward_in("training", batch[0]), batch[1])
+
+    def evaluate(self, batch, batch_idx):
+        return self.forward_in("evaluation", batch[0])
+
+    validation_step = test_step = predict_step = evaluate
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["training", "evaluation"])
+def test_a_bypassed_module_is_named_with_the_stage(function, stage):
+    module, callback = _Bypassing(stage), _Watched("net.0", "net.5.inner.0")
+    trainer = Trainer(callbacks=[callback], max_epochs=1, limit_train_batches=2, **QUIET)
+    run = getattr(trainer, function)
+    arguments = [loader()] * (1 + (function == "fit"))
+    if function != "fit" and stage == "training":
+        run(module, *arguments)
+    else:
+        with pytest.raises(MisconfigurationException, match=rf"1 of 2 .* in {stage}: net\.5\.inner\.0.*use LoRA"):
+            run(module, *arguments)
+    assert not any("forward" in vars(part) for part in module.net.modules())
+
+
+def test_what_a_batch_does_not_use_is_a_warning():
+    module = EvaluatedNet()
+    module.unused = nn.Sequential(nn.Linear(2, 2))
+    trainer = Trainer(callbacks=[_Watched("net.0", "unused.0")], max_epochs=1, limit_train_batches=2, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(), loader())
+    words = [str(warning.message) for warning in caught if "_Watched" in str(warning.message)]
+    assert len(words) == 3
+    assert "training did not use 1 of 2" in words[0]
+    assert "2 trainable parameters have no gradient: unused.0.bias, unused.0.weight." in words[1]
+    assert "evaluation did not use 1 of 2" in words[2]
+
+
+def test_only_the_first_batches_are_watched():
+    callback = _Watched("net.0")
+    trainer = Trainer(callbacks=[callback], max_epochs=1, limit_train_batches=3, **QUIET)
+    seen = []
+    module = EvaluatedNet()
+    module.on_train_batch_end = lambda *_: seen.append(
+        (callback.on_train_batch_start, "forward" in vars(module.net[0]))
+    )
+    trainer.fit(module, loader(), loader())
+    assert seen == [(None, False)] * 3
+    for _ in range(2):
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader(), loader())
+
+
+def test_a_compiled_module_is_not_watched():
+    torch._dynamo.reset()
+    module = EvaluatedNet(compiled=True)
+    Trainer(callbacks=[_Watched("net._orig_mod.0")], max_epochs=1, limit_train_batches=2, **QUIET).fit(
+        module, loader(), loader()
+    )
+    assert "forward" not in vars(module.net._orig_mod[0])
