@@ -58,8 +58,15 @@ def perturb(model):
 
 def read_with_peft(base, folder):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         return peft.PeftModel.from_pretrained(base, folder).eval()
+
+
+def save_with_peft(model, folder):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(save_embedding_layers|Could not find a config file)", UserWarning)
+        model.save_pretrained(folder)
 
 
 def adapted(make, **settings):
@@ -76,15 +83,23 @@ MODELS = {
         {"modules_to_save": "4", "rank_pattern": {"2": 3}},
     ),
     "rslora": (lambda: nn.Sequential(nn.Linear(6, 4)), torch.ones(5, 6), {"use_rslora": True}),
-    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3, 2, 1)), IMAGE[0], {"target_modules": "0"}),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3, 2, 1)), IMAGE.flatten(2), {"target_modules": "0"}),
     "Conv2d": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, (3, 2)), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding="same")),
         IMAGE,
         {"target_modules": ["0", "2"]},
     ),
-    "Conv3d": (lambda: nn.Sequential(nn.Conv3d(3, 4, 3)), IMAGE[:, :, None].repeat(1, 1, 4, 1, 1), {"target_modules": "0"}),
+    "Conv3d": (
+        lambda: nn.Sequential(nn.Conv3d(3, 4, 3)),
+        IMAGE[:, :, None].repeat(1, 1, 4, 1, 1),
+        {"target_modules": "0"},
+    ),
     "Embedding": (lambda: nn.Sequential(nn.Embedding(11, 8, 0)), torch.arange(11)[None], {"target_modules": "0"}),
-    "MultiheadAttention": (Attention, torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), {}),
+    "trained whole": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))),
+        torch.ones(5, 6),
+        {"target_modules": "0", "modules_to_save": "1"},
+    ),
     "tied": (Tied, torch.arange(11)[None], {"target_modules": "embedding"}),
     "ambiguous": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 6)),
@@ -125,7 +140,7 @@ def test_we_compute_what_peft_saved(name, tmp_path):
     model = adapted(make, **settings)
     save_adapter(model, tmp_path / "ours")
     saved_by_peft = read_with_peft(seeded(make), tmp_path / "ours")
-    saved_by_peft.save_pretrained(tmp_path / "peft")
+    save_with_peft(saved_by_peft, tmp_path / "peft")
     plain = seeded(make)
     report = load_adapter(plain, tmp_path / "peft")
     assert torch.equal(outputs(plain, batch), outputs(model, batch))
@@ -136,3 +151,285 @@ def test_we_compute_what_peft_saved(name, tmp_path):
     assert torch.equal(outputs(again, batch), outputs(model, batch))
     merge(again)
     torch.testing.assert_close(outputs(again, batch), outputs(model, batch), **TOLERANCE)
+
+
+@pytest.mark.trap("finetuning: MultiheadAttention of peft adds the change of out_proj twice")
+def test_multihead_attention(tmp_path):
+    batch = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    model = adapted(Attention)
+    with pytest.warns(UserWarning, match=r"attention.out_proj \(peft <= 0.21 adds its change twice"):
+        save_adapter(model, tmp_path / "ours")
+    again = seeded(Attention)
+    load_adapter(again, tmp_path / "ours")
+    assert torch.equal(outputs(again, batch), outputs(model, batch))
+
+    by_peft = read_with_peft(seeded(Attention), tmp_path / "ours")
+    assert not torch.allclose(outputs(by_peft, batch), outputs(model, batch), atol=1e-2)
+    save_with_peft(by_peft, tmp_path / "peft")
+    load_adapter(plain := seeded(Attention), tmp_path / "peft")  # what peft computes, not what its file says
+    torch.testing.assert_close(outputs(plain, batch), outputs(by_peft, batch), **TOLERANCE)
+    with torch.no_grad():
+        by_peft.base_model.model.attention.base_layer.out_proj.lora_B["default"].weight.div_(2)
+    torch.testing.assert_close(outputs(by_peft, batch), outputs(model, batch), **TOLERANCE)
+
+
+def tiny_gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=17, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def tiny_bert():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=17, **sizes))
+
+
+PRETRAINED = {
+    "GPT-2": (tiny_gpt2, {"target_modules": ["*.c_attn", "*.mlp.c_fc"], "rank_pattern": {"*.c_fc": 3}}),
+    "GPT-2, tied embedding": (tiny_gpt2, {"target_modules": "*.wte"}),
+    "BERT": (tiny_bert, {"target_modules": "*.query", "modules_to_save": "classifier"}),
+}
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_transformers(name, tmp_path):
+    make, settings = PRETRAINED[name]
+    batch = torch.arange(8)[None]
+    model = adapted(make, **settings)
+    save_adapter(model, tmp_path / "ours")
+    expected = outputs(model, batch).logits
+    assert not torch.allclose(outputs(seeded(make), batch).logits, expected, atol=1e-3)
+    by_peft = read_with_peft(seeded(make), tmp_path / "ours")
+    torch.testing.assert_close(outputs(by_peft, batch).logits, expected, **TOLERANCE)
+    save_with_peft(by_peft, tmp_path / "peft")
+    load_adapter(plain := seeded(make), tmp_path / "peft")
+    assert torch.equal(outputs(plain, batch).logits, expected)
+
+
+def test_vision_transformer(tmp_path):
+    models = pytest.importorskip("torchvision.models")
+
+    def make():
+        return models.VisionTransformer(
+            image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3
+        )
+
+    model = adapted(make, target_modules=["conv_proj", "*.mlp.0", "*.mlp.3"], modules_to_save="heads")
+    save_adapter(model, tmp_path)
+    torch.testing.assert_close(
+        outputs(read_with_peft(seeded(make), tmp_path), IMAGE), outputs(model, IMAGE), **TOLERANCE
+    )
+
+
+class Zoo(nn.Module):
+    """Layers that peft has no LoRA for, each a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.up = nn.ConvTranspose2d(3, 4, 3)
+        self.grouped = nn.Conv2d(4, 4, 3, groups=2)
+        self.dilated = nn.Conv2d(4, 4, 3, dilation=2)
+        self.bag = nn.EmbeddingBag(7, 4)
+        self.twice = self.again = nn.Linear(4, 4)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.cross = nn.MultiheadAttention(4, 2, kdim=6, vdim=6)
+
+    def forward(self, images):
+        images = self.dilated(self.grouped(self.up(self.scale[:, None, None] * images)))
+        rows = self.rnn(images.flatten(2).transpose(1, 2))[0] + self.bag(torch.arange(4)[None])
+        keys = rows.repeat(1, 1, 2)[..., :6]
+        return self.normed(self.again(self.twice(rows))) + self.cross(rows, keys, keys)[0]
+
+
+def test_layers_that_peft_has_not(tmp_path):
+    model = seeded(Zoo)
+    add_lora(model, LoRASettings(rank=1, target_modules="*"))
+    model.scale.requires_grad_()
+    perturb(model)
+    with pytest.warns(UserWarning, match="peft does not") as caught:
+        save_adapter(model, tmp_path)
+    assert "rnn (weight_ih_l0 of LSTM)" in str(caught[0].message)
+    assert "more" in str(caught[0].message)
+    plain = seeded(Zoo)
+    load_adapter(plain, tmp_path)
+    assert torch.equal(outputs(plain, IMAGE), outputs(model, IMAGE))
+    assert {name for name, value in plain.named_parameters() if value.requires_grad} == {
+        name for name, value in model.named_parameters() if value.requires_grad
+    }
+
+
+@pytest.mark.trap("finetuning: Adapter-only saves by a `requires_grad` filter lose BatchNorm statistics")
+def test_running_statistics_are_saved(tmp_path):
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+    model = adapted(make, target_modules="0").train()
+    for _ in range(20):
+        model(5 + 3 * IMAGE)
+    model.eval()
+    save_adapter(model, tmp_path)
+    load_adapter(plain := seeded(make), tmp_path)
+    assert torch.equal(outputs(plain, IMAGE), outputs(model, IMAGE))
+    torch.testing.assert_close(
+        outputs(read_with_peft(seeded(make), tmp_path), IMAGE), outputs(model, IMAGE), **TOLERANCE
+    )
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    by_filter = {name: value for name, value in model.state_dict().items() if name in trained}
+    filtered = seeded(make)
+    add_lora(filtered, LoRASettings(rank=2, alpha=6.0, target_modules="0"))
+    filtered.load_state_dict(by_filter, strict=False)
+    assert not torch.allclose(outputs(filtered, IMAGE), outputs(model, IMAGE), atol=1e-2)
+
+
+def linear():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_adapter(adapted(linear, modules_to_save="2"), tmp_path)
+    return tmp_path
+
+
+def change_config(folder, **values):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "IA3"}, "PeftAdapters"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"of_a_later_version": 1}, "of_a_later_version=1"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed the weights of the base"),
+        ({"r": "8"}, "r must be a whole number"),
+        ({"r": 0}, "r must be a whole number"),
+        ({"lora_alpha": None}, "lora_alpha must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({"lora_dropout": 1}, "lora_dropout"),
+        ({"alpha_pattern": {"(a+)+": 1}}, "repeats a group"),
+        ({"alpha_pattern": {"[": 1}}, "not a regular expression"),
+        ({"alpha_pattern": [1]}, "alpha_pattern must be a mapping"),
+        ({"modules_to_save": "2"}, "modules_to_save must be a list"),
+        ({"peft_version": "x"}, "peft_version must be a version"),
+    ],
+)
+def test_config_is_checked(folder, values, message):
+    change_config(folder, **values)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(seeded(linear), folder)
+
+
+def test_files_are_checked(folder, tmp_path_factory):
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    with pytest.raises(FileNotFoundError, match="not downloaded"):
+        load_adapter(seeded(linear), "someone/adapter")
+    with pytest.raises(TypeError, match="folder must be the path"):
+        load_adapter(seeded(linear), None)
+    text = config.read_text()
+    config.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config.json: its lists and mappings are nested too deeply"):
+        load_adapter(seeded(linear), folder)
+    config.write_text(" " * (5 << 20))
+    with pytest.raises(ValueError, match="larger than 4 MiB"):
+        load_adapter(seeded(linear), folder)
+    config.write_text("[]")
+    with pytest.raises(ValueError, match="a mapping is needed"):
+        load_adapter(seeded(linear), folder)
+    config.write_text(text)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="corrupt or truncated"):
+        load_adapter(seeded(linear), folder)
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"no adapter_model.safetensors.*adapter_model.bin is a pickle"):
+        load_adapter(seeded(linear), folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), r"shapes differ: 2.weight is \(4, 8\)"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(8, 4)), "1 of 1 layers are not in Sequential: 0"),
+        (lambda: nn.ModuleDict({"model": linear()}), "Pass model of the model"),
+        (lambda: nn.Sequential(nn.Linear(6, 8)), "2 tensors are not in the model: 2.bias, 2.weight"),
+    ],
+)
+def test_another_base(folder, make, message):
+    model = seeded(make)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, folder)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def edit(folder, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.pop("base_model.model.0.lora_A.weight"),
+            "one of the matrices A and B is missing: 0.w",
+        ),
+        (
+            lambda tensors: tensors.pop("base_model.model.2.bias"),
+            "1 tensors of modules_to_save='2' are missing: 2.bias",
+        ),
+        (lambda tensors: tensors.update(x=torch.ones(1)), "'x' does not begin with"),
+    ],
+)
+def test_incomplete_files(folder, change, message):
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(seeded(linear), folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["0", "2"], "modules_to_save": []}, "2.weight are not in the file, and nothing are not"),
+        ({"rank": 3}, r"0 has \(rank, alpha, use_rslora\) = \(2, 6.0, False\) in the file, and \(3, 6.0, False\)"),
+        ({"alpha": 3.0}, r"and \(2, 3.0, False\) in the model"),
+        ({"use_rslora": True}, r"and \(2, 6.0, True\) in the model"),
+    ],
+)
+def test_a_model_with_another_lora(folder, settings, message):
+    model = adapted(linear, **{"modules_to_save": "2", **settings})
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, folder)
+
+
+def test_tied_weights_that_were_trained_apart(tmp_path):
+    save_adapter(adapted(Tied, target_modules="embedding"), tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("base_model.model.out.lora_A.weight").add_(1))
+    with pytest.raises(ValueError, match="one of the matrices"):
+        load_adapter(seeded(Tied), tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("base_model.model.out.lora_B.weight"))
+    with pytest.raises(ValueError, match="changes embedding otherwise than out"):
+        load_adapter(seeded(Tied), tmp_path)
+
+
+def test_nothing_to_save(tmp_path):
+    with pytest.raises(ValueError, match="no LoRA to save"):
+        save_adapter(linear(), tmp_path)
+    model = linear()
+    add_lora(model, LoRASettings(rank=2))
+    with pytest.raises(ValueError, match="has no or a part of the values"):
+        save_adapter(model.to("meta"), tmp_path)
+    assert not list(tmp_path.iterdir())

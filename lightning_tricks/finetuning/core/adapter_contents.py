@@ -69,9 +69,15 @@ def modules_to_save(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[
         trained = [parameter.requires_grad for parameter in module.parameters()]
         is_leaf = len(parts) == 1
         has_statistics = any(name == "running_mean" for name, _ in module.named_buffers(recurse=False))
-        if (trained and all(trained)) or (is_leaf and any(trained)) or has_statistics:
+        whole = bool(trained) and all(trained) and not _named_like(name, modules)
+        if whole or (is_leaf and any(trained)) or has_statistics:
             saved[name] = module
     return saved
+
+
+def _named_like(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of modules that peft takes for a module to save, as their names end in its name."""
+    return [other for other in modules if other.endswith(name) and other != name]
 
 
 def single_parameters(modules: Mapping[str, nn.Module], saved: Mapping[str, nn.Module]) -> set[str]:
@@ -136,6 +142,9 @@ def not_for_peft(
             reason = "its name ends like that of a module that is trained whole"
         if reason is not None:
             yield f"{layer or type(model).__name__} ({reason})"
+    for name in saved:
+        if others := _named_like(name, modules):
+            yield f"{name} (peft takes {list_names(others)} for it)"
     for name in sorted(single):
         yield f"{name} (a parameter of a module with other parts)"
 

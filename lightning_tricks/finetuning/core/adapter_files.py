@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.added_parameters import added_names
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.adapter_checks import (
@@ -93,8 +94,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "save the whole model, loaded from a checkpoint."
         )
     unreadable = list(not_for_peft(model, modules, changes, list(saved), single))
-    config = config_of(changes, modules, list(saved))
-    write_adapter(folder, {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, config)
+    stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    write_adapter(folder, stored, config_of(changes, modules, list(saved)))
     if unreadable:
         warnings.warn(
             f"save_adapter: load_adapter reads all of {os.fspath(folder)}, but peft does not: "
@@ -141,7 +142,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport
         for (layer, _), pair in pairs.items():
             if config.doubles_out_proj and attention_of(layer, modules) is not None:
                 pair["B"] = 2 * pair["B"]
-        state = {strip_compile_prefix(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        added = added_names(model)
+        state = {
+            strip_compile_prefix(name): value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if name not in added and isinstance(value, Tensor)
+        }
         check_places(model, modules, pairs)
         factors = {place: factors_of(pair, modules[place[0]]) for place, pair in pairs.items()}
         check_shapes(modules, factors, state, values)

@@ -26,6 +26,7 @@ PREFIX = "base_model.model."
 _WRITER = "lightning_tricks"
 _DOUBLES_OUT_PROJ = Version("0.21.99")  # the last version of peft that is known to do it
 _LARGEST_CONFIG = 4 << 20  # bytes
+_LARGEST_ALPHA = 1e9
 _MATRIX = re.compile(r"^(?:(.+)\.)?lora_(?:embedding_)?([AB])(?:\.(\w+))?$")
 _INITIAL_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the weights of the base
 # What says where a file comes from, which layers it is for, which the names of its tensors say as well, or how it was
@@ -197,10 +198,9 @@ def read_adapter(folder: str | os.PathLike[str]) -> tuple[AdapterConfig, dict[st
         raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}, only {list_names(files)}.{_remedy(files)}")
     tensors, writer = _read_tensors(path / WEIGHTS_FILE)
     try:
-        data = _read_config(path / CONFIG_FILE)
-        config = _checked(data)
-        return replace(config, doubles_out_proj=writer != _WRITER and _is_old(data.get("peft_version"))), tensors
-    except ValueError as error:
+        config = _checked(_read_config(path / CONFIG_FILE))
+        return (replace(config, doubles_out_proj=False) if writer == _WRITER else config), tensors
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path / CONFIG_FILE}: {error}") from error
 
 
@@ -276,22 +276,19 @@ def _checked(config: Any) -> AdapterConfig:
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save must be a list of names, got {saved!r:.60}.")
-    if not 0 <= (dropout := _number("lora_dropout", config.get("lora_dropout", 0.0), -1)) < 1:
+    if not 0 <= (dropout := check_number("lora_dropout", config.get("lora_dropout", 0.0))) < 1:
         raise ValueError(f"lora_dropout must be a number >= 0 and < 1, got {dropout!r}.")
     return AdapterConfig(
-        _number("lora_alpha", config.get("lora_alpha")),
-        {text: _number(f"alpha_pattern[{text!r}]", alpha) for text, alpha in alphas.items()},
+        check_number("lora_alpha", config.get("lora_alpha"), above=0, at_most=_LARGEST_ALPHA),
+        {
+            text: check_number(f"alpha_pattern[{text!r}]", alpha, above=0, at_most=_LARGEST_ALPHA)
+            for text, alpha in alphas.items()
+        },
         bool(config.get("use_rslora")),
         dropout,
         saved,
+        _is_old(config.get("peft_version")),
     )
-
-
-def _number(name: str, value: object, above: float = 0) -> float:
-    try:
-        return check_number(name, value, above=above, at_most=1e9)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
