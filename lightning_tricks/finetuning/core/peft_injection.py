@@ -1,0 +1,339 @@
+"""Add the adapters of the peft library to a model, and check what peft does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.checks import check_choice, check_names
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.modules import own_modules, own_parameters
+from lightning_tricks.finetuning.core.reach import is_compiled
+
+_ADAPTER = "default"  # peft's name for an adapter
+_MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters
+_LISTS = ("target_modules", "exclude_modules", "modules_to_save", "feedforward_modules")
+_LOW_RANK = ("LORA", "LOHA", "LOKR")  # whose r is a rank
+_SEEDS = 2**32
+
+
+@dataclass(frozen=True)
+class PeftReport:
+    """What `inject_peft` added.
+
+    Attributes:
+        method: The method of peft, such as "IA3".
+        layers: Qualified name of each adapted layer -> the class that it had.
+        saved: The names of the modules that are trained whole.
+        shared: The names of weights that an adapted layer shares with others, for which peft has no adapter or another.
+        added: The number of values in the adapters.
+        trainable: The number of values that are trained, in all of the model.
+        total: The number of values of the model.
+    """
+
+    method: str
+    layers: dict[str, str]
+    saved: tuple[str, ...]
+    shared: tuple[str, ...]
+    added: int
+    trainable: int
+    total: int
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count} of {kind}" for kind, count in Counter(self.layers.values()).items())
+        text = (
+            f"{self.method} of peft adapts {len(self.layers)} layers ({counted}) by {self.added:,} values; "
+            f"{self.trainable:,} of {self.total:,} values ({self.trainable / self.total:.2%}) are trained"
+        )
+        if self.saved:
+            text += f", with all of {list_names(self.saved)}"
+        if self.shared:
+            text += f"; {list_names(self.shared)} share a weight, but no adapter"
+        return f"{text}."
+
+
+def peft_config(config: Any) -> Any:
+    """Return a `peft.PeftConfig` from one, or from a dict of its fields with `peft_type`.
+
+    Raises:
+        ModuleNotFoundError: If peft is missing; the message names the extra.
+        TypeError: If the config is neither, or names a field that the method has not.
+        ValueError: If a value is refused by peft, or the method cannot be added to any module.
+    """
+    peft = _peft()
+    mapping = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    if isinstance(config, Mapping):
+        known = {str(getattr(kind, "value", kind)): made for kind, made in mapping.items()}
+        kind = check_choice("config['peft_type']", config.get("peft_type"), known)
+        _check_kind(kind)
+        check_names(known[kind].__name__, config, [field.name for field in fields(known[kind])])
+        given = {name: copy.deepcopy(value) for name, value in config.items() if name != "peft_type"}
+        made = known[kind](**given)
+    elif isinstance(config, peft.PeftConfig) and config.peft_type is not None:
+        made = copy.deepcopy(config)
+        _check_kind(_kind(made))
+    else:
+        raise TypeError(
+            "config must be a peft.PeftConfig, such as peft.IA3Config(...), or a dict of its fields with 'peft_type', "
+            f"got {config!r:.80} ({type(config).__name__})."
+        )
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(made.peft_type)
+    if made.is_prompt_learning or made.is_adaption_prompt or tuner is None:
+        raise ValueError(_no_prompts(_kind(made)))
+    if getattr(tuner, "uses_shared_state", False):
+        raise ValueError(
+            f"config: the layers of {_kind(made)} share values that peft keeps outside of the model, where no "
+            "optimizer and no checkpoint finds them: take another method, such as LORA."
+        )
+    if made.inference_mode:
+        raise ValueError("config: inference_mode=True would train nothing: leave it out.")
+    return made
+
+
+def inject_peft(model: nn.Module, config: Any) -> PeftReport:
+    """Add the adapters of peft to a model, in place, and freeze the rest of it.
+
+    Args:
+        model: The model; it is as it was if an error is raised.
+        config: As for `peft_config`.
+
+    Returns:
+        What was added.
+
+    Raises:
+        ValueError: If the model is compiled or has adapters, a pattern matches nothing, or what peft adds would not be
+            what its configuration says: a rank exceeds a layer, a layer is used in two places, or is an
+            `nn.MultiheadAttention`.
+    """
+    made = peft_config(config)
+    _check_model(model)
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    _check_patterns(made, [name for names in places.values() for name in names if name])
+    before = [(module, dict(own_modules(module)), dict(own_parameters(module))) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        _inject(model, copy.deepcopy(made))
+        _check_layers(model, made, places)
+    except BaseException:
+        for module, parts, parameters in before:
+            _put_back(own_modules(module), parts)
+            _put_back(own_parameters(module), parameters)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        vars(model).pop("peft_config", None)
+        raise
+    _follow_modes(model, places)
+    vars(model)[_MARK] = _as_text(made)
+    return _report(model, made)
+
+
+def _inject(model: nn.Module, config: Any) -> None:
+    try:
+        with isolated_rng(seed=torch.initial_seed() % _SEEDS):
+            _peft().inject_adapter_in_model(config, model, _ADAPTER)
+    except Exception as error:  # of many types, such as AttributeError for a layer with weight_norm
+        raise ValueError(f"peft cannot adapt {type(model).__name__} ({type(error).__name__}: {error})") from error
+
+
+def peft_report(model: nn.Module, config: Any) -> PeftReport | None:
+    """Return what `inject_peft` added to a model with this configuration; None if the model has no adapters.
+
+    Raises:
+        ValueError: If it has adapters of another configuration or of another source.
+    """
+    made = peft_config(config)
+    mark = vars(model).get(_MARK)
+    if mark is None and not _adapters(model):
+        return None
+    if mark != _as_text(made):
+        raise ValueError(
+            f"{type(model).__name__} has adapters of peft already, of another configuration or injected by others, and "
+            "peft would reset them or add to them: build the model anew."
+        )
+    return _report(model, made)
+
+
+def adapted_names(model: nn.Module) -> list[str]:
+    """Return the names of the modules that peft has wrapped, whose `forward` has to run."""
+    return list(_adapters(model))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+        import peft.mapping
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        message = "PeftAdapters needs peft, from the extra 'finetune': pip install \"lightning-tricks[finetune]\""
+        raise ModuleNotFoundError(message, name="peft") from error
+    return peft
+
+
+def _kind(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _check_kind(kind: str) -> None:
+    """Refuse a method by its name: configurations of some cannot be made without what only a run knows."""
+    if kind == "ADALORA":
+        raise ValueError(
+            "config: ADALORA takes ranks away by a call after each step of the optimizer, which a model that adapters "
+            "are injected into does not get: take LORA, or LoRA(rank_pattern=...)."
+        )
+    if kind in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"):
+        raise ValueError(_no_prompts(kind))
+
+
+def _no_prompts(kind: str) -> str:
+    return (
+        f"config: {kind} cannot be injected into a module: it changes the inputs of a model of transformers. Use "
+        "PrefixTuning(...) for attention, or peft.get_peft_model."
+    )
+
+
+def _as_text(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
+
+
+def _check_model(model: nn.Module) -> None:
+    if is_compiled(model):
+        raise ValueError(
+            f"{type(model).__name__} is compiled: add the adapters first, and call torch.compile on the model that has "
+            "them."
+        )
+    others = [name for name, _ in added_modules(model)]
+    if others or _adapters(model):
+        raise ValueError(
+            f"{type(model).__name__} has adapters already, such as {(others or list(_adapters(model)))[0]}: build the "
+            "model anew."
+        )
+
+
+def _check_patterns(config: Any, modules: Sequence[str]) -> None:
+    """Refuse a pattern that matches nothing; peft wants one of several to match."""
+    for argument in _LISTS:
+        patterns = getattr(config, argument, None)
+        if not patterns or patterns == "all-linear":
+            continue
+        matching = [patterns] if isinstance(patterns, str) else sorted(patterns)
+        for pattern in matching:
+            if not any(_matches(pattern, isinstance(patterns, str), name) for name in modules):
+                raise ValueError(f"config: {argument}: {pattern!r} matches none of the {len(modules)} modules.")
+
+
+def _matches(pattern: str, is_expression: bool, name: str) -> bool:
+    """Whether a pattern of peft matches a name: in a list it is the end of a name, and else a regular expression."""
+    return re.fullmatch(pattern, name) is not None if is_expression else f".{name}".endswith(f".{pattern}")
+
+
+def _adapters(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that peft has made, by name, without what lies in the modules to save."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) or _is_wrapper(module)
+    }
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether peft has made a module to train a copy of another."""
+    return hasattr(module, "original_module") and hasattr(module, "modules_to_save")
+
+
+def _base_of(adapter: Any) -> nn.Module:
+    base: nn.Module = adapter.original_module if _is_wrapper(adapter) else adapter.get_base_layer()
+    return base
+
+
+def _check_layers(model: nn.Module, config: Any, places: Mapping[nn.Module, Sequence[str]]) -> None:
+    layers = {name: layer for name, layer in _adapters(model).items() if not _is_wrapper(layer)}
+    for key in (*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())):
+        if not any(re.match(rf"(.*\.)?({key})$", name) for name in layers):
+            raise ValueError(f"config: rank_pattern or alpha_pattern: {key!r} matches none of the adapted layers.")
+    for name, adapter in _adapters(model).items():
+        base = _base_of(adapter)
+        if len(places.get(base, ())) > 1:
+            raise ValueError(
+                f"config: {list_names(places[base])} are one module, of which peft would adapt one place: use "
+                "LoRA(...), or leave it out."
+            )
+        if isinstance(base, nn.MultiheadAttention) and not _is_wrapper(adapter):
+            raise ValueError(
+                f"config: {name} is an nn.MultiheadAttention, whose weights peft replaces in each forward pass: "
+                "frozen ones drift, and DDP and FSDP lose them. Use LoRA(...)."
+            )
+    if _kind(config) in _LOW_RANK:
+        for name, layer in layers.items():
+            rank, weight = layer.r[_ADAPTER], getattr(_base_of(layer), "weight", None)
+            if (
+                isinstance(weight, Tensor)
+                and weight.ndim > 1
+                and rank > (most := min(weight.shape[0], weight.shape[1:].numel()))
+            ):
+                raise ValueError(
+                    f"config: r={rank} exceeds the largest possible rank of {name}, {most} (shape "
+                    f"{tuple(weight.shape)}): give a smaller one, also by rank_pattern, or leave the layer out."
+                )
+
+
+def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
+    """Give new modules the mode of what they wrap; peft leaves them in training mode."""
+    for adapter in _adapters(model).values():
+        mode = _base_of(adapter).training
+        for part in adapter.modules():
+            if part not in before and not (_is_wrapper(adapter) and _is_copy(part, adapter)):
+                part.training = mode
+
+
+def _is_copy(part: nn.Module, wrapper: Any) -> bool:
+    """Whether a module lies in a copy, whose parts have the modes of those that were copied."""
+    return any(part is inner for copied in wrapper.modules_to_save.values() for inner in copied.modules())
+
+
+def _put_back(present: dict[str, Any], former: Mapping[str, Any]) -> None:
+    present.clear()
+    present.update(former)
+
+
+def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str]:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(f"{name}.{own}".replace(".base_layer.", "."))
+    adapted = {id(parameter) for layer in layers.values() for parameter in _base_of(layer).parameters(recurse=False)}
+    for parameter, names in owners.items():
+        if parameter in adapted and len(names) > 1:
+            yield from names
+
+
+def _report(model: nn.Module, config: Any) -> PeftReport:
+    adapters = _adapters(model)
+    layers = {name: adapter for name, adapter in adapters.items() if not _is_wrapper(adapter)}
+    saved = {name: adapter for name, adapter in adapters.items() if _is_wrapper(adapter)}
+    whole = {id(parameter) for adapter in saved.values() for parameter in adapter.modules_to_save.parameters()}
+    inside = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    parameters = list(model.parameters())
+    return PeftReport(
+        _kind(config),
+        {name: type(_base_of(layer)).__name__ for name, layer in layers.items()},
+        tuple(saved),
+        tuple(_shared_weights(model, layers)),
+        sum({id(one): one.numel() for one in inside if one.requires_grad and id(one) not in whole}.values()),
+        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        sum(parameter.numel() for parameter in parameters),
+    )

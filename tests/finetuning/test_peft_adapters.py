@@ -1,0 +1,381 @@
+"""`PeftAdapters`: what peft adds, and what it does not check."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora
+from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
+from lightning_tricks.finetuning.peft_adapters import PeftAdapters
+from tests.contract.lab import QUIET, EvaluatedNet, loader
+
+peft = pytest.importorskip("peft")
+
+IA3 = {"peft_type": "IA3", "target_modules": ["0"], "feedforward_modules": ["0"]}
+
+
+def lora(*targets, **more):
+    return {"peft_type": "LORA", "r": 2, "target_modules": list(targets), **more}
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def inject_by_peft(model, config):
+    return peft.inject_adapter_in_model(peft_config(config), model)
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+METHODS = {
+    "IA3": {},
+    "OFT": {"r": 2, "oft_block_size": 0},
+    "BOFT": {"boft_block_size": 2},
+    "LOHA": {"r": 2},
+    "LOKR": {"r": 2},
+    "LORA": {"r": 2, "use_dora": True},
+    "HRA": {"r": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning")  # of BOFT, on a CPU
+@pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1:UserWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(method):
+    config = {"peft_type": method, "target_modules": ["0"], **METHODS[method]}
+    if method == "IA3":
+        config["feedforward_modules"] = []
+    model, by_peft, batch = net(), net(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    expected = model(batch)
+    state = torch.get_rng_state()
+    report = inject_peft(model, config)
+    assert torch.equal(torch.get_rng_state(), state)  # the run's random numbers are those without adapters
+    inject_by_peft(by_peft, config)
+    assert model.state_dict().keys() == by_peft.state_dict().keys()
+    torch.testing.assert_close(model(batch), expected)
+    assert report.layers == {"0": "Linear"}
+    assert report.added == report.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert f"{method} of peft adapts 1 layers (1 of Linear)" in str(report)
+    model(batch).sum().backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
+
+
+def test_modules_to_save_are_trained_whole():
+    model = net()
+    report = inject_peft(model, {**IA3, "modules_to_save": ["2"]})
+    assert report.saved == ("2",)
+    assert report.trainable == report.added + 8 * 4 + 4
+    assert "with all of 2" in str(report)
+
+
+def test_equal_values_from_equal_seeds():
+    models = []
+    for draws in (0, 3):
+        torch.manual_seed(7)
+        torch.rand(draws)
+        inject_peft(model := net(), lora("0"))
+        models.append(model)
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+# --- what peft accepts ---
+
+
+@pytest.mark.trap("finetuning: A pattern of several that matches nothing is accepted")
+def test_a_pattern_without_a_match():
+    inject_by_peft(net(), lora("0", "nothing"))  # not a word
+    before = net()
+    for argument, pattern in (
+        ("target_modules", ["0", "nothing"]),
+        ("exclude_modules", ["nothing"]),
+        ("modules_to_save", ["nothing"]),
+        ("target_modules", "no.*"),
+    ):
+        model = net()
+        with pytest.raises(ValueError, match=rf"config: {argument}: 'no.*' matches none of the 3 modules"):
+            inject_peft(model, {**lora("0"), argument: pattern})
+        assert_as_before(model, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with pytest.raises(ValueError, match="'1' matches none of the adapted layers"):
+            inject_peft(net(), lora("0", rank_pattern={"1": 3}))
+
+
+def assert_as_before(model, before):
+    assert model.state_dict().keys() == before.state_dict().keys()
+    assert [type(part) for part in model.modules()] == [type(part) for part in before.modules()]
+    assert vars(model).keys() == vars(before).keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.trap("finetuning: `r=64` on Linear(4, 2) is accepted")
+@pytest.mark.parametrize("method", ["LORA", "LOHA", "LOKR"])
+def test_a_rank_larger_than_the_layer(method):
+    inject_by_peft(net(), {**lora("0"), "peft_type": method, "r": 64})
+    model = net()
+    with pytest.raises(ValueError, match=r"r=64 exceeds the largest possible rank of 0, 6 \(shape \(8, 6\)\)"):
+        inject_peft(model, {**lora("0"), "peft_type": method, "r": 64})
+    assert_as_before(model, net())
+
+
+@pytest.mark.trap("finetuning: A module used in two places is adapted in one")
+def test_a_module_in_two_places():
+    def make():
+        shared = nn.Linear(4, 4)
+        return nn.Sequential(shared, nn.ReLU(), shared)
+
+    inject_by_peft(by_peft := make(), lora("0", "2"))
+    assert type(by_peft[2]) is nn.Linear
+    model = make()
+    with pytest.raises(ValueError, match="0, 2 are one module"):
+        inject_peft(model, lora("0", "2"))
+    assert model[0] is model[2]
+    assert_as_before(model, make())
+
+
+@pytest.mark.trap("finetuning: Tied parameters are adapted twice")
+def test_tied_weights_are_said_aloud():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    report = inject_peft(model, lora("0"))
+    assert report.shared == ("0.weight", "2.weight")
+    assert "0.weight, 2.weight share a weight, but no adapter" in str(report)
+
+
+@pytest.mark.trap("finetuning: Injecting again under the same name resets the trained `lora_B` to 0")
+def test_second_injection():
+    model = net()
+    inject_by_peft(model, lora("0"))
+    with torch.no_grad():
+        model[0].lora_B["default"].weight.fill_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_by_peft(again := copy.deepcopy(model), lora("0"))
+    assert not again[0].lora_B["default"].weight.any()
+    for refuse in (inject_peft, peft_report):
+        with pytest.raises(ValueError, match="has adapters"):
+            refuse(model, lora("0"))
+    assert model[0].lora_B["default"].weight.all()
+
+    ours = net()
+    report = inject_peft(ours, lora("0"))
+    assert peft_report(net(), lora("0")) is None
+    assert peft_report(ours, lora("0")) == report
+    assert peft_report(pickle.loads(pickle.dumps(ours)), lora("0")) == report
+    with pytest.raises(ValueError, match="of another configuration"):
+        peft_report(ours, lora("0", lora_alpha=3))
+    add_lora(other := net(), LoRASettings(rank=1))
+    with pytest.raises(ValueError, match=r"has adapters already, such as 0\.lora_weight"):
+        inject_peft(other, lora("0"))
+
+
+@pytest.mark.trap("finetuning: Adapters put into a model in eval mode are in train mode")
+def test_adapters_have_the_mode_of_their_layer():
+    def make():
+        model = net()
+        model[0].eval()
+        model[2].eval()
+        return model
+
+    config = lora("0", lora_dropout=0.5, modules_to_save=["2"])
+    inject_by_peft(by_peft := make(), config)
+    assert by_peft[0].lora_dropout["default"].training
+    inject_peft(model := make(), config)
+    assert model.training
+    assert not any(part.training for child in (model[0], model[2]) for part in child.modules())
+    inject_peft(model := net(), config)
+    assert all(part.training for part in model.modules())
+
+
+@pytest.mark.trap("finetuning: MultiheadAttention: base weights are merged and unmerged at each forward")
+def test_multihead_attention():
+    def make():
+        return nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
+
+    inject_by_peft(by_peft := make(), lora("attention"))
+    weight, rows = by_peft["attention"].base_layer.in_proj_weight, torch.ones(3, 4)
+    by_peft["attention"](rows, rows, rows)
+    assert by_peft["attention"].base_layer.in_proj_weight is not weight
+    model = make()
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match=r"attention is an nn.MultiheadAttention.*Use LoRA\(...\)"):
+        inject_peft(model, lora("attention"))
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert_as_before(model, make())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(4, 4),
+        nn.GRU(4, 4),
+        nn.ConvTranspose2d(4, 4, 3),
+        nn.EmbeddingBag(4, 4),
+        nn.Bilinear(4, 4, 4),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_peft_refuses(layer):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(ValueError, match="peft cannot adapt Sequential"):
+        inject_peft(model, lora("0", "1"))
+    assert type(model[0]) is nn.Linear  # peft leaves it adapted
+    assert model[1] is layer
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_compiled_modules():
+    for model in (nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager")), net()):
+        if type(model[0]) is nn.Linear:
+            model[2].compile(backend="eager")
+        with pytest.raises(ValueError, match="is compiled: add the adapters first"):
+            inject_peft(model, lora("0"))
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (None, TypeError, "config must be a peft.PeftConfig"),
+        ({}, ValueError, r"config\['peft_type'\] must be one of .*LORA"),
+        ({"peft_type": "LoRA"}, ValueError, "Did you mean 'LORA'"),
+        ({"peft_type": "LORA", "rank": 8}, TypeError, "LoraConfig takes no 'rank'"),
+        ({"peft_type": "ADALORA"}, ValueError, "after each step"),
+        ({"peft_type": "PREFIX_TUNING"}, ValueError, r"Use PrefixTuning\(...\)"),
+        ({"peft_type": "PROMPT_TUNING"}, ValueError, r"Use PrefixTuning\(...\)"),
+        ({"peft_type": "P_TUNING"}, ValueError, r"Use PrefixTuning\(...\)"),
+        ({"peft_type": "VERA", "target_modules": ["0"]}, ValueError, "layers of VERA share values"),
+        ({**IA3, "inference_mode": True}, ValueError, "would train nothing"),
+        ({**IA3, "feedforward_modules": ["1"]}, ValueError, "feedforward_modules"),
+    ],
+)
+def test_configs_are_checked(config, error, message):
+    with pytest.raises(error, match=message):
+        PeftAdapters(config)
+
+
+def test_arguments_are_checked(monkeypatch):
+    with pytest.raises(TypeError, match="submodule must be the name"):
+        PeftAdapters(IA3, submodule="")
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-tricks\[finetune\]"):
+        PeftAdapters(IA3)
+
+
+# --- in a fit ---
+
+
+class Module(LightningModule):
+    """Any model on images (N, 3, 8, 8) or rows (N, 5, 8), trained for a step."""
+
+    def __init__(self, model, batch):
+        super().__init__()
+        self.model = model
+        self.batch = batch
+
+    def training_step(self, batch, batch_idx):
+        return self.model(self.batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.model(self.batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, callback, **options):
+    few = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
+    Trainer(callbacks=[callback], **{**QUIET, **few, **options}).fit(module, loader(), loader())
+
+
+ROWS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.trap("finetuning: `nn.TransformerEncoderLayer` in `eval()` without gradients takes torch's fused path")
+def test_fused_layers():
+    def make():
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)
+
+    inject_by_peft(by_peft := make(), lora("linear1", init_lora_weights=False))
+    with torch.no_grad():
+        trained, evaluated = by_peft.train()(ROWS), by_peft.eval()(ROWS)
+        torch.testing.assert_close(evaluated, make().eval()(ROWS))  # without the adapter
+        assert not torch.allclose(trained, evaluated, atol=1e-3)
+    with pytest.raises(MisconfigurationException, match=r"no effect in evaluation: model.linear1.*LoRA\(...\)"):
+        fit(Module(make(), ROWS), PeftAdapters(lora("linear1")))
+
+
+@pytest.mark.trap("finetuning: torchvision Swin: 48 of 48 LoRA tensors get no gradient; ViT, `all-linear`: 4 of 14")
+@pytest.mark.parametrize("name", ["Swin", "ViT"])
+def test_layers_that_are_not_called(name):
+    models = pytest.importorskip("torchvision.models")
+    if name == "Swin":
+        model = models.SwinTransformer([2, 2], 4, [2], [1], [2, 2], num_classes=3)
+        config, silent = lora("qkv", "proj", modules_to_save=["head"]), "attn.proj"
+    else:
+        model = models.VisionTransformer(8, 4, 1, 2, 8, 8, num_classes=3)
+        config, silent = {**lora(), "target_modules": "all-linear"}, "self_attention.out_proj"
+    inject_by_peft(by_peft := copy.deepcopy(model), config)
+    by_peft.train()(IMAGES).sum().backward()
+    without = [n for n, p in by_peft.named_parameters() if p.requires_grad and p.grad is None]
+    assert any(silent in name for name in without)
+    with pytest.raises(MisconfigurationException, match=rf"no effect in .*{silent}"):
+        fit(Module(model, IMAGES), PeftAdapters(config))
+
+
+@pytest.mark.parametrize("submodule", [None, "net"])
+def test_fit(submodule):
+    module, callback = EvaluatedNet(), PeftAdapters({**IA3, "modules_to_save": ["4"]}, submodule=submodule)
+    frozen = {name: value.clone() for name, value in module.net.state_dict().items()}
+    fit(module, callback)
+    assert str(callback.report).startswith("IA3 of peft adapts 1 layers (1 of Linear) by 64 values; 234 of ")
+    state = module.net.state_dict()
+    assert torch.equal(state["0.base_layer.weight"], frozen["0.weight"])
+    assert torch.equal(state["1.weight"], frozen["1.weight"])
+    assert not torch.equal(state["4.modules_to_save.default.weight"], frozen["4.weight"])
+    assert not torch.equal(state["0.ia3_l.default"], torch.ones(1, 64))
+    adapter = module.net[0]
+    fit(module, pickle.loads(pickle.dumps(callback)))  # no second injection
+    assert module.net[0] is adapter
+    assert type(adapter.base_layer) is nn.Linear
+    with pytest.raises(MisconfigurationException, match="of another configuration"):
+        fit(module, PeftAdapters(lora("0"), submodule=submodule))
+
+
+def test_only_the_submodule_is_frozen():
+    module = Module(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), ROWS)
+    with pytest.raises(ValueError, match="'0' matches none"):
+        PeftAdapters(lora("0"), submodule="model").adapt(module)
+    with pytest.raises(ValueError, match=r"submodule='model\.c'"):
+        PeftAdapters(lora("a"), submodule="model.c").adapt(module)
+    module.model["c"] = nn.Sequential(nn.Linear(8, 8))
+    PeftAdapters(lora("0"), submodule="model.c").adapt(module)
+    assert [name.rpartition("model.")[2] for name in trainable(module)] == [
+        "a.weight",
+        "a.bias",
+        "b.weight",
+        "b.bias",
+        "c.0.lora_A.default.weight",
+        "c.0.lora_B.default.weight",
+    ]
+
+
+def test_config_object_and_dict_are_one():
+    config = peft.IA3Config(target_modules=["0"], feedforward_modules=["0"])
+    one, other = net(), net()
+    assert inject_peft(one, config) == inject_peft(other, IA3)
+    assert config.target_modules == {"0"}  # as it was
+    assert peft_report(one, IA3) is not None
