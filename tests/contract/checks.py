@@ -303,10 +303,16 @@ def every_stage_alone(case: Case, lab: Lab) -> None:
 
 
 def _without_added(case: Case, found: dict[str, Any], bare: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Leave out what a structural callback is there for: new modules, and which parameters are trained."""
+    """Leave out what a structural callback is there for: other modules, and which parameters are trained."""
     if case.kind != "structural":
         return found
-    return {name: what for name, what in found.items() if name in (bare or found) and not name.startswith("parameter ")}
+    kept = {name: what for name, what in found.items() if name in (bare or found) and not name.startswith("parameter ")}
+    return {name: (what[0], what[3]) if _is_of_module(what) else what for name, what in kept.items()}
+
+
+def _is_of_module(what: Any) -> bool:
+    """Whether a trace is that of a module: its mode, its attributes, its buffers and its hooks."""
+    return isinstance(what, tuple) and len(what) == 4
 
 
 def stages_in_turn(case: Case, lab: Lab) -> None:

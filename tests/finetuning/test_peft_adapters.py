@@ -10,9 +10,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_tricks import isolated_rng
 from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora
 from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
 from lightning_tricks.finetuning.peft_adapters import PeftAdapters
+from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint
 from tests.contract.lab import QUIET, EvaluatedNet, loader
 
 peft = pytest.importorskip("peft")
@@ -65,7 +67,7 @@ def test_methods(method):
     torch.testing.assert_close(model(batch), expected)
     assert report.layers == {"0": "Linear"}
     assert report.added == report.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
-    assert f"{method} of peft adapts 1 layers (1 of Linear)" in str(report)
+    assert str(report).startswith(f"1 Linear are adapted by {report.added:,} values of peft's {method}; ")
     model(batch).sum().backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
 
@@ -341,7 +343,7 @@ def test_fit(submodule):
     module, callback = EvaluatedNet(), PeftAdapters({**IA3, "modules_to_save": ["4"]}, submodule=submodule)
     frozen = {name: value.clone() for name, value in module.net.state_dict().items()}
     fit(module, callback)
-    assert str(callback.report).startswith("IA3 of peft adapts 1 layers (1 of Linear) by 64 values; 234 of ")
+    assert str(callback.report).startswith("1 Linear are adapted by 64 values of peft's IA3; 234 of ")
     state = module.net.state_dict()
     assert torch.equal(state["0.base_layer.weight"], frozen["0.weight"])
     assert torch.equal(state["1.weight"], frozen["1.weight"])
@@ -379,3 +381,36 @@ def test_config_object_and_dict_are_one():
     assert inject_peft(one, config) == inject_peft(other, IA3)
     assert config.target_modules == {"0"}  # as it was
     assert peft_report(one, IA3) is not None
+    assert peft_config({**IA3, "target_modules": [0]}).target_modules == {"0"}  # as jsonargparse reads names in YAML
+
+
+@pytest.mark.trap("finetuning: Full checkpoints get `*.base_layer.weight` keys: plain ones no longer load")
+def test_small_checkpoints(tmp_path):
+    config = lora("net.0", use_dora=True, modules_to_save=["net.4"])
+
+    def trained(max_epochs, callbacks=(), **options):
+        with isolated_rng(seed=0):
+            module = EvaluatedNet()
+        trainer = Trainer(callbacks=[PeftAdapters(config), *callbacks], max_epochs=max_epochs, **QUIET)
+        trainer.fit(module, loader(), loader(), **options)
+        return trainer, module
+
+    trainer, _ = trained(1, [TrainableCheckpoint()])
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    names = {name for name in torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"] if "(" not in name}
+    assert names == {
+        *(f"net.0.lora_{part}.default.weight" for part in ("A", "B", "magnitude_vector")),
+        *(f"net.4.modules_to_save.default.{part}" for part in ("weight", "bias")),
+    }
+    resumed = trained(2, [TrainableCheckpoint()], ckpt_path=tmp_path / "small.ckpt")[1].state_dict()
+    full = trained(2)[1].state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in full.items())
+    with pytest.raises(RuntimeError, match=r"net.0.base_layer.weight"):
+        EvaluatedNet().load_state_dict(full)
+
+
+@pytest.mark.trap("finetuning: `get_peft_model(LightningModule)` is refused by the Trainer")
+def test_get_peft_model():
+    wrapped = peft.get_peft_model(EvaluatedNet(), peft_config(lora("net.0")))
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        Trainer(**QUIET).fit(wrapped, loader())

@@ -133,7 +133,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_adapter(model, folder)
         ...     print(load_adapter(plain, folder))
-        LoRA changes 1 weights (1 of Linear) by 512 values; 512 of 5,322 values (9.62%) are trained.
+        weights of 1 Linear are changed by 512 values; 512 of 5,322 values (9.62%) are trained.
     """
     config, tensors = read_adapter(folder)
     modules = {"": model, **plain_names(model)}

@@ -50,9 +50,9 @@ class PeftReport:
     total: int
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{count} of {kind}" for kind, count in Counter(self.layers.values()).items())
+        counted = ", ".join(f"{count} {kind}" for kind, count in Counter(self.layers.values()).items())
         text = (
-            f"{self.method} of peft adapts {len(self.layers)} layers ({counted}) by {self.added:,} values; "
+            f"{counted} are adapted by {self.added:,} values of peft's {self.method}; "
             f"{self.trainable:,} of {self.total:,} values ({self.trainable / self.total:.2%}) are trained"
         )
         if self.saved:
@@ -77,7 +77,7 @@ def peft_config(config: Any) -> Any:
         kind = check_choice("config['peft_type']", config.get("peft_type"), known)
         _check_kind(kind)
         check_names(known[kind].__name__, config, [field.name for field in fields(known[kind])])
-        given = {name: copy.deepcopy(value) for name, value in config.items() if name != "peft_type"}
+        given = {name: _names(name, value) for name, value in config.items() if name != "peft_type"}
         made = known[kind](**given)
     elif isinstance(config, peft.PeftConfig) and config.peft_type is not None:
         made = copy.deepcopy(config)
@@ -184,6 +184,19 @@ def _peft() -> Any:
 
 def _kind(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _names(argument: str, value: Any) -> Any:
+    """Return a copy of an argument, in which the names of modules are strings: YAML takes some for numbers."""
+    if argument not in _LISTS:
+        return copy.deepcopy(value)
+    return (
+        [str(name) for name in value]
+        if isinstance(value, list | tuple | set)
+        else value
+        if value is None
+        else str(value)
+    )
 
 
 def _check_kind(kind: str) -> None:
