@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import Place, attention_of, registered_or_computed
-from lightning_tricks.finetuning.core.adapter_format import AdapterConfig
 from lightning_tricks.finetuning.core.lora_injection import weights_of
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
@@ -40,6 +40,9 @@ def check_shapes(
     unknown = [name for name in values if name not in state]
     if unknown:
         raise ValueError(f"{len(unknown)} tensors are not in the model: {list_names(unknown)}.")
+    owned = [*(state[name] for name in values), *(registered_or_computed(modules[name], own) for name, own in factors)]
+    if any(hasattr(tensor, "full_tensor") for tensor in owned):
+        raise ValueError("the model is sharded already: load the adapter before.")
     wrong = [
         f"{name} is {tuple(value.shape)}, and {tuple(state[name].shape)} in the model"
         for name, value in values.items()

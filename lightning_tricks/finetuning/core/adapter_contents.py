@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
-from lightning_tricks.finetuning.core.adapter_format import is_transposed, targets_for, values_and_patterns
+from lightning_tricks.finetuning.core.adapter_config import targets_for, values_and_patterns
+from lightning_tricks.finetuning.core.adapter_format import is_transposed
 from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank

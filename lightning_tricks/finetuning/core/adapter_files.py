@@ -21,6 +21,7 @@ from lightning_tricks.finetuning.core.adapter_checks import (
     check_shapes,
     check_shared,
 )
+from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import (
     Place,
     attention_of,
@@ -33,7 +34,6 @@ from lightning_tricks.finetuning.core.adapter_contents import (
     single_parameters,
 )
 from lightning_tricks.finetuning.core.adapter_format import (
-    AdapterConfig,
     names_of_matrices,
     parse_names,
     read_adapter,
@@ -56,7 +56,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Args:
         model: A model with LoRA, or the part of a LightningModule that has it (`module.model`): the names in the files
-            are those inside of it.
+            are those inside of it. Of several ranks with the same weights, one calls this function.
         folder: The folder, which is created if it does not exist. Files of the two names are replaced, atomically.
 
     Raises:
@@ -169,7 +169,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport
         change = changes[place]
         change.A.copy_(left.t() if change.is_transposed else right)
         change.B.copy_(right.t() if change.is_transposed else left)
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in values if name not in frozen)
+    owners = dict.fromkeys(name.rpartition(".")[0] or name for name in values if name not in frozen)
     return _report(model, modules, changes, tuple(owners))
 
 
@@ -180,25 +180,23 @@ def _add(
     config: AdapterConfig,
 ) -> None:
     """Add LoRA of the layers, ranks and scales of a file."""
-    layers: dict[str, set[str]] = {}
-    ranks: dict[str, int] = {}
-    for (layer, weight), (_, right) in factors.items():
-        layers.setdefault(layer, set()).add(weight)
-        ranks[_exactly(layer)] = len(right)
-    missing = [
-        f"{layer}.{own}" for layer, found in layers.items() for own in weights_of(modules[layer]) if own not in found
-    ]
+    layers = list(dict.fromkeys(layer for layer, _ in factors))
+    own = [(layer, weight) for layer in layers for weight in weights_of(modules[layer])]
+    missing = [".".join(place) for place in own if place not in factors]
     if missing:
         raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
+    ranks = {layer: len(right) for (layer, _), (_, right) in factors.items()}
+    differing = [layer for (layer, _), (_, right) in factors.items() if len(right) != ranks[layer]]
+    if differing:
+        raise ValueError(f"the weights of a layer have changes of several ranks: {list_names(differing)}.")
     others = [name for name in modules if attention_of(name, modules) in layers and name not in layers]
-    targets = list(map(_exactly, layers))
     settings = LoRASettings(
         rank=1,
-        target_modules=targets,
+        target_modules=list(map(_exactly, layers)),
         exclude=list(map(_exactly, others)),
         modules_to_save=[],
         dropout=config.dropout,
-        rank_pattern=ranks,
+        rank_pattern={_exactly(layer): rank for layer, rank in ranks.items()},
         use_rslora=config.use_rslora,
     )
     add_lora(model, settings)
