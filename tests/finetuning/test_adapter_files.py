@@ -6,11 +6,15 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from packaging.version import Version
 from torch import nn
 
 from lightning_tricks.finetuning.core.adapter_files import load_adapter, save_adapter
 from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora, merge
 from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.lora import LoRA
+from tests.contract.lab import fork
 
 peft = pytest.importorskip("peft")
 
@@ -423,6 +427,70 @@ def test_tied_weights_that_were_trained_apart(tmp_path):
     edit(tmp_path, lambda tensors: tensors.pop("base_model.model.out.lora_B.weight"))
     with pytest.raises(ValueError, match="changes embedding otherwise than out"):
         load_adapter(seeded(Tied), tmp_path)
+
+
+def test_changes_of_several_ranks_in_a_layer(tmp_path):
+    model = adapted(lambda: nn.ModuleDict({"rnn": nn.LSTM(4, 4)}), target_modules="rnn")
+    with pytest.warns(UserWarning, match="peft does not"):
+        save_adapter(model, tmp_path)
+    front = "base_model.model.rnn.lora_"
+    edit(tmp_path, lambda tensors: tensors.update({f"{front}A.weight_hh_l0": torch.ones(1, 4)}))
+    edit(tmp_path, lambda tensors: tensors.update({f"{front}B.weight_hh_l0": torch.ones(16, 1)}))
+    with pytest.raises(ValueError, match="of a layer have changes of several ranks: rnn"):
+        load_adapter(nn.ModuleDict({"rnn": nn.LSTM(4, 4)}), tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.pop(f"{front}{matrix}.weight_hh_l0") for matrix in "AB"])
+    with pytest.raises(ValueError, match=r"the matrices of 1 weights are missing: rnn\.weight_hh_l0"):
+        load_adapter(nn.ModuleDict({"rnn": nn.LSTM(4, 4)}), tmp_path)
+
+
+def test_functions_of_peft_for_other_libraries(tmp_path):
+    """A base that is no model of transformers, as diffusers and others load adapters into it."""
+    model = adapted(linear, target_modules="0", modules_to_save="2")
+    save_adapter(model, tmp_path)
+    base = seeded(linear)
+    peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(tmp_path), base)
+    weights = {
+        name.removeprefix("base_model.model."): value
+        for name, value in peft.utils.load_peft_weights(str(tmp_path), device="cpu").items()
+    }
+    result = peft.set_peft_model_state_dict(base, weights)
+    assert not result.unexpected_keys
+    batch = torch.ones(5, 6)
+    torch.testing.assert_close(outputs(base.eval(), batch), outputs(model, batch), **TOLERANCE)
+
+
+def test_a_part_of_a_lightning_module_and_compiled_parts(tmp_path):
+    module = LightningModule()
+    module.model = seeded(linear)
+    LoRA(rank=2, target_modules="model.0").adapt(module)
+    perturb(module)
+    module.model[0] = torch.compile(module.model[0], backend="eager")
+    save_adapter(module.model, tmp_path)
+    load_adapter(plain := seeded(linear), tmp_path)
+    assert torch.equal(outputs(plain, torch.ones(5, 6)), outputs(module.model, torch.ones(5, 6)))
+    compiled = seeded(linear)
+    compiled[0] = torch.compile(compiled[0], backend="eager")
+    with pytest.raises(ValueError, match="is compiled: add LoRA first"):
+        load_adapter(compiled, tmp_path)
+
+
+def test_sharded_models(tmp_path):
+    if Version(torch.__version__) < Version("2.7"):
+        pytest.skip("FSDP2 of torch 2.6 needs an accelerator")
+    save_adapter(adapted(linear), tmp_path / "whole")
+    fork(lambda rank: _shard_and_refuse(tmp_path), 1)
+
+
+def _shard_and_refuse(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    model = adapted(linear)
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="the model is sharded already"):
+        load_adapter(model, tmp_path / "whole")
+    with pytest.raises(ValueError, match="has no or a part of the values"):
+        save_adapter(model, tmp_path / "part")
 
 
 def test_nothing_to_save(tmp_path):

@@ -246,6 +246,7 @@ def test_compiled_modules():
             inject_peft(model, lora("0"))
 
 
+@pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva' but `eva_config` is not specified:UserWarning")
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
@@ -258,6 +259,8 @@ def test_compiled_modules():
         ({"peft_type": "PROMPT_TUNING"}, ValueError, r"Use PrefixTuning\(...\)"),
         ({"peft_type": "P_TUNING"}, ValueError, r"Use PrefixTuning\(...\)"),
         ({"peft_type": "VERA", "target_modules": ["0"]}, ValueError, "layers of VERA share values"),
+        (lora("0", megatron_config={"a": 1}), ValueError, "megatron_config needs data, files or other modules"),
+        (lora("0", init_lora_weights="eva"), ValueError, "eva_config needs data"),
         ({**IA3, "inference_mode": True}, ValueError, "would train nothing"),
         ({**IA3, "feedforward_modules": ["1"]}, ValueError, "feedforward_modules"),
     ],

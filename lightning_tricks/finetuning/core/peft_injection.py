@@ -23,6 +23,15 @@ from lightning_tricks.finetuning.core.reach import is_compiled
 _ADAPTER = "default"  # peft's name for an adapter
 _MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters
 _LISTS = ("target_modules", "exclude_modules", "modules_to_save", "feedforward_modules")
+_NEEDING_MORE = (
+    "megatron_config",
+    "corda_config",
+    "eva_config",
+    "lora_ga_config",
+    "loftq_config",
+    "arrow_config",
+    "layer_replication",
+)
 _LOW_RANK = ("LORA", "LOHA", "LOKR")  # whose r is a rank
 _SEEDS = 2**32
 
@@ -94,6 +103,11 @@ def peft_config(config: Any) -> Any:
         raise ValueError(
             f"config: the layers of {_kind(made)} share values that peft keeps outside of the model, where no "
             "optimizer and no checkpoint finds them: take another method, such as LORA."
+        )
+    if needed := [name for name in _NEEDING_MORE if getattr(made, name, None)]:
+        raise ValueError(
+            f"config: {needed[0]} needs data, files or other modules than those of the model: use peft itself for "
+            "that, or leave it out."
         )
     if made.inference_mode:
         raise ValueError("config: inference_mode=True would train nothing: leave it out.")
@@ -265,7 +279,9 @@ def _adapters(model: nn.Module) -> dict[str, Any]:
 
 def _is_wrapper(module: nn.Module) -> bool:
     """Whether peft has made a module to train a copy of another."""
-    return hasattr(module, "original_module") and hasattr(module, "modules_to_save")
+    from peft.utils import ModulesToSaveWrapper
+
+    return isinstance(module, ModulesToSaveWrapper)
 
 
 def _base_of(adapter: Any) -> nn.Module:
@@ -305,17 +321,11 @@ def _check_layers(model: nn.Module, config: Any, places: Mapping[nn.Module, Sequ
 
 
 def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
-    """Give new modules the mode of what they wrap; peft leaves them in training mode."""
+    """Give new modules the mode of what they wrap; peft leaves them in training mode, but for copies of modules."""
     for adapter in _adapters(model).values():
-        mode = _base_of(adapter).training
-        for part in adapter.modules():
-            if part not in before and not (_is_wrapper(adapter) and _is_copy(part, adapter)):
-                part.training = mode
-
-
-def _is_copy(part: nn.Module, wrapper: Any) -> bool:
-    """Whether a module lies in a copy, whose parts have the modes of those that were copied."""
-    return any(part is inner for copied in wrapper.modules_to_save.values() for inner in copied.modules())
+        copies = set(adapter.modules_to_save.default.modules()) if _is_wrapper(adapter) else set()
+        for part in set(adapter.modules()) - set(before) - copies:
+            part.training = _base_of(adapter).training
 
 
 def _put_back(present: dict[str, Any], former: Mapping[str, Any]) -> None:
