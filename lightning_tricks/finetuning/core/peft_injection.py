@@ -118,7 +118,8 @@ def inject_peft(model: nn.Module, config: Any) -> PeftReport:
     """Add the adapters of peft to a model, in place, and freeze the rest of it.
 
     Args:
-        model: The model; it is as it was if an error is raised.
+        model: The model; it is as it was if an error is raised, but for weights that an initialization such as PiSSA
+            has changed.
         config: As for `peft_config`.
 
     Returns:
