@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.peft_injection import (
     PeftReport,
     adapted_names,
@@ -65,6 +68,16 @@ class PeftAdapters(ReachCheckingCallback):
         """Add the adapters, unless the module has them."""
         part = self._part(module)
         return peft_report(part, self.config) or inject_peft(part, self.config)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what another callback has added since: each freezes all but its own."""
+        super().on_fit_start(trainer, pl_module)
+        others = [name for name, _ in added_modules(self._part(pl_module))]
+        if others:
+            raise MisconfigurationException(
+                f"PeftAdapters: {list_names(others)} were added to the module after the adapters of peft, which are "
+                "frozen by that. Use one of LoRA, Adapters, PrefixTuning and PeftAdapters."
+            )
 
     def adapted(self, module: LightningModule) -> list[str]:
         """Return the names of the adapters."""

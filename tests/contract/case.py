@@ -25,6 +25,7 @@ class Case:
         of_one_fit: Attributes that describe how a fit began, so that a resumed fit has its own.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
         second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
+        not_beside: The names of callbacks beside which it is refused, or they are.
         writes_to: The argument that names a place of the fit's own, where there is one.
         when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
         looks_between_epochs: Whether it reads values on the CPU where an epoch begins, and none in its steps.
@@ -41,6 +42,7 @@ class Case:
     of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
     second: Mapping[str, Any] = field(default_factory=dict)
+    not_beside: tuple[str, ...] = ()
     writes_to: str | None = None
     when_idle: Mapping[str, Any] = field(default_factory=dict)
     looks_between_epochs: bool = False

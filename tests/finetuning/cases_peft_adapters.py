@@ -39,6 +39,7 @@ CASE = Case(
     why_no_neutral="a model without adapters has none of their parameters",
     of_one_fit=("report",),
     instances=1,
+    not_beside=("LoRA", "Adapters", "PrefixTuning"),
     verify=verify,
     refuses={"compile": "is compiled"},
     untested={"CUDA": "no GPU run yet"},

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_tricks import isolated_rng
 from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora
 from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
+from lightning_tricks.finetuning.lora import LoRA
 from lightning_tricks.finetuning.peft_adapters import PeftAdapters
 from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint
 from tests.contract.lab import QUIET, EvaluatedNet, loader
@@ -358,6 +359,16 @@ def test_fit(submodule):
     assert type(adapter.base_layer) is nn.Linear
     with pytest.raises(MisconfigurationException, match="of another configuration"):
         fit(module, PeftAdapters(lora("0"), submodule=submodule))
+
+
+def test_beside_another_callback_that_freezes():
+    ours, pefts = LoRA(2, target_modules="net.4"), PeftAdapters(lora("net.0"))
+    for callbacks, words in (
+        ([ours, pefts], "has adapters already"),
+        ([pefts, ours], r"net.4.lora_weight were added to the module after"),
+    ):
+        with pytest.raises(MisconfigurationException, match=words):
+            Trainer(callbacks=callbacks, **QUIET, max_epochs=1).fit(EvaluatedNet(), loader(), loader())
 
 
 def test_only_the_submodule_is_frozen():
