@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_tricks._guards import PrivateSymbolGuard, set_private
+from lightning_tricks._guards import PrivateSymbolGuard, overriding, set_private
 
-__all__ = ["needs_private", "set_private"]
+__all__ = ["needs_private", "overriding", "set_private"]
 
 
 class needs_private(PrivateSymbolGuard):  # noqa: N801  # a context manager

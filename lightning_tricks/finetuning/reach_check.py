@@ -48,6 +48,7 @@ class ReachCheckingCallback(AdaptationCallback):
                 f"{type(self).__name__}: whether all adapted modules are called is not checked in a compiled module."
             )
             return
+        self._installed.close()  # a batch that the module skips has no end
         self._reach = self._installed.enter_context(watching_reach(pl_module, self.adapted(pl_module)))
 
     def _end(self, what: str, hooks: tuple[str, ...]) -> None:

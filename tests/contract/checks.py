@@ -349,10 +349,6 @@ def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
         assert with_them == without, _differences(with_them, without)
 
 
-def _is_named(case: Case, names: tuple[str, ...]) -> bool:
-    return case.callback.__name__ in names
-
-
 def _traces_of_fit(module: type[Net], callbacks: list[Any]) -> dict[str, Any]:
     trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **QUIET)
     try:
@@ -366,6 +362,10 @@ def _differences(left: dict[str, Any], right: dict[str, Any]) -> str:
     return "; ".join(
         f"{key}: {left.get(key)} / {right.get(key)}" for key in {**left, **right} if left.get(key) != right.get(key)
     )
+
+
+def _is_named(case: Case, names: tuple[str, ...]) -> bool:
+    return case.callback.__name__ in names
 
 
 def names_no_file(case: Case, lab: Lab) -> None:

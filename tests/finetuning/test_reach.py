@@ -121,6 +121,21 @@ def test_only_the_first_batches_are_watched():
         trainer.fit(module, loader(), loader())
 
 
+def test_a_batch_that_the_module_skips_is_not_judged():
+    module, callback = EvaluatedNet(), _Watched("net.0")
+    starts = []
+
+    def on_train_batch_start(batch, batch_idx):
+        starts.append(batch_idx)
+        return -1 if len(starts) == 1 else None  # skips the epoch
+
+    module.on_train_batch_start = on_train_batch_start
+    Trainer(callbacks=[callback], max_epochs=2, limit_train_batches=2, **QUIET).fit(module, loader(), loader())
+    assert starts == [0, 0, 1]
+    assert callback.on_train_batch_start is None
+    assert "forward" not in vars(module.net[0])
+
+
 def test_a_compiled_module_is_not_watched():
     torch._dynamo.reset()
     module = EvaluatedNet(compiled=True)

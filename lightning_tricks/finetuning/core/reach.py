@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._guards import overriding
+from lightning_tricks._torch_compat.guards import overriding
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place
 
 
