@@ -25,6 +25,9 @@ from tests.contract.lab import Lab  # noqa: E402
 
 torch.set_num_threads(1)
 
+# If the first backward pass of a process is without data, as torch.compile may run it, forked ranks cannot run any
+torch.zeros((), requires_grad=True).backward()
+
 # How fast examples are made depends on what else the machine does
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

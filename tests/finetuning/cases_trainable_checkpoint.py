@@ -53,7 +53,7 @@ def verify(lab: Lab, setting: Setting, callback: type = TrainableCheckpoint) -> 
 
 CASE = Case(
     callback=TrainableCheckpoint,
-    arguments={"extra": ["*.0.weight", "re:4.bias$"]},
+    arguments={"extra": ["*.0.*weight", "re:4.*bias$"]},
     kind="observer",
     neutral={"extra": "*"},
     instances=1,
