@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -28,6 +29,7 @@ class ReachCheckingCallback(AdaptationCallback):
     Compiled modules are not checked: what is called in them cannot be seen.
     """
 
+    _watch: ExitStack | None = None  # during a batch
     _reach: Reach | None = None
     _without_gradient: set[str] | None = None
 
@@ -39,7 +41,7 @@ class ReachCheckingCallback(AdaptationCallback):
         """Prepare the checks of a run."""
         for name in (*_TRAINING, *_EVALUATION):
             vars(self).pop(name, None)  # they are disabled since the last run
-        self._reach = self._without_gradient = None
+        self._watch = self._reach = self._without_gradient = None
         super().setup(trainer, pl_module, stage)
 
     def _start(self, pl_module: LightningModule) -> None:
@@ -48,15 +50,17 @@ class ReachCheckingCallback(AdaptationCallback):
                 f"{type(self).__name__}: whether all adapted modules are called is not checked in a compiled module."
             )
             return
-        self._installed.close()  # a batch that the module skips has no end
-        self._reach = self._installed.enter_context(watching_reach(pl_module, self.adapted(pl_module)))
+        if self._watch is not None:
+            self._watch.close()  # a batch that the module skips has no end
+        self._watch = self._installed.enter_context(ExitStack())
+        self._reach = self._watch.enter_context(watching_reach(pl_module, self.adapted(pl_module)))
 
     def _end(self, what: str, hooks: tuple[str, ...]) -> None:
-        self._installed.close()
         vars(self).update(dict.fromkeys(hooks))  # Lightning skips hooks that are None
-        reach, self._reach = self._reach, None
-        if reach is None:
+        if self._watch is None or self._reach is None:
             return
+        self._watch.close()
+        reach, self._watch, self._reach = self._reach, None, None
         trick, count = type(self).__name__, len(reach.reached) + len(reach.bypassed) + len(reach.idle)
         if reach.bypassed:
             raise MisconfigurationException(
