@@ -5,13 +5,8 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
-from lightning_tricks.finetuning.core.lora_injection import (
-    DEFAULT_MODULES_TO_SAVE,
-    LoRAReport,
-    LoRASettings,
-    add_lora,
-    lora_report,
-)
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE
+from lightning_tricks.finetuning.core.lora_injection import LoRAReport, LoRASettings, add_lora, lora_report
 
 
 class LoRA(AdaptationCallback):

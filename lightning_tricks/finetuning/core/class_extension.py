@@ -25,23 +25,27 @@ def extend(module: nn.Module, mixin: type, weights: tuple[str, ...] = ()) -> Non
     module.__class__ = _extended_class(below, mixin, weights)
 
 
-def restore(module: nn.Module) -> None:
-    """Take away the mixin that `extend` put in front of a module's class last.
+def restore(module: nn.Module, mixin: type) -> None:
+    """Take away the mixin of a type that `extend` put in front of a module's class; others stay.
 
     Raises:
         ValueError: As `check_restorable`.
     """
-    check_restorable(module)
-    module.__class__ = vars(type(module))[_RECIPE][0]
+    check_restorable(module, mixin)
+    module.__class__ = _without(type(module), mixin)
 
 
-def check_restorable(module: nn.Module) -> None:
+def check_restorable(module: nn.Module, mixin: type) -> None:
     """Raise a ValueError if a module's class was changed, by FSDP or another library, after it was extended."""
-    if _RECIPE not in vars(type(module)):
-        raise ValueError(
-            f"a module was made a {type(module).__name__} after it was changed: undo that first, or load a checkpoint "
-            "into a model that is built anew."
-        )
+    cls: Any = type(module)
+    while _RECIPE in vars(cls):
+        cls, own, _ = vars(cls)[_RECIPE]
+        if issubclass(own, mixin):
+            return
+    raise ValueError(
+        f"a module was made a {type(module).__name__} after it was changed: undo that first, or load a checkpoint "
+        "into a model that is built anew."
+    )
 
 
 def class_below(module: nn.Module) -> type[nn.Module]:
@@ -50,6 +54,11 @@ def class_below(module: nn.Module) -> type[nn.Module]:
     while _RECIPE in vars(cls):
         cls = vars(cls)[_RECIPE][0]
     return cast(type[nn.Module], cls)
+
+
+def _without(cls: Any, mixin: type) -> Any:
+    below, own, weights = vars(cls)[_RECIPE]
+    return below if issubclass(own, mixin) else _extended_class(_without(below, mixin), own, weights)
 
 
 @cache

@@ -13,11 +13,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from lightning_tricks._shared.added_parameters import AddedParameters, added_modules
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.class_extension import check_restorable, class_below, extend, restore
+from lightning_tricks.finetuning.core.injection import (
+    DEFAULT_MODULES_TO_SAVE,
+    freeze_base,
+    generator_or_new,
+    select_saved,
+    without_excluded,
+)
 from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, kind_for, transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank
 from lightning_tricks.finetuning.core.targets import (
@@ -28,7 +36,6 @@ from lightning_tricks.finetuning.core.targets import (
     value_for,
 )
 
-DEFAULT_MODULES_TO_SAVE = ("head",)
 _WEIGHT = re.compile(r"(^|_)weight(_|$)")
 
 
@@ -128,12 +135,8 @@ def add_lora(
             "the model anew."
         )
     changes, saved = _plan(model, settings)
-    if generator is None:
-        generator = torch.Generator().manual_seed(torch.initial_seed())
-    kept = {id(parameter) for module in saved.values() for parameter in module.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.requires_grad_(False)
+    generator = generator_or_new(generator)
+    freeze_base(model, saved.values())
     changed: dict[nn.Module, list[str]] = {}
     for change in changes:
         low_rank = _make_low_rank(change, settings, generator)
@@ -192,11 +195,13 @@ def merge(model: nn.Module) -> nn.Module:
     """
     layers: list[tuple[str, Any]] = [(name, part) for name, part in model.named_modules() if isinstance(part, LoRA)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRA to merge.")
+        others = [name for name, _ in added_modules(model)]
+        remark = f" What was added in {list_names(others)} cannot be folded into a weight." if others else ""
+        raise ValueError(f"{type(model).__name__} has no LoRA to merge.{remark}")
     merged: dict[int, Tensor] = {}
     parametrized: list[tuple[nn.Module, str, Tensor]] = []
     for name, module in layers:
-        check_restorable(module)
+        check_restorable(module, LoRA)
         for weight in _changed_weights(module):
             registered = registered_tensor(module, weight)
             if registered is None:
@@ -205,7 +210,7 @@ def merge(model: nn.Module) -> nn.Module:
                 merged[id(registered)] = _merged(name, module, weight)
     for _, module in layers:
         weights = _changed_weights(module)
-        restore(module)
+        restore(module, LoRA)
         for weight in weights:
             delattr(module, CHANGE + weight)
             registered = registered_tensor(module, weight)
@@ -232,7 +237,7 @@ class _Change:
 def _plan(model: nn.Module, settings: LoRASettings) -> tuple[list[_Change], dict[str, nn.Module]]:
     """Return the weights to change, each once, and the modules to train whole, without changing anything."""
     modules = plain_names(model)
-    saved = _modules_to_save(settings, modules)
+    saved = select_saved(settings.modules_to_save, modules)
     targets = _targets(settings, modules, saved)
     refuse_compiled(model, targets, "LoRA")
     ranks = {Pattern(text): rank for text, rank in (settings.rank_pattern or {}).items()}
@@ -253,18 +258,10 @@ def _plan(model: nn.Module, settings: LoRASettings) -> tuple[list[_Change], dict
     return list(changes.values()), saved
 
 
-def _modules_to_save(settings: LoRASettings, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    if tuple(settings.modules_to_save) == DEFAULT_MODULES_TO_SAVE:  # a model need not have them
-        return {name: part for name, part in modules.items() if name.rpartition(".")[2] in DEFAULT_MODULES_TO_SAVE}
-    return select_modules("modules_to_save", as_patterns("modules_to_save", settings.modules_to_save), modules)
-
-
 def _targets(
     settings: LoRASettings, modules: Mapping[str, nn.Module], saved: Mapping[str, nn.Module]
 ) -> dict[str, nn.Module]:
-    excluded = select_modules("exclude", as_patterns("exclude", settings.exclude), modules)
-    out = tuple(f"{name}." for name in (*excluded, *saved))
-    rest = {name: part for name, part in modules.items() if not f"{name}.".startswith(out)} if out else modules
+    rest = without_excluded(settings.exclude, saved, modules)
     if settings.target_modules == "linear":
         linear = (nn.Linear, nn.MultiheadAttention, *filter(None, [transposed_linear()]))
         chosen = {name: part for name, part in rest.items() if isinstance(part, linear) and weights_of(part)}
@@ -283,6 +280,8 @@ def _targets(
 
 def weights_of(module: nn.Module) -> list[str]:
     """Return the names of a module's own matrices of floating-point numbers, also of those that it computes."""
+    if isinstance(module, AddedParameters):
+        return []
     own = {name: registered_tensor(module, name) for name, _ in module.named_parameters(recurse=False)}
     computed = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}  # by a hook
     if parametrize.is_parametrized(module):
