@@ -114,10 +114,10 @@ def observer_changes_nothing(case: Case, lab: Lab) -> None:
     """A callback that only looks leaves weights, optimizer, random state, modes and hooks as they are."""
     net = {"dropout": 0.2}
     assert_same_run(lab.fit([case.make()], net=net), lab.fit_bare(**net))
-    with_it, without = identical_copies(EvaluatedNet, **net)
+    with_it, without = identical_copies(EvaluatedNet, **lab.net, **net)
     assert_same_run(lab.fit([case.make()], module=with_it), lab.fit([], module=without))
 
-    with_it, without = identical_copies(_Breaking)
+    with_it, without = identical_copies(_Breaking, **lab.net)
     for module, callbacks in ((with_it, [case.make()]), (without, [])):
         with pytest.raises(ZeroDivisionError):
             lab.fit(callbacks, module=module)
@@ -200,7 +200,7 @@ def safe_state(case: Case, lab: Lab) -> None:
 def pickles_small(case: Case, lab: Lab) -> None:
     """After a fit it pickles without the model, and the copy works."""
     callback = case.make()
-    module = Net(hidden=256)
+    module = Net(hidden=256, **lab.net)
     lab.fit([callback], module=module)
     data = pickle.dumps(callback)
     assert len(pickle.dumps(module.state_dict())) > 4 * _LARGEST_PICKLE
@@ -218,7 +218,7 @@ def fits_twice(case: Case, lab: Lab) -> None:
     assert_same_fit(lab, used, *fresh)
 
     with pytest.raises(ZeroDivisionError):
-        lab.fit([used], module=_Breaking())
+        lab.fit([used], module=_Breaking(**lab.net))
     assert_same_fit(lab, used, *fresh)
 
 
@@ -266,7 +266,7 @@ def no_host_reads(case: Case, lab: Lab) -> None:
 
 
 def _reads_of_bare_epoch(lab: Lab, net: dict[str, Any], **options: Any) -> int:
-    key = (*net.items(), *options.items())
+    key = (*lab.net.items(), *net.items(), *options.items())
     if key not in _READS_OF_BARE_EPOCH:
         _READS_OF_BARE_EPOCH[key] = _reads_of_second_epoch(lab, None, net, **options)
     return _READS_OF_BARE_EPOCH[key]
@@ -285,7 +285,7 @@ def _reads_of_second_epoch(lab: Lab, case: Case | None, net: dict[str, Any], **o
 @promised_if(lambda case: case.kind != "structural")
 def leaves_module_alone(case: Case, lab: Lab) -> None:
     """After a fit no part of the module has an attribute, a hook or a buffer that it would not have had without it."""
-    module, bare = Net(), Net()
+    module, bare = Net(**lab.net), Net(**lab.net)
     lab.fit([case.make()], module=module)
     lab.fit([], module=bare)
     assert traces(module) == traces(bare)
@@ -298,7 +298,7 @@ def every_stage_alone(case: Case, lab: Lab) -> None:
         bare, traces_of_bare = lab.run(stage, [])
         for inference_mode in (True, False):
             result, left = lab.run(stage, [case.make()], inference_mode=inference_mode)
-            assert _within(bare, result), f"{stage} gives {result} instead of {bare}"
+            assert _within(bare, result) or not case.starts_equal, f"{stage} gives {result} instead of {bare}"
             assert _without_added(case, left, traces_of_bare) == _without_added(case, traces_of_bare), "a trace is left"
 
 
@@ -319,7 +319,7 @@ def stages_in_turn(case: Case, lab: Lab) -> None:
     """One Trainer validates, fits, validates, tests and predicts with it, and each gives what it would."""
     results: dict[bool, list[Any]] = {}
     for with_it in (True, False):
-        (module, _), callbacks = identical_copies(EvaluatedNet), [case.make()] if with_it else []
+        (module, _), callbacks = identical_copies(EvaluatedNet, **lab.net), [case.make()] if with_it else []
         trainer = Trainer(callbacks=callbacks, max_epochs=1, **{**QUIET, "num_sanity_val_steps": 2})
         data = {"dataloaders": loader(), "verbose": False}
         results[with_it] = [trainer.validate(module, **data), trainer.fit(module, loader(), loader())]
@@ -344,17 +344,18 @@ def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
         return
     for module in (Net, _Breaking):
         with_them, without = (
-            _traces_of_fit(module, callbacks) for callbacks in ([case.make(), *([other.make()] if other else [])], [])
+            _traces_of_fit(module(**lab.net), callbacks)
+            for callbacks in ([case.make(), *([other.make()] if other else [])], [])
         )
         assert with_them == without, _differences(with_them, without)
 
 
-def _traces_of_fit(module: type[Net], callbacks: list[Any]) -> dict[str, Any]:
+def _traces_of_fit(module: Net, callbacks: list[Any]) -> dict[str, Any]:
     trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **QUIET)
     try:
-        trainer.fit(module(), loader())
+        trainer.fit(module, loader())
     except ZeroDivisionError:
-        assert module is _Breaking
+        assert isinstance(module, _Breaking)
     return traces_on_trainer(trainer)
 
 

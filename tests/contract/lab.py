@@ -54,6 +54,17 @@ def loader(shuffle: bool = False) -> DataLoader:
     return DataLoader(digits(), batch_size=4, shuffle=shuffle)
 
 
+class Attending(nn.Module):
+    """An attention of the rows to each other, beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(10, 2)
+
+    def forward(self, x):
+        return x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
 class Net(LightningModule):
     """Two layers on 64 pixels, optimized in any of the ways that Lightning knows."""
 
@@ -64,12 +75,14 @@ class Net(LightningModule):
         hidden: int = 16,
         built_late: bool = False,
         compiled: bool = False,
+        attention: bool = False,
     ):
         super().__init__()
         self.optimization = optimization
         self.automatic_optimization = optimization != "manual"
         self.shape = hidden, dropout
         self.compiled = compiled
+        self.attention = attention
         self.net = None
         if not built_late:
             self.build()
@@ -79,6 +92,8 @@ class Net(LightningModule):
         self.net = nn.Sequential(
             nn.Linear(64, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 10)
         )
+        if self.attention:
+            self.net.append(Attending())
         if self.compiled:
             self.net = torch.compile(self.net, backend="aot_eager")
 
@@ -312,6 +327,7 @@ class Lab:
     """Fits nets with callbacks in a folder of its own."""
 
     folder: Path
+    net: Mapping[str, Any] = field(default_factory=dict)  # for all nets
     _fits: int = 0
 
     def fit(
@@ -350,7 +366,7 @@ class Lab:
             if setting.sharded:
                 arguments["strategy"] = ModelParallelStrategy(setting.ranks, tensor_parallel_size=1)
             fitter = Trainer(callbacks=[*probes[:1], *callbacks, *probes[1:]], **arguments)
-            target = module or Net(**{**setting.net, **net})
+            target = module or Net(**{**self.net, **setting.net, **net})
             loaders = [loader()] * (1 + hasattr(type(target), "evaluate"))
             fitter.fit(target, *loaders, ckpt_path=ckpt_path)
             if save_to is not None:
@@ -365,7 +381,7 @@ class Lab:
 
     def fit_bare(self, setting: Setting = FP32, **net: Any) -> list[Facts]:
         """Return the facts of the bare Trainer, which trains once in each setting for all checks."""
-        key = (setting.name, *net.items())
+        key = (setting.name, *self.net.items(), *net.items())
         if key not in _BARE_FITS:
             _BARE_FITS[key] = self.fit([], setting, net=net)
         return _BARE_FITS[key]
@@ -373,7 +389,7 @@ class Lab:
     def run(self, stage: str, callbacks: Sequence[Callback], **trainer: Any) -> tuple[Any, dict[str, Any]]:
         """Validate, test or predict alone: return what the Trainer returns, and the traces on module and Trainer."""
         with isolated_rng(seed=0):
-            module = EvaluatedNet()
+            module = EvaluatedNet(**self.net)
         runner = Trainer(callbacks=list(callbacks), **{**QUIET, **trainer})
         result = getattr(runner, stage)(module, loader(), **({} if stage == "predict" else {"verbose": False}))
         return result, {**traces(module), **traces_on_trainer(runner)}

@@ -64,14 +64,17 @@ def test_cases_are_the_public_callbacks():
 
 @pytest.mark.parametrize(("case", "check"), _PROMISES)
 def test_promise(case, check, lab):
+    lab.net = case.net
     check(case, lab)  # asserts
 
 
 @pytest.mark.parametrize(("case", "check", "setting"), _PROMISES_IN_SETTINGS)
 def test_promise_in_setting(case, check, setting, lab):
+    lab.net = case.net
     check(case, lab, setting)  # asserts
 
 
 @pytest.mark.parametrize(("case", "other"), _PAIRS)
 def test_trainer_is_as_it_was(case, other, lab):
+    lab.net = {**case.net, **other.net}
     trainer_as_it_was(case, lab, other)  # asserts

@@ -13,7 +13,7 @@ def verify(lab: Lab, setting: Setting, callback: type = LoRA) -> None:
     """The low-rank changes are trained, all of them, and the base has the bits that it had."""
     arguments = {**setting.net, "built_late": False}  # so that there is something to change before it is sharded
     with isolated_rng(seed=0):
-        base = Net(**arguments).to(_dtype_of(setting)).state_dict()
+        base = Net(**arguments).to(dtype_of(setting)).state_dict()
     ranks = lab.fit([callback(rank=3)], setting, net=arguments)
     assert len(ranks) == setting.ranks
     for rank in ranks:
@@ -25,7 +25,7 @@ def verify(lab: Lab, setting: Setting, callback: type = LoRA) -> None:
             assert rank.weights[name].abs().sum() > 0, name
 
 
-def _dtype_of(setting: Setting) -> torch.dtype:
+def dtype_of(setting: Setting) -> torch.dtype:
     true = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     return true.get(setting.trainer.get("precision"), torch.float32)
 

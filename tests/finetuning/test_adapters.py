@@ -1,0 +1,380 @@
+"""Bottleneck adapters: reached in training and in evaluation, in models as people have them."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from lightning_tricks.finetuning.adapters import Adapters
+from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
+from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings, adapters_report, add_adapters
+from lightning_tricks.finetuning.core.injection import parts_of
+from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning.core.reach import watching_reach
+from tests.contract.lab import same
+
+KINDS = ["houlsby", "pfeiffer", "parallel"]
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), lambda model: model(_randn(2, 5, 8))
+
+
+def encoder_decoder():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Transformer(8, 2, 1, 1, 16, 0.0)
+    return model, lambda model: model(_randn(5, 2, 8), _randn(3, 2, 8))
+
+
+def torchvision_vit():
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(8, 4, 2, 2, 8, 16, num_classes=3)
+    nn.init.normal_(model.heads.head.weight)  # zero at first
+    return model, lambda model: model(_randn(2, 3, 8, 8))
+
+
+def torchvision_swin():
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    model = SwinTransformer([2, 2], 8, [1, 1], [2, 2], [2, 2], stochastic_depth_prob=0.0, num_classes=3)
+    return model, lambda model: model(_randn(2, 3, 8, 8))
+
+
+def timm_vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(8, 4, embed_dim=8, depth=2, num_heads=2, num_classes=3)
+    return model, lambda model: model(_randn(2, 3, 8, 8))
+
+
+def timm_swin():
+    from timm.models.swin_transformer import SwinTransformer
+
+    model = SwinTransformer(
+        16, 2, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4, num_classes=3, drop_path_rate=0.0
+    )
+    return model, lambda model: model(_randn(2, 3, 16, 16))
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(
+        BertConfig(
+            vocab_size=30,
+            hidden_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+    return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(
+        GPT2Config(
+            vocab_size=30, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+    )
+    return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaModel
+
+    model = LlamaModel(
+        LlamaConfig(vocab_size=30, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    )
+    return model, lambda model: model(torch.arange(6).view(2, 3)).last_hidden_state
+
+
+MODELS = {  # the sublayers with an adapter: (attentions, feed-forward networks)
+    encoder: (2, 2),
+    encoder_decoder: (3, 2),
+    torchvision_vit: (2, 2),
+    torchvision_swin: (2, 2),
+    timm_vit: (2, 2),
+    timm_swin: (2, 2),
+    bert: (2, 2),
+    gpt2: (2, 2),
+    llama: (2, 2),
+}
+
+
+def _randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _wake(model, seed=2):
+    """Give adapters an effect, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in parts_of(model, BottleneckAdapter):
+        for parameter in part.parameters():
+            parameter.data.normal_(0, 0.3, generator=generator)
+
+
+@pytest.mark.trap("finetuning: Swin's proj is never called, TransformerEncoderLayer's linear2 not in evaluation")
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_adapter_is_reached_and_evaluation_equals_training(kind, make):
+    torch.manual_seed(0)
+    model, run = make()
+    model.requires_grad_(False)  # torch chooses other kernels for weights that are trained
+    names = dict(model.state_dict())
+    with torch.no_grad():
+        before = run(model.train())
+    report = add_adapters(model, AdapterSettings(4, kind=kind, modules_to_save=[]))
+    with torch.no_grad():
+        assert torch.equal(run(model), before), "a new adapter changes the output"
+    attentions, feed_forwards = MODELS[make]
+    assert len(report.layers) == feed_forwards + (attentions if kind == "houlsby" else 0)
+    assert same({name: value for name, value in model.state_dict().items() if ".adapter." not in name}, names)
+
+    _wake(model)
+    for training in (True, False):
+        with watching_reach(model.train(training), report.layers) as reach, torch.no_grad():
+            run(model)
+        assert reach.reached == list(report.layers)
+    with torch.inference_mode():
+        evaluated = run(model.eval())
+    trained = run(model.train())
+    torch.testing.assert_close(evaluated, trained, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(trained, before, atol=1e-3)
+    trained.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".adapter." in name)
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, name
+
+
+@pytest.mark.trap("finetuning: nested tensors of padded input leave out all but the fused path")
+@pytest.mark.parametrize("target", ["layers.1.linear2", "layers.0.linear1", "*.self_attn"])
+def test_padded_evaluation_equals_training(target):
+    torch.manual_seed(0)
+    model, _ = encoder()
+    assert model.use_nested_tensor
+    x, padding = _randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    base = model(x, src_key_padding_mask=padding).detach()
+    add_adapters(model, AdapterSettings(4, target))
+    with torch.inference_mode():
+        unchanged = model.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(unchanged, base)
+    _wake(model)
+    trained = model.train()(x, src_key_padding_mask=padding)
+    with torch.inference_mode():
+        evaluated = model.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(evaluated, trained)
+    assert not torch.allclose(evaluated[~padding], base[~padding], atol=1e-3)
+
+
+def _reference(x, adapter):
+    """An adapter in words."""
+    thin = x @ adapter.down_weight.T + adapter.down_bias
+    thin = {"relu": F.relu, "gelu": F.gelu}[adapter.nonlinearity](thin)
+    return adapter.scale * (thin @ adapter.up_weight.T + adapter.up_bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_the_formula(kind):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, norm_first=True)
+    plain = copy.deepcopy(layer)
+    add_adapters(model := nn.Sequential(layer), AdapterSettings(4, kind=kind))
+    _wake(model)
+    x, adapter = _randn(5, 2, 8), layer.linear2.adapter
+    inner = plain.norm1(x)
+    attended = plain.self_attn(inner, inner, inner)[0]
+    if kind == "houlsby":
+        attended = attended + _reference(attended, layer.self_attn.adapter)
+    h = x + attended
+    fed = plain.linear2(F.relu(plain.linear1(plain.norm2(h))))
+    fed = fed + _reference(plain.norm2(h) if kind == "parallel" else fed, adapter)
+    torch.testing.assert_close(model(x), h + fed)
+    assert (adapter.nonlinearity, adapter.scale) == {"houlsby": ("gelu", 1.0), "parallel": ("relu", 4.0)}.get(
+        kind, ("relu", 1.0)
+    )
+
+
+@pytest.mark.parametrize("kind", ["pfeiffer", "parallel"])
+def test_any_layer_by_pattern(kind):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(6, 8), "b": nn.MultiheadAttention(8, 2)})
+    plain = copy.deepcopy(model)
+    add_adapters(model, AdapterSettings(3, "[ab]", kind=kind))
+    _wake(model)
+    x = _randn(5, 2, 6)
+    out = plain["a"](x)
+    torch.testing.assert_close(model["a"](x), out + _reference(x if kind == "parallel" else out, model["a"].adapter))
+    y = _randn(5, 2, 8)
+    (attended, weights), (adapted, same_weights) = plain["b"](y, y, y), model["b"](y, y, y)
+    added = _reference(y if kind == "parallel" else attended, model["b"].adapter)
+    torch.testing.assert_close(adapted, attended + added)
+    torch.testing.assert_close(weights, same_weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (torchvision_swin, {"target_modules": "*.attn.proj"}, "never calls it.*give 'features.1.0.attn'"),
+        (encoder, {"target_modules": "*.out_proj"}, "MultiheadAttention.*give 'layers.0.self_attn'"),
+        (encoder, {"target_modules": "*.norm1"}, "none of them are linear layers or attentions"),
+        (encoder, {"target_modules": "nothing"}, "matches none"),
+        (encoder, {"target_modules": []}, "at least one pattern"),
+        (encoder, {"exclude": "nothing"}, "exclude.*matches none"),
+        (encoder, {"exclude": "layers"}, "leave none of the blocks"),
+        (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
+        (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
+        (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
+        (lambda: (torch.compile(nn.Sequential(nn.Linear(2, 2))), None), {"target_modules": "0"}, "is compiled"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words):
+    model, _ = make()
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    kinds = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=words):
+        add_adapters(model, AdapterSettings(**settings))
+    assert kinds == [type(part) for part in model.modules()]
+    assert trained == [parameter.requires_grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bottleneck": 0}, "bottleneck must be a whole number >= 1, got 0"),
+        ({"kind": "paralel"}, "Did you mean 'parallel'"),
+        ({"nonlinearity": "rely"}, "Did you mean 'relu'"),
+        ({"scale": 0}, "scale must be a number > 0"),
+        ({"dropout": 1.0}, "dropout must be a number >= 0 and < 1"),
+    ],
+)
+def test_arguments_are_checked(settings, words):
+    with pytest.raises(ValueError, match=words):
+        Adapters(**settings)
+
+
+def test_a_second_injection_is_refused_and_known_by_its_settings():
+    model, _ = encoder()
+    settings = AdapterSettings(4, kind="parallel")
+    assert adapters_report(model, settings) is None
+    report = add_adapters(model, settings)
+    assert adapters_report(model, settings) == report
+    with pytest.raises(ValueError, match="has adapters already"):
+        add_adapters(model, settings)
+    for other in ({"bottleneck": 5}, {"kind": "pfeiffer", "scale": 4.0}, {"scale": 1.0}, {"exclude": "layers.0"}):
+        with pytest.raises(ValueError, match="other layers or of another kind"):
+            adapters_report(model, AdapterSettings(**{"bottleneck": 4, "kind": "parallel"} | other))
+
+
+def test_the_report_counts():
+    model = nn.ModuleDict({"encoder": encoder()[0], "head": nn.Linear(8, 3)})
+    report = add_adapters(model, AdapterSettings(9))
+    added = 2 * (9 * 8 + 9 + 8 * 9 + 8)
+    assert (report.added, report.trainable, report.saved) == (added, added + 27, ("head",))
+    assert report.total == sum(parameter.numel() for parameter in model.parameters())
+    assert str(report).startswith(f"Adapters (pfeiffer, bottleneck 9) in 2 Linear add {added} values")
+    assert str(report).endswith(
+        "with all of head. The bottleneck is wider than encoder.layers.0.linear2, encoder.layers.1.linear2."
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapted_models_pickle_copy_and_save(kind, tmp_path):
+    model, run = encoder()
+    add_adapters(model, AdapterSettings(4, kind=kind))
+    _wake(model)
+    out = run(model.eval())
+    torch.save(model, tmp_path / "model.pt")
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    copies.append(torch.load(tmp_path / "model.pt", weights_only=False))
+    run(model)
+    for twin in copies:
+        assert torch.equal(run(twin), out)
+        _wake(twin, seed=3)
+        assert not torch.equal(run(twin), out)
+    assert torch.equal(run(model), out)
+
+
+def test_initial_values_come_from_the_generator():
+    state = torch.get_rng_state()
+    models = [encoder()[0] for _ in range(3)]
+    torch.set_rng_state(state)
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        add_adapters(model, AdapterSettings(4), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(state, torch.get_rng_state())
+    first, second, other = (model.layers[1].linear2.adapter.down_weight for model in models)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(encoder, "houlsby"), (gpt2, "parallel")])
+def test_a_compiled_model_has_its_adapters(make, kind):
+    torch._dynamo.reset()
+    model, run = make()
+    add_adapters(model, AdapterSettings(4, kind=kind))
+    _wake(model)
+    with torch.no_grad():  # or tracing starts the threads of autograd, and later tests fork
+        torch.testing.assert_close(run(torch.compile(model, backend="aot_eager")), run(model))
+
+
+def test_a_layer_that_is_computed_again_in_the_backward_pass():
+    torch.manual_seed(0)
+    model, _ = encoder()
+    add_adapters(model, AdapterSettings(4, kind="parallel"))
+    _wake(model)
+    x = _randn(2, 5, 8)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = []
+    for again in (False, True):
+        model.zero_grad()
+        out = x
+        for layer in model.layers:
+            out = checkpoint(layer, out, use_reentrant=False) if again else layer(out)
+        out.square().sum().backward()
+        gradients.append({name: model.get_parameter(name).grad.clone() for name in names})
+        assert all(layer.linear2.handover.value is None for layer in model.layers)
+    for name in names:
+        torch.testing.assert_close(gradients[1][name], gradients[0][name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora_first", [True, False])
+def test_lora_and_adapters_work_together(lora_first, kind):
+    torch.manual_seed(0)
+    model, run = encoder()
+    plain = run(model).detach()
+    steps = [
+        lambda: add_lora(model, LoRASettings(2)),
+        lambda: add_adapters(model, AdapterSettings(4, kind=kind)),
+    ]
+    for step in steps if lora_first else reversed(steps):
+        step()
+    torch.testing.assert_close(run(model), plain)
+    run(model).square().sum().backward()
+    added = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert any(".adapter." in name for name in added)
+    assert any(".lora_" in name for name in added)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in added), name
+    generator = torch.Generator().manual_seed(0)
+    for name in added:
+        model.get_parameter(name).data.normal_(0, 0.3, generator=generator)
+    out = run(model)
+    torch.testing.assert_close(run(model.eval()), out, rtol=1e-4, atol=1e-5)
+    merge(model)
+    assert {name for name, _ in model.named_parameters() if ".lora_" in name} == set()
+    torch.testing.assert_close(run(model), out, rtol=1e-4, atol=1e-4)
+    _wake(model, seed=3)
+    assert not torch.allclose(run(model), out, atol=1e-3), "the adapters went with LoRA"

@@ -1,0 +1,192 @@
+"""The callbacks Adapters and PrefixTuning in the Trainer, on a transformer."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_tricks import Adapters, LoRA, PrefixTuning, isolated_rng
+from lightning_tricks._shared.added_parameters import added_names
+from tests.contract.lab import QUIET, full, loader, real_fp16
+from tests.finetuning.models import ReadsWeights
+
+METHODS = {
+    "houlsby": lambda: Adapters(4, kind="houlsby"),
+    "pfeiffer": lambda: Adapters(4),
+    "parallel": lambda: Adapters(4, kind="parallel"),
+    "prefix": lambda: PrefixTuning(3),
+}
+
+
+class Classifier(LightningModule):
+    """A transformer on rows of digits."""
+
+    def __init__(self):
+        super().__init__()
+        with isolated_rng(seed=0):
+            layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+            self.head = nn.Linear(8, 10)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.encoder(batch[0].unflatten(1, (8, 8))).mean(1)), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx), batch_size=4, sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.head(self.encoder(batch[0].unflatten(1, (8, 8))).mean(1))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _trainer(*callbacks, **options):
+    return Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 2, **options})
+
+
+class _Ends(Callback):
+    """Writes down the weights of each rank."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        weights = {name: full(value) for name, value in pl_module.state_dict().items()}
+        torch.save(weights, self.folder / f"{trainer.global_rank}.pt")
+
+
+SETTINGS = {
+    "fp32": dict,
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "fp16": lambda: {"plugins": [real_fp16()]},
+    "DDP": lambda: {"strategy": "ddp_fork", "devices": 2},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_only_what_was_added_and_the_head_are_trained(method, setting, tmp_path):
+    module, callback = Classifier(), METHODS[method]()
+    base = copy.deepcopy(module.state_dict())
+    _trainer(callback, _Ends(tmp_path), **SETTINGS[setting]()).fit(module, loader(), loader())
+    ranks = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"))]
+    assert len(ranks) == 1 + (setting == "DDP")
+    for weights in ranks:
+        assert weights.keys() > base.keys()
+        for key, value in base.items():
+            assert torch.equal(weights[key], value) != key.startswith("head."), key
+        for key in weights.keys() - base.keys():
+            assert weights[key].abs().sum() > 0, key
+            assert torch.equal(weights[key], ranks[0][key])
+
+
+@pytest.mark.trap("finetuning: evaluation is of a model without its adapters")
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_evaluated_as_it_was_trained(method):
+    module = Classifier()
+    _trainer(METHODS[method]()).fit(module, loader(), loader())
+    (trained, *_) = _trainer(METHODS[method](), inference_mode=True).predict(module, loader())
+    batch = next(iter(loader()))
+    torch.testing.assert_close(trained, module.train().predict_step(batch, 0).detach())
+    added = {name for name in added_names(module) if name.endswith(("up_weight", "values"))}
+    with torch.no_grad():
+        for name in added:
+            module.get_parameter(name).mul_(-1)
+    (changed, *_) = _trainer().predict(module, loader())
+    assert not torch.allclose(changed, trained, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_module_has_is_not_added_again(method):
+    module, callback = Classifier(), METHODS[method]()
+    trainer = _trainer(callback)
+    trainer.fit(module, loader(), loader())
+    names, report = list(module.state_dict()), callback.report
+    weights = copy.deepcopy(module.state_dict())
+    trainer.test(module, loader(), verbose=False)
+    another = METHODS[method]()
+    _trainer(another).validate(module, loader(), verbose=False)
+    assert list(module.state_dict()) == names
+    assert another.report == callback.report == report
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    other = PrefixTuning(4) if method == "prefix" else Adapters(5)
+    with pytest.raises(MisconfigurationException, match="already, in other"):
+        _trainer(other).fit(module, loader(), loader())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_resumes_and_is_tested(method, tmp_path):
+    whole, half, resumed = Classifier(), Classifier(), Classifier()
+    for module, epochs, path in ((whole, 2, None), (half, 1, None), (resumed, 2, tmp_path / "1.ckpt")):
+        trainer = _trainer(METHODS[method](), max_epochs=epochs)
+        trainer.fit(module, loader(), loader(), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+    data = {"dataloaders": loader(), "verbose": False}
+    (first,) = _trainer(METHODS[method]()).test(Classifier(), ckpt_path=tmp_path / "2.ckpt", **data)
+    (second,) = _trainer().test(whole, **data)
+    assert first == second
+
+
+@pytest.mark.parametrize("others", ["before", "after"])
+def test_with_lora_and_prefixes_in_one_trainer(others):
+    module = Classifier()
+    callbacks = [LoRA(2), PrefixTuning(3)]
+    callbacks.insert(2 if others == "before" else 0, Adapters(4))
+    for _ in range(2):
+        _trainer(*callbacks).fit(module, loader(), loader())
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == added_names(module) | {"head.weight", "head.bias"}
+    for kind in ("lora_", "prefix", "adapter"):
+        assert any(kind in name for name in trained), kind
+    assert all(module.get_parameter(name).abs().sum() > 0 for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (Adapters(target_modules="nothing"), "Adapters: target_modules: pattern 'nothing' matches none"),
+        (PrefixTuning(target_modules="nothing"), "PrefixTuning: target_modules: pattern 'nothing' matches none"),
+    ],
+)
+def test_a_run_refuses_in_words(callback, words):
+    module = Classifier()
+    with pytest.raises(MisconfigurationException, match=words):
+        _trainer(callback).fit(module, loader(), loader())
+    assert "configure_model" not in vars(module)
+
+
+class _ReadsWeights(Classifier):
+    """Computes with the weight of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleDict({"read": ReadsWeights(), "called": nn.Linear(8, 8)})
+
+    def training_step(self, batch, batch_idx):
+        x = self.encoder["called"](self.encoder["read"](batch[0].unflatten(1, (8, 8))))
+        return nn.functional.cross_entropy(self.head(x.mean(1)), batch[1])
+
+
+@pytest.mark.trap("finetuning: adapters of layers whose weights are read are silently untrained")
+def test_an_adapter_that_nothing_calls_is_named():
+    adapters = Adapters(4, ["encoder.read.proj", "encoder.called"])
+    words = "Adapters: 1 of 2 adapted modules have no effect in training: encoder.read.proj.*use LoRA"
+    with pytest.raises(MisconfigurationException, match=words):
+        _trainer(adapters).fit(_ReadsWeights(), loader(), loader())
+
+
+def test_a_compiled_module_is_trained_without_the_check():
+    torch._dynamo.reset()
+    module = Classifier()
+    compiled = torch.compile(module, backend="aot_eager")
+    _trainer(Adapters(4, kind="houlsby"), limit_train_batches=2).fit(compiled, loader(), loader())
+    assert all(module.get_parameter(name).abs().sum() > 0 for name in added_names(module))
