@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,8 +16,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @needs_private("LoRA of recurrent layers")
 def not_compiled(function: Function) -> Function:
     """Leave a function out of what torch compiles, as it does with recurrent layers; the compiler is not imported."""
-    uncompiled: Function = torch._disable_dynamo(function)
-    return uncompiled
+    disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009  # torch does not export it to type checkers
+    return cast(Function, disable(function))
 
 
 @needs_private("LoRA of recurrent layers")
