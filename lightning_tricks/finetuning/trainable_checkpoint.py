@@ -143,7 +143,8 @@ class TrainableCheckpoint(TrickCallback):
             return
         extra = [Pattern(pattern) for pattern in _as_list(self.extra)]
         always = {name for name in base.records if any(pattern.matches(name) for pattern in extra)}
-        forget(base.records, module, always | trainable_names(module))
+        # After a fit others may have put back requires_grad: what trained was noted while it did
+        forget(base.records, module, always | (trainable_names(module) if self._is_installed else set()))
         whole = _sizes(checkpoint)
         leave_out_base(checkpoint, module, base.records)
         if not base.is_reported:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, isolated_rng
+from lightning_tricks import AutoResume, GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
 from lightning_tricks.finetuning import LoRASettings, add_lora, load_trainable, merge
 from lightning_tricks.finetuning.core.base_record import BaseMismatchError
 from tests.contract.checks import Interrupts
@@ -76,3 +76,15 @@ def test_another_base_and_another_rank_are_refused(tmp_path, rank):
     words = r"The model is not the one that was trained\. Of 6 tensors" if rank == 2 else "size mismatch for net.0.lora"
     with pytest.raises(error, match=words):
         tester.test(_module(seed=9 if rank == 2 else 0), loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
+
+
+def test_what_a_schedule_froze_is_left_out_after_the_fit_as_well(tmp_path):
+    torch.manual_seed(0)
+    module = _module()
+    callbacks = [GradualUnfreezing({0: "net.4.*"}), TrainableCheckpoint()]
+    trainer = Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": 2})
+    trainer.fit(module, loader(), loader())
+    assert all(parameter.requires_grad for parameter in module.parameters()), "the flags are the user's again"
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    saved = torch.load(tmp_path / "small.ckpt", weights_only=True)["state_dict"]
+    assert {name for name, value in saved.items() if value.numel()} == {"net.4.weight", "net.4.bias"}
