@@ -68,6 +68,8 @@ _LAYERS = {
     "ConvTranspose2d": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2)), _noise(2, 4, 9, 9), "0"),
     "Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, padding_idx=0)), TOKENS, "0"),
     "Embedding with max_norm": (lambda: nn.Sequential(nn.Embedding(12, 8, max_norm=2.0)), TOKENS, "0"),
+    "sparse Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, sparse=True)), TOKENS, "0"),
+    "sparse EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8, sparse=True)), TOKENS, "0"),
     "EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8)), TOKENS, "0"),
     "weight_norm": (_weight_normed, _noise(3, 8), "0"),
     "weights that are read": (ReadsWeights, _noise(3, 8), "linear"),

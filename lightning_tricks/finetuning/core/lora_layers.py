@@ -92,6 +92,15 @@ class EmbeddingLoRA(_SideBranch):
         return F.embedding(input, self.base_weight("weight"), self.padding_idx) + change.scaling * (thin @ right)
 
 
+class LookupLoRA(LoRA):
+    """An embedding with changed weights, whose gradients cannot be sparse as those of a parameter."""
+
+    @property
+    def sparse(self) -> bool:
+        """Return False, whatever the layer was made with."""
+        return False
+
+
 class ConvLoRA(_SideBranch):
     """A convolution without groups, with a side branch."""
 
@@ -161,8 +170,9 @@ def kind_for(module: nn.Module) -> type[LoRA]:
     if forward is nn.Linear.forward:
         return LinearLoRA
     if forward is nn.Embedding.forward:
-        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-        return EmbeddingLoRA if plain else LoRA
+        return EmbeddingLoRA if module.max_norm is None and not module.scale_grad_by_freq else LookupLoRA
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return LookupLoRA
     for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if forward is conv.forward and convolves_as(type(module), conv):
             return ConvLoRA if module.groups == 1 else LoRA
