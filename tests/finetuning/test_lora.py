@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,6 +42,14 @@ def _settings(**given):
 
 def _noise(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+class _SelfAttention(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(16, 2)
+
+    def forward(self, x):
+        return super().forward(x, x, x)
 
 
 def _weight_normed():
@@ -262,6 +272,42 @@ def test_weights_that_hooks_compute(computed):
     with pytest.raises(ValueError, match=r"0\.weight is computed from other tensors.*make it a plain weight first"):
         merge(model)
     assert not torch.allclose(model(x), before), "a failed merge changed something"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm_that_is_removed_from_a_changed_layer():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)))
+    model(_noise(3, 8)).sum().backward()
+    add_lora(model, _settings(target_modules="0"))
+    disturb(model)
+    before = model(_noise(3, 8))
+    nn.utils.remove_weight_norm(model[0])
+    torch.testing.assert_close(model(_noise(3, 8)), before)
+    torch.testing.assert_close(merge(model)(_noise(3, 8)), before)
+    assert list(model.state_dict()) == ["0.bias", "0.weight"]
+
+
+@pytest.mark.parametrize("kind", ["attention", "LSTM"])
+def test_threads_share_a_layer(kind):
+    build = {"attention": _SelfAttention, "LSTM": lambda: nn.LSTM(16, 16)}[kind]
+    model = nn.Sequential(build())
+    add_lora(model, _settings(target_modules="0*"))
+    disturb(model)
+    inputs = _noise(2, 5, 16)
+    with torch.no_grad():
+        expected = model(inputs)[0]
+
+    def run(_):
+        with torch.no_grad():
+            return all(torch.allclose(model(inputs)[0], expected, atol=1e-6) for _ in range(30))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.trap("finetuning: tied parameters are adapted twice")

@@ -80,7 +80,10 @@ def _computed(name: str) -> property:
             value  # what a hook such as that of spectral_norm or of pruning sets before each forward pass
         )
 
-    return property(read, write)
+    def delete(self: Any) -> None:
+        del vars(self)[name]  # as `remove_weight_norm` does before it registers a parameter
+
+    return property(read, write, delete)
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

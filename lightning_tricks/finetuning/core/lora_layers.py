@@ -8,6 +8,7 @@ forward pass is that of a class known here, it adds a side branch instead, which
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -116,6 +117,9 @@ class ConvLoRA(_SideBranch):
         return out + pointwise(thin, (change.scaling * left).view(*left.shape, *ones))  # type: ignore[no-any-return]
 
 
+_ONE_THREAD = threading.RLock()  # what a forward pass keeps in its layer is not for other threads
+
+
 class _ComputedOnce(LoRA):
     """A layer that reads its weights several times in a forward pass."""
 
@@ -132,11 +136,12 @@ class _ComputedOnce(LoRA):
         """Run the forward pass of the layer, with each weight computed once."""
         if torch.compiler.is_compiling():  # the compiler sees by itself what is computed twice
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        self._computed = {}
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            del self._computed
+        with _ONE_THREAD:
+            self._computed = {}
+            try:
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                del self._computed
 
 
 class AttentionLoRA(_ComputedOnce):
@@ -149,10 +154,11 @@ class RecurrentLoRA(_ComputedOnce):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, which puts the changed weights into the list that torch's kernels are given."""
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            use_registered_weights(self)  # the list would keep the graph of this pass
+        with _ONE_THREAD:
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                use_registered_weights(self)  # the list would keep the graph of this pass
 
     def __getstate__(self) -> dict[str, Any]:
         return base_state(self)
