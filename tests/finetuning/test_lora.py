@@ -1,6 +1,7 @@
 """LoRA: never ignored, the base keeps its bits, and merging gives the same outputs."""
 
 import copy
+import io
 import pickle
 import sys
 import warnings
@@ -491,6 +492,22 @@ def test_scales_are_those_of_the_papers():
         model = nn.Sequential(nn.Linear(8, 8))
         add_lora(model, _settings(rank=4, use_rslora=use_rslora))
         assert model[0].lora_weight.scaling == scaling
+
+
+def test_a_state_dict_of_another_scale_is_refused():
+    trained, others = nn.Sequential(nn.Linear(8, 8)), []
+    add_lora(trained, _settings(alpha=4.0))
+    for settings in (_settings(alpha=4.0), _settings(alpha=8.0), _settings(alpha=4.0, use_rslora=True)):
+        others.append(nn.Sequential(nn.Linear(8, 8)))
+        add_lora(others[-1], settings)
+    saved = io.BytesIO()
+    torch.save(pickle.loads(pickle.dumps(copy.deepcopy(trained))).state_dict(), saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    others[0].load_state_dict(state)
+    for other in others[1:]:
+        with pytest.raises(RuntimeError, match=r"0\.lora_weight was trained with a scale of 2 .*, and has one of"):
+            other.load_state_dict(state, strict=False)
 
 
 def test_initial_values_follow_the_seed_and_draw_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ class LowRank(AddedParameters):
         self.B = nn.Parameter(weight.new_empty(outputs, rank))
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters(generator)
+        self.register_state_dict_post_hook(_note_scaling)
+        self.register_load_state_dict_pre_hook(_refuse_other_scaling)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values, with which the change is zero."""
@@ -75,6 +78,29 @@ class LowRank(AddedParameters):
     def extra_repr(self) -> str:
         """Return the settings, for the print of a model."""
         return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def _note_scaling(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Save the scale beside the version of the module, as matrices that are scaled otherwise are another change."""
+    local_metadata["scaling"] = module.scaling
+
+
+def _refuse_other_scaling(
+    module: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    saved = local_metadata.get("scaling", module.scaling)
+    if saved != module.scaling:
+        error_msgs.append(
+            f"{prefix.rstrip('.')} was trained with a scale of {saved:g} (alpha / rank, or alpha / sqrt(rank) with "
+            f"use_rslora), and has one of {module.scaling:g} in the model: build it with the alpha of the training."
+        )
 
 
 def _fill(parameter: Tensor, distribution: str, generator: torch.Generator | None) -> None:
