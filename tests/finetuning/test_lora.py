@@ -346,8 +346,10 @@ def test_a_second_one_is_refused():
     trained = model[0].lora_weight.B.clone()
     with pytest.raises(ValueError, match=r"has LoRA already, and a second one would reset it: merge\(model\) first"):
         add_lora(model, _settings())
-    with pytest.raises(ValueError, match="has LoRA already, with other layers, ranks or scales"):
+    with pytest.raises(ValueError, match="has LoRA already, with other layers, ranks, scales or dropout"):
         lora_report(model, _settings(rank=3))
+    with pytest.raises(ValueError, match="has LoRA already, with other layers, ranks, scales or dropout"):
+        lora_report(model, _settings(dropout=0.1))
     assert torch.equal(model[0].lora_weight.B, trained)
     merge(model)
     add_lora(model, _settings())

@@ -154,19 +154,24 @@ def lora_report(model: nn.Module, settings: LoRASettings) -> LoRAReport | None:
     Raises:
         ValueError: If it was added with other settings.
     """
-    present = {id(part): (part.rank, part.alpha, part.use_rslora) for part in _low_ranks(model)}
+    present = {id(part): (part.rank, part.alpha, part.use_rslora, part.dropout.p) for part in _low_ranks(model)}
     if not present:
         return None
     changes, saved = _plan(model, settings)
     planned = {
-        id(getattr(owner, CHANGE + weight, None)): (change.rank, settings.alpha, settings.use_rslora)
+        id(getattr(owner, CHANGE + weight, None)): (
+            change.rank,
+            settings.alpha,
+            settings.use_rslora,
+            settings.dropout,
+        )
         for change in changes
         for _, owner, weight in change.places
     }
     if planned != present:
         raise ValueError(
-            f"{type(model).__name__} has LoRA already, with other layers, ranks or scales: merge(model) first, or "
-            "build the model anew."
+            f"{type(model).__name__} has LoRA already, with other layers, ranks, scales or dropout: merge(model) "
+            "first, or build the model anew."
         )
     return _report(model, changes, saved)
 
