@@ -499,9 +499,9 @@ def test_scales_are_those_of_the_papers():
 def test_a_state_dict_of_another_scale_is_refused():
     trained, others = nn.Sequential(nn.Linear(8, 8)), []
     add_lora(trained, _settings(alpha=4.0))
-    for settings in (_settings(alpha=4.0), _settings(alpha=8.0), _settings(alpha=4.0, use_rslora=True)):
+    for scale in ({"alpha": 4.0}, {"alpha": 8.0}, {"alpha": 4.0, "use_rslora": True}):
         others.append(nn.Sequential(nn.Linear(8, 8)))
-        add_lora(others[-1], settings)
+        add_lora(others[-1], _settings(**scale))
     saved = io.BytesIO()
     torch.save(pickle.loads(pickle.dumps(copy.deepcopy(trained))).state_dict(), saved)
     saved.seek(0)

@@ -53,8 +53,9 @@ class LowRank(AddedParameters):
         self.B = nn.Parameter(weight.new_empty(outputs, rank))
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters(generator)
-        self.register_state_dict_post_hook(_note_scaling)
-        self.register_load_state_dict_pre_hook(_refuse_other_scaling)
+        untyped: Any = self
+        untyped.register_state_dict_post_hook(_note_scaling)
+        untyped.register_load_state_dict_pre_hook(_refuse_other_scaling)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values, with which the change is zero."""
