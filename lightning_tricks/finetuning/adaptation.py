@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -14,6 +17,9 @@ from torch import nn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.added_parameters import added_modules
+
+_log = logging.getLogger("lightning.pytorch.tricks.finetuning")
 
 
 class AdaptationCallback(TrickCallback):
@@ -62,11 +68,20 @@ class AdaptationCallback(TrickCallback):
 
     def _adapt(self, pl_module: LightningModule) -> None:
         self._installed.close()
+        is_new = not any(added_modules(pl_module))
         try:
             self.report = self.adapt(pl_module)
         except ValueError as error:
             raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         rank_zero_info(f"{type(self).__name__}: {self.report}")
+        if is_new and _is_lost_after_fit(pl_module.trainer):
+            _log.warning(
+                "%s: this strategy trains in processes that it spawns or forks, and what they add to the module does "
+                "not come back: after the fit, the module has no trained changes, and is another model than the "
+                "trained one. Add them before the fit, as by add_lora(module, LoRASettings(...)), or evaluate a "
+                "checkpoint.",
+                type(self).__name__,
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse callbacks that have copied the module, to average its weights, before it had the new parameters."""
@@ -91,3 +106,9 @@ class AdaptationCallback(TrickCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
+
+
+def _is_lost_after_fit(trainer: Trainer) -> bool:
+    """Whether this is rank 0 in a process that was started for the fit, which gives back no new names of weights."""
+    is_started = trainer.strategy.launcher is not None and multiprocessing.parent_process() is not None
+    return is_started and trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero

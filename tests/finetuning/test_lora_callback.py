@@ -1,6 +1,7 @@
 """The callback LoRA in the Trainer: when it acts, and that what it added survives everything."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from lightning_tricks import (
     TricksMixin,
     isolated_rng,
 )
-from lightning_tricks.finetuning import merge
+from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork, full, loader, real_fp16
 from tests.finetuning.models import encoder_layer
 
@@ -170,6 +171,26 @@ def test_two_ranks_are_one_process(tmp_path):
         for name, value in one.items():
             torch.testing.assert_close(rank[name], value, rtol=1e-4, atol=1e-5, msg=name)
             assert torch.equal(rank[name], two[0][name])
+
+
+@pytest.mark.parametrize("is_added_before", [False, True])
+def test_what_forked_ranks_add_does_not_come_back_and_that_is_said(is_added_before, tmp_path):
+    """Lightning loads what the ranks trained into the module with strict=False."""
+    with isolated_rng(seed=0):
+        module = Net()
+    if is_added_before:
+        add_lora(module, LoRASettings(4))
+    handler = logging.FileHandler(tmp_path / "log")
+    logger = logging.getLogger("lightning.pytorch.tricks.finetuning")
+    logger.addHandler(handler)
+    try:
+        _trainer(LoRA(4), strategy="ddp_fork", devices=1, max_epochs=1).fit(module, loader())
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    said = "after the fit, the module has no trained changes" in (tmp_path / "log").read_text()
+    assert said != is_added_before
+    assert any(value.any() for name, value in _changes(module).items() if name.endswith(".B")) == is_added_before
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator")
