@@ -33,9 +33,11 @@ class LoRA(AdaptationCallback):
         rank_pattern: Pattern over names of target modules -> their rank; the first that matches counts.
         use_rslora: Whether the change is `alpha / sqrt(rank) * B @ A`.
 
-    Initial values are drawn by a generator of their own, seeded as torch was. Under `ModelParallelStrategy` the layers
-    must be there before `configure_model` shards them. A module that is compiled already is refused: pass
-    `torch.compile(module)` to the Trainer, which compiles what it finds in the first step, or call `add_lora` first.
+    Initial values are drawn by a generator of their own, seeded as torch was. Strategies that spawn or fork processes,
+    such as `ddp_spawn` and `ddp_notebook`, give nothing back that was added there: call `add_lora` before the fit, or
+    evaluate a checkpoint. Under `ModelParallelStrategy` the layers must be there before `configure_model` shards them.
+    A module that is compiled already is refused: pass `torch.compile(module)` to the Trainer, which compiles what it
+    finds in the first step, or call `add_lora` first.
 
     Attributes:
         report: The `LoRAReport` of the last run, None before.

@@ -110,7 +110,8 @@ def add_lora(
 
     The weights themselves keep their identity, names and values, so that a checkpoint of the plain model has the names
     of this one, but for the new `<layer>.lora_<weight>.A` and `.B`. At first the changes are zero. A weight that
-    several layers share has one change, in all of them.
+    several layers share has one change, in all of them. What is written into a weight that was read from its layer, as
+    by `nn.init`, is lost: tie and initialize weights, and apply weight_norm or pruning, before this.
 
     Args:
         model: The model; nothing is changed if an error is raised.
