@@ -322,10 +322,16 @@ def test_tied_weights_have_one_change(targets):
     assert report.added == 2 * 12 + 2 * 8 == sum(p.numel() for p in model.parameters() if p.requires_grad)
     disturb(model)
     assert torch.equal(model.embedding.weight, model.decoder.weight)
-    tokens, after = TOKENS, model(TOKENS)
+    after = model(TOKENS)
+    doubled = {name: 2 * value for name, value in model.named_parameters()}
+    torch.func.functional_call(model, doubled, (TOKENS,))
+    assert all(parameter.is_leaf for parameter in model.parameters())
+    assert sum("lora_" in name for name in model.state_dict()) == 2
+    assert torch.equal(copy.deepcopy(model)(TOKENS), after)
     merge(model)
     assert model.embedding.weight is model.decoder.weight
-    torch.testing.assert_close(model(tokens), after)
+    assert not any("lora_" in name for part in model.modules() for name in vars(part))
+    torch.testing.assert_close(model(TOKENS), after)
 
 
 @pytest.mark.trap("finetuning: a module used in two places is adapted in one")

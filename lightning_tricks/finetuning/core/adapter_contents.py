@@ -13,7 +13,7 @@ from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.adapter_config import targets_for, values_and_patterns
 from lightning_tricks.finetuning.core.adapter_format import is_transposed
 from lightning_tricks.finetuning.core.class_extension import class_below
-from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import LoRA, changes_of, transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
 Place = tuple[str, str]  # the qualified name of a layer, and the name of its weight
@@ -23,10 +23,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def changed_weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, LowRank]]:
     """Yield the changed weights of a model; a weight that layers share comes once for each."""
     for name, module in modules.items():
-        if isinstance(module, LoRA):
-            for child, part in module.named_children():
-                if isinstance(part, LowRank):
-                    yield (name, child.removeprefix(CHANGE)), part
+        for weight, change in changes_of(module).items():
+            yield (name, weight), change
 
 
 def attention_of(layer: str, modules: Mapping[str, nn.Module]) -> str | None:

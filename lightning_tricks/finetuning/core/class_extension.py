@@ -76,9 +76,7 @@ def _computed(name: str) -> property:
         return self.compute_weight(name)
 
     def write(self: Any, value: Any) -> None:
-        vars(self)[name] = (
-            value  # what a hook such as that of spectral_norm or of pruning sets before each forward pass
-        )
+        vars(self)[name] = value  # what a hook sets before each forward pass, such as that of spectral_norm
 
     def delete(self: Any) -> None:
         del vars(self)[name]  # as `remove_weight_norm` does before it registers a parameter

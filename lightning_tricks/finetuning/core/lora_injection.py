@@ -26,7 +26,7 @@ from lightning_tricks.finetuning.core.injection import (
     select_saved,
     without_excluded,
 )
-from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, kind_for, transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, changes_of, kind_for, transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank
 from lightning_tricks.finetuning.core.targets import (
     as_patterns,
@@ -141,8 +141,11 @@ def add_lora(
     changed: dict[nn.Module, list[str]] = {}
     for change in changes:
         low_rank = _make_low_rank(change, settings, generator)
-        for _, owner, weight in change.places:
-            owner.add_module(CHANGE + weight, low_rank)
+        for place, (_, owner, weight) in enumerate(change.places):
+            if place == 0:
+                owner.add_module(CHANGE + weight, low_rank)
+            else:  # the state dict has it once
+                vars(owner)[CHANGE + weight] = low_rank
             changed.setdefault(owner, []).append(weight)
     for module, weights in changed.items():
         extend(module, kind_for(module), tuple(weights))
@@ -208,14 +211,14 @@ def merge(model: nn.Module) -> nn.Module:
     parametrized: list[tuple[nn.Module, str, Tensor]] = []
     for name, module in layers:
         check_restorable(module, LoRA)
-        for weight in _changed_weights(module):
+        for weight in changes_of(module):
             registered = registered_tensor(module, weight)
             if registered is None:
                 parametrized.append((module, weight, _merged_parametrization(name, module, weight)))
             elif id(registered) not in merged:
                 merged[id(registered)] = _merged(name, module, weight)
     for _, module in layers:
-        weights = _changed_weights(module)
+        weights = changes_of(module)
         restore(module, LoRA)
         for weight in weights:
             delattr(module, CHANGE + weight)
@@ -373,10 +376,6 @@ def _low_ranks(model: nn.Module) -> list[LowRank]:
     return [part for part in model.modules() if isinstance(part, LowRank)]
 
 
-def _changed_weights(module: nn.Module) -> list[str]:
-    return [name.removeprefix(CHANGE) for name, part in module.named_children() if isinstance(part, LowRank)]
-
-
 def _merged(name: str, module: Any, weight: str) -> Tensor:
     """Return a weight with its change, computed in at least fp32."""
     base: Tensor = module.base_weight(weight)
@@ -386,7 +385,7 @@ def _merged(name: str, module: Any, weight: str) -> Tensor:
             "whole model, loaded from a checkpoint."
         )
     dtype = torch.promote_types(base.dtype, torch.float32)
-    change: LowRank = getattr(module, CHANGE + weight)
+    change: LowRank = changes_of(module)[weight]
     return base.to(dtype) + change.change(base.shape, dtype)
 
 

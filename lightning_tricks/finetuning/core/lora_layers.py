@@ -28,8 +28,6 @@ CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_
 class LoRA:
     """A mixin for modules some of whose weights are changed: they are computed whenever they are read."""
 
-    _is_in_side_branch = False
-
     def base_weight(self, name: str) -> Tensor:
         """Return the weight without the change."""
         value: Any = registered_tensor(self, name)
@@ -162,6 +160,12 @@ class RecurrentLoRA(_ComputedOnce):
 
     def __getstate__(self) -> dict[str, Any]:
         return base_state(self)
+
+
+def changes_of(module: nn.Module) -> dict[str, LowRank]:
+    """Return name of a weight -> its change, for the changed weights of a module; a tied one need not be registered."""
+    parts = {**dict(module.named_children()), **vars(module)}
+    return {name.removeprefix(CHANGE): part for name, part in parts.items() if isinstance(part, LowRank)}
 
 
 def kind_for(module: nn.Module) -> type[LoRA]:
