@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.patterns import strip_compile_prefix
 
 _log = logging.getLogger("lightning.pytorch.tricks.finetuning")
 
@@ -37,6 +38,7 @@ class AdaptationCallback(TrickCallback):
     def __init__(self) -> None:
         self.report = None
         self._installed = ExitStack()  # between setup and teardown
+        self._unused = UnusedParameterCheck(type(self).__name__)
 
     def adapt(self, module: LightningModule) -> Any:
         """Add the parameters to a module, unless it has them, and return a report.
@@ -96,16 +98,33 @@ class AdaptationCallback(TrickCallback):
                         f"{other}, and create the layers in __init__, not in setup or configure_model."
                     )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to look for parameters without a gradient."""
+        self._unused.start({strip_compile_prefix(name): one for name, one in pl_module.named_parameters()})
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for parameters without a gradient."""
+        self._unused.after_backward(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Warn about parameters without a gradient."""
+        self._unused.after_batch(trainer)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what `setup` installed."""
         self._installed.close()
+        self._unused.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove what `setup` installed."""
         self._installed.close()
+        self._unused.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack()}
+        fresh = {"_installed": ExitStack(), "_unused": UnusedParameterCheck(type(self).__name__)}
+        return super().__getstate__() | fresh
 
 
 def _is_lost_after_fit(trainer: Trainer) -> bool:

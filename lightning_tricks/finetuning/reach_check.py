@@ -1,4 +1,4 @@
-"""The check that every module with added parameters is reached in training and in evaluation, and gets a gradient."""
+"""The check that every module with added parameters is reached in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
-from lightning_tricks.finetuning.core.reach import Reach, is_compiled, parameters_without_gradient, watching_reach
+from lightning_tricks.finetuning.core.reach import Reach, is_compiled, watching_reach
 
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(
@@ -25,13 +25,12 @@ class ReachCheckingCallback(AdaptationCallback):
     """The base of callbacks whose modules are checked in the first batch of training and in that of evaluation.
 
     A module that is never called, because the one around it reads its weights, is an error; one that the batch did not
-    need, and a parameter without a gradient, are named in a warning. The hooks are disabled after these batches.
+    need is named in a warning. The hooks are disabled after these batches.
     Compiled modules are not checked: what is called in them cannot be seen.
     """
 
     _watch: ExitStack | None = None  # during a batch
     _reach: Reach | None = None
-    _without_gradient: set[str] | None = None
 
     def adapted(self, module: LightningModule) -> Collection[str]:
         """Return the qualified names of the modules whose `forward` has to run."""
@@ -41,7 +40,7 @@ class ReachCheckingCallback(AdaptationCallback):
         """Prepare the checks of a run."""
         for name in (*_TRAINING, *_EVALUATION):
             vars(self).pop(name, None)  # they are disabled since the last run
-        self._watch = self._reach = self._without_gradient = None
+        self._watch = self._reach = None
         super().setup(trainer, pl_module, stage)
 
     def _start(self, pl_module: LightningModule) -> None:
@@ -79,21 +78,12 @@ class ReachCheckingCallback(AdaptationCallback):
         """Watch which modules are called."""
         self._start(pl_module)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look which parameters have a gradient; in manual optimization each backward pass may be of a part."""
-        found = parameters_without_gradient(pl_module)
-        self._without_gradient = found if self._without_gradient is None else self._without_gradient & found
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report what was not called, or has no gradient."""
         self._end("training", _TRAINING)
-        if self._without_gradient:
-            rank_zero_warn(
-                f"{type(self).__name__}: after the first batch {len(self._without_gradient)} trainable parameters have "
-                f"no gradient: {list_names(sorted(self._without_gradient))}."
-            )
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

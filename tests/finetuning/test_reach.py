@@ -102,7 +102,7 @@ def test_what_a_batch_does_not_use_is_a_warning():
     words = [str(warning.message) for warning in caught if "_Watched" in str(warning.message)]
     assert len(words) == 3
     assert "training did not use 1 of 2" in words[0]
-    assert "2 trainable parameters have no gradient: unused.0.bias, unused.0.weight." in words[1]
+    assert "2 trainable parameters got no gradient: unused.0.weight, unused.0.bias." in words[1]
     assert "evaluation did not use 1 of 2" in words[2]
 
 

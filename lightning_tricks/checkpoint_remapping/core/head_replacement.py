@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
@@ -54,8 +55,11 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
 
 
 def _find_head(model: nn.Module) -> str:
+    added = tuple(f"{name}." for name, _ in added_modules(model))  # LoRA and adapters
     layers: list[tuple[str, nn.Module]] = [
-        (name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))
+        (name, module)
+        for name, module in model.named_modules()
+        if list(module.parameters(recurse=False)) and not f"{name}.".startswith(added or "\0")
     ]
     candidates: list[str] = [name for name, module in layers if isinstance(module, nn.Linear | nn.Conv2d)]
     if not layers or not candidates:

@@ -127,9 +127,11 @@ class Allowed:
             others = f" ({problems[0]})" if wrong else ""
             raise NothingLoadedError(f"No tensor of {source} fits {model}{others}: {alignment.diagnosis}")
         if problems:
+            is_adapted = any(".lora_" in f".{name}" for name in unexpected)
+            remedy = "The file has changes of LoRA: call add_lora(model) first, as in training. " * is_adapted
             raise CheckpointError(
-                f"{source} does not fit {model}, which was not modified. {'; '.join(problems)}. {num_loaded} of "
-                f"{alignment.total} tensors would load: {alignment.diagnosis}"
+                f"{source} does not fit {model}, which was not modified. {'; '.join(problems)}. {remedy}{num_loaded} "
+                f"of {alignment.total} tensors would load: {alignment.diagnosis}"
             )
 
 

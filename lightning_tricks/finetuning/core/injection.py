@@ -53,7 +53,7 @@ def make_report(
     what: str,
     kind: type[AddedParameters],
     targets: Mapping[str, nn.Module],
-    saved: Iterable[str],
+    saved: Mapping[str, nn.Module],
     remark: str = "",
 ) -> InjectionReport:
     """Count what a kind of added modules, which the targets were given, brings to a model."""
@@ -61,12 +61,17 @@ def make_report(
     return InjectionReport(
         what,
         {name: class_below(module).__name__ for name, module in targets.items()},
-        tuple(saved),
+        trained_whole(saved),
         sum(parameter.numel() for part in parts_of(model, kind) for parameter in part.parameters()),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for parameter in parameters),
         remark,
     )
+
+
+def trained_whole(saved: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Return the names of modules all of whose parameters are trained."""
+    return tuple(name for name, part in saved.items() if all(one.requires_grad for one in part.parameters()))
 
 
 def parts_of(model: nn.Module, kind: type[AddedParameters]) -> list[AddedParameters]:

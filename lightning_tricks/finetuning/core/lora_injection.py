@@ -24,6 +24,7 @@ from lightning_tricks.finetuning.core.injection import (
     freeze_base,
     generator_or_new,
     select_saved,
+    trained_whole,
     without_excluded,
 )
 from lightning_tricks.finetuning.core.lora_layers import CHANGE, LoRA, changes_of, kind_for, transposed_linear
@@ -346,7 +347,7 @@ def _report(model: nn.Module, changes: Sequence[_Change], saved: Mapping[str, nn
     return LoRAReport(
         {change.label: (_kind_of_layer(change.places[0][1]), change.rank) for change in changes},
         tuple(_further_names(model, changes)),
-        tuple(saved),
+        trained_whole(saved),
         sum(parameter.numel() for part in _low_ranks(model) for parameter in part.parameters()),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for parameter in parameters),

@@ -1,4 +1,4 @@
-"""Find out which modules of a model a batch reaches, and which of their parameters have no gradient."""
+"""Find out which modules of a model a batch reaches."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ def watching_reach(model: nn.Module, names: Iterable[str]) -> Iterator[Reach]:
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of a model is compiled, so that what is overridden in it would be compiled as well."""
     return any(compiled_module(part) is not None or compiles_in_place(part) for part in model.modules())
-
-
-def parameters_without_gradient(model: nn.Module) -> set[str]:
-    """Return the names of the trainable parameters that have no gradient."""
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None}
 
 
 def _module_around(model: nn.Module, name: str) -> nn.Module:
