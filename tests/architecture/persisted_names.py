@@ -30,6 +30,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from safetensors import safe_open
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -40,6 +41,7 @@ from lightning_tricks import (
     AGC,
     AutoResume,
     GradientClipping,
+    TrainableCheckpoint,
     Tricks,
     align,
     count_flops,
@@ -47,6 +49,7 @@ from lightning_tricks import (
     summarize_model,
 )
 from lightning_tricks.cli import main
+from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
 from tests.contract.cases import CASES
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Lab, Net, loader
@@ -55,7 +58,10 @@ ROOT = Path(__file__).parents[2]
 LISTING = Path(__file__).with_suffix(".txt")
 _OF_LIGHTNING = ("callbacks", "state_dict", "loops", "optimizer_states", "lr_schedulers", "epoch", "global_step")
 _SAYS_WHAT_IT_IS = ("kind", "moment", "format")  # keys whose values are names as well
-_NAMED_BY_OTHERS = ("values", "lost", "fingerprint", "gradients", "masks", "arguments")  # keys whose keys are a user's
+_NAMED_BY_OTHERS = (  # keys whose keys are a user's
+    *("values", "lost", "fingerprint", "gradients", "masks", "arguments"),
+    *("state_dict", "rank_pattern", "alpha_pattern"),
+)
 _SPECS = ("OptimizerSpec", "ScheduleSpec", "AGC", "ClipValue", "PercentileClip", "ZScoreClip")
 
 
@@ -291,9 +297,9 @@ def _state_of_callbacks(folder: Path) -> Iterator[str]:
     """What each callback adds to a checkpoint in the middle of an epoch, and to that of AutoResume."""
     lab = Lab(folder / "states")
     methods = (lightning_tricks.AGC(0.1), lightning_tricks.PercentileClip(), lightning_tricks.ZScoreClip())
-    makers: list[Any] = [case.make for name, case in CASES.items() if name != "AutoResume"]
-    makers += [lambda method=method: GradientClipping(method=method) for method in methods]
-    for make in makers:
+    makers: list[Any] = [(case.make, case.net) for name, case in CASES.items() if name != "AutoResume"]
+    makers += [(lambda method=method: GradientClipping(method=method), {}) for method in methods]
+    for make, lab.net in makers:
         callback, directory = make(), folder / "states" / str(len(list(lab.folder.glob("*"))))
         try:
             lab.fit([callback, AutoResume(directory), Interrupts(3)], probe=False)
@@ -305,6 +311,22 @@ def _state_of_callbacks(folder: Path) -> Iterator[str]:
         for rank in states["auto_resume"]["ranks"]:
             yield from (name for name in paths_in(rank["callbacks"], "ranks[].callbacks") if name.count("."))
         yield from paths_in(callback.state_dict(), f"{type(callback).__name__}.state_dict()")
+
+
+def _small_checkpoint(folder: Path) -> Iterator[str]:
+    """What a checkpoint has that leaves weights out, and the files of an adapter."""
+    module = Net()
+    module.net[0].requires_grad_(False)
+    trainer = Trainer(callbacks=[TrainableCheckpoint()], **{**QUIET, "max_epochs": 1})
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(folder / "small.ckpt")
+    yield from _added_to(folder / "small.ckpt")
+    add_lora(module, LoRASettings(rank=2))
+    save_adapter(module.net, folder / "adapter")
+    yield from (name for name in files_in(folder / "adapter") if "auto_mapping" not in name)
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as file:
+        yield from (f"adapter_model.safetensors: metadata {name}" for name in file.metadata())
+        yield from (f"adapter_model.safetensors: {name}" for name in file.keys())  # noqa: SIM118  # it is no dict
 
 
 def _ensembles(folder: Path) -> Iterator[str]:
@@ -341,9 +363,10 @@ def _files(folder: Path) -> Iterator[str]:
     logger = CSVLogger(folder / "written" / "logs", name="", version=0)
     options = {**QUIET, "logger": logger, "log_every_n_steps": 1, "max_epochs": 1, "limit_train_batches": 2}
     changed = {"ImageLogger": {"every_n_epochs": 1}, "MetricsMonitor": {"plots": True}}
+    changed["GradualUnfreezing"] = {"schedule": {0: "*"}}
     for name, case in CASES.items():
         if name != "AutoResume":
-            Trainer(callbacks=[case.make(**changed.get(name, {}))], **options).fit(Net(), loader())
+            Trainer(callbacks=[case.make(**changed.get(name, {}))], **options).fit(Net(**case.net), loader())
     os.chdir(folder)
     yield from files_in(folder / "written")
     for path in (folder / "written").glob("recorded/*"):
@@ -422,6 +445,7 @@ _SECTIONS: dict[str, Any] = {
     "Arguments, in YAML and hyper-parameters": _arguments,
     "State of callbacks in checkpoints": _state_of_callbacks,
     "AutoResume's part of a checkpoint, and its directory": _of_auto_resume,
+    "Checkpoints without what did not train, and files of adapters": _small_checkpoint,
     "Checkpoints of ensembles": _ensembles,
     "Files": _files,
     "Logged keys": _demo,
