@@ -5,8 +5,9 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
-from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE
-from lightning_tricks.finetuning.core.lora_injection import LoRAReport, LoRASettings, add_lora, lora_report
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, InjectionReport
+from lightning_tricks.finetuning.core.lora_injection import add_lora, lora_report
+from lightning_tricks.finetuning.core.lora_plan import LoRASettings
 
 
 class LoRA(AdaptationCallback):
@@ -40,7 +41,7 @@ class LoRA(AdaptationCallback):
     finds in the first step, or call `add_lora` first.
 
     Attributes:
-        report: The `LoRAReport` of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -80,6 +81,6 @@ class LoRA(AdaptationCallback):
             rank, alpha, target_modules, exclude, modules_to_save, dropout, rank_pattern, use_rslora
         )
 
-    def adapt(self, module: LightningModule) -> LoRAReport:
+    def adapt(self, module: LightningModule) -> InjectionReport:
         """Add the changes, unless the module has them."""
         return lora_report(module, self._settings) or add_lora(module, self._settings)

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.core.injection import InjectionReport
 from lightning_tricks.finetuning.core.peft_injection import (
-    PeftReport,
     adapted_names,
     inject_peft,
     peft_config,
@@ -41,7 +41,7 @@ class PeftAdapters(ReachCheckingCallback):
     share, such as VeRA; LoRA of `nn.MultiheadAttention`; layers that are used in two places; compiled modules.
 
     Attributes:
-        report: The `PeftReport` of the last run, None before.
+        report: The `InjectionReport` of the last run, None before.
 
     Raises:
         ModuleNotFoundError: If peft is missing.
@@ -64,7 +64,7 @@ class PeftAdapters(ReachCheckingCallback):
         self.config = config
         self.submodule = submodule
 
-    def adapt(self, module: LightningModule) -> PeftReport:
+    def adapt(self, module: LightningModule) -> InjectionReport:
         """Add the adapters, unless the module has them."""
         part = self._part(module)
         return peft_report(part, self.config) or inject_peft(part, self.config)

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from packaging.version import Version
 from torch import nn
 
+from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.finetuning.core.adapter_files import load_adapter, save_adapter
-from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora, merge
 from lightning_tricks.finetuning.core.low_rank import LowRank
 from lightning_tricks.finetuning.lora import LoRA
 from tests.contract.lab import fork

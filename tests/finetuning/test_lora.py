@@ -318,7 +318,7 @@ def test_tied_weights_have_one_change(targets):
     report = add_lora(model, _settings(target_modules=targets))
     assert len(report.layers) == 1
     other = "decoder" if targets == "embedding" or isinstance(targets, list) else "embedding"
-    assert f"the same weights, with the same change, are in {other}.weight" in str(report)
+    assert report.remark == f"The same weights, with the same change, are in {other}.weight."
     assert report.added == 2 * 12 + 2 * 8 == sum(p.numel() for p in model.parameters() if p.requires_grad)
     disturb(model)
     assert torch.equal(model.embedding.weight, model.decoder.weight)
@@ -339,7 +339,7 @@ def test_a_layer_that_is_used_twice_has_one_change_in_both_places():
     model = Twice()
     report = add_lora(model, _settings())
     assert list(report.layers) == ["first.weight"]
-    assert report.shared == ("second.weight",)
+    assert report.remark == "The same weights, with the same change, are in second.weight."
     disturb(model)
     assert model.first.lora_weight is model.second.lora_weight
 
@@ -491,7 +491,7 @@ def test_modules_to_save_are_trained_whole_and_a_head_by_default():
         "head.bias",
     }
     assert str(report) == (
-        "weights of 1 Linear are changed by 32 values; 50 of 138 values (36.23%) are trained, with all of head."
+        "Low-rank changes (rank 2) in 1 Linear add 32 values; 50 of 138 values (36.23%) are trained, with all of head."
     )
 
 

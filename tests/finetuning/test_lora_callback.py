@@ -70,7 +70,7 @@ def test_wherever_layers_are_made(where):
     assert len(trained) == 4
     assert len(trainer.optimizers[0].state) == 4, "frozen weights have optimizer state"
     assert "configure_model" not in vars(module)
-    assert "weights of 2 Linear are changed" in str(lora.report)
+    assert "Low-rank changes (rank 4) in 2 Linear add" in str(lora.report)
 
 
 def test_a_second_fit_and_other_stages_keep_what_was_learnt():

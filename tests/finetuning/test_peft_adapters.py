@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora
+from lightning_tricks.finetuning import LoRASettings, add_lora
 from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
 from lightning_tricks.finetuning.lora import LoRA
 from lightning_tricks.finetuning.peft_adapters import PeftAdapters
@@ -68,7 +68,7 @@ def test_methods(method):
     torch.testing.assert_close(model(batch), expected)
     assert report.layers == {"0": "Linear"}
     assert report.added == report.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
-    assert str(report).startswith(f"1 Linear are adapted by {report.added:,} values of peft's {method}; ")
+    assert str(report).startswith(f"Adapters of peft ({method}) in 1 Linear add {report.added:,} values; ")
     model(batch).sum().backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
 
@@ -152,7 +152,7 @@ def test_tied_weights_are_said_aloud():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     report = inject_peft(model, lora("0"))
-    assert report.shared == ("0.weight", "2.weight")
+    assert "0.weight, 2.weight" in report.remark
     assert "0.weight, 2.weight share a weight, but no adapter" in str(report)
 
 
@@ -347,7 +347,7 @@ def test_fit(submodule):
     module, callback = EvaluatedNet(), PeftAdapters({**IA3, "modules_to_save": ["4"]}, submodule=submodule)
     frozen = {name: value.clone() for name, value in module.net.state_dict().items()}
     fit(module, callback)
-    assert str(callback.report).startswith("1 Linear are adapted by 64 values of peft's IA3; 234 of ")
+    assert str(callback.report).startswith("Adapters of peft (IA3) in 1 Linear add 64 values; 234 of ")
     state = module.net.state_dict()
     assert torch.equal(state["0.base_layer.weight"], frozen["0.weight"])
     assert torch.equal(state["1.weight"], frozen["1.weight"])

@@ -11,7 +11,7 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import Place, attention_of, registered_or_computed
-from lightning_tricks.finetuning.core.lora_injection import weights_of
+from lightning_tricks.finetuning.core.lora_plan import weights_of
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
 

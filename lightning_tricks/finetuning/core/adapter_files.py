@@ -39,9 +39,9 @@ from lightning_tricks.finetuning.core.adapter_format import (
     read_adapter,
     write_adapter,
 )
-from lightning_tricks.finetuning.core.class_extension import class_below
-from lightning_tricks.finetuning.core.lora_injection import LoRAReport, LoRASettings, add_lora, weights_of
-from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.core.injection import InjectionReport
+from lightning_tricks.finetuning.core.lora_injection import add_lora, describe_lora
+from lightning_tricks.finetuning.core.lora_plan import LoRASettings, weights_of
 from lightning_tricks.finetuning.core.targets import plain_names
 
 
@@ -105,7 +105,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport:
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionReport:
     """Load LoRA from files of `save_adapter` or of the peft library, in place.
 
     A plain model gets LoRA of the ranks and scales in the files, and is frozen but for it and for what else the files
@@ -133,7 +133,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_adapter(model, folder)
         ...     print(load_adapter(plain, folder))
-        weights of 1 Linear are changed by 512 values; 512 of 5,322 values (9.62%) are trained.
+        Low-rank changes (rank 4) in 1 Linear add 512 values; 512 of 5,322 values (9.62%) are trained.
     """
     config, tensors = read_adapter(folder)
     modules = {"": model, **plain_names(model)}
@@ -170,7 +170,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoRAReport
         change.A.copy_(left.t() if change.is_transposed else right)
         change.B.copy_(right.t() if change.is_transposed else left)
     owners = dict.fromkeys(name.rpartition(".")[0] or name for name in values if name not in frozen)
-    return _report(model, modules, changes, tuple(owners))
+    return describe_lora(model, owners)
 
 
 def _add(
@@ -208,25 +208,3 @@ def _add(
 def _exactly(name: str) -> str:
     """Return a pattern that matches one name."""
     return f"re:^{re.escape(name)}$"
-
-
-def _report(
-    model: nn.Module, modules: Mapping[str, nn.Module], changes: Mapping[Place, LowRank], saved: tuple[str, ...]
-) -> LoRAReport:
-    first: dict[LowRank, str] = {}
-    layers, shared = {}, []
-    for (layer, weight), change in changes.items():
-        label = f"{layer}.{weight}".lstrip(".")
-        if first.setdefault(change, label) == label:
-            layers[label] = (class_below(modules[layer]).__name__, change.rank)
-        else:
-            shared.append(label)
-    parameters = list(model.parameters())
-    return LoRAReport(
-        layers,
-        tuple(shared),
-        saved,
-        sum(parameter.numel() for change in first for parameter in change.parameters()),
-        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        sum(parameter.numel() for parameter in parameters),
-    )

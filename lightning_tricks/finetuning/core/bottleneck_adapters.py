@@ -26,8 +26,10 @@ from lightning_tricks.finetuning.core.injection import (
     freeze_base,
     generator_or_new,
     make_report,
+    parameters_of,
     parts_of,
     select_saved,
+    trained_whole,
     unfuse,
     without_excluded,
 )
@@ -212,4 +214,5 @@ def _report(model: nn.Module, settings: AdapterSettings, plan: _Plan) -> Injecti
     wide = [name for name, widths in plan.widths.items() if bottleneck > min(widths)]
     remark = f"The bottleneck is wider than {list_names(wide)}." if wide else ""
     what = f"Adapters ({settings.kind}, bottleneck {bottleneck})"
-    return make_report(model, what, BottleneckAdapter, plan.targets, plan.saved, remark)
+    added = parameters_of(parts_of(model, BottleneckAdapter))
+    return make_report(model, what, plan.targets, added, trained_whole(plan.saved), remark)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from lightning_tricks._shared.added_parameters import AddedParameters, added_mod
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
 from lightning_tricks.finetuning.core.targets import as_patterns, select_modules
+
+T = TypeVar("T", bound=AddedParameters)
 
 DEFAULT_MODULES_TO_SAVE = ("head",)
 
@@ -23,7 +26,7 @@ class InjectionReport:
 
     Attributes:
         what: What it is, in words.
-        layers: Qualified name of each module that was given parameters -> its class.
+        layers: Qualified name of each module, or weight, that was given parameters -> the class of the layer.
         saved: The names of the modules that are trained whole.
         added: The number of values that were added.
         trainable: The number of values that are trained, with those of `saved`.
@@ -51,22 +54,39 @@ class InjectionReport:
 def make_report(
     model: nn.Module,
     what: str,
-    kind: type[AddedParameters],
-    targets: Mapping[str, nn.Module],
-    saved: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
+    added: Iterable[nn.Parameter],
+    saved: Iterable[str],
     remark: str = "",
 ) -> InjectionReport:
-    """Count what a kind of added modules, which the targets were given, brings to a model."""
+    """Count what was added to a model.
+
+    Args:
+        model: The model, with what was added.
+        what: What it is, in words.
+        layers: What was given parameters, by name.
+        added: The parameters that were added.
+        saved: The names of the modules that are trained whole.
+        remark: A sentence on what is unusual.
+    """
     parameters = list(model.parameters())
     return InjectionReport(
         what,
-        {name: class_below(module).__name__ for name, module in targets.items()},
-        trained_whole(saved),
-        sum(parameter.numel() for part in parts_of(model, kind) for parameter in part.parameters()),
+        {name: kind_of_layer(module) for name, module in layers.items()},
+        tuple(saved),
+        sum(parameter.numel() for parameter in dict.fromkeys(added)),
         sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sum(parameter.numel() for parameter in parameters),
         remark,
     )
+
+
+def kind_of_layer(module: nn.Module) -> str:
+    """Return the name of a layer's class, or of the public one of torch that it extends within torch."""
+    classes = class_below(module).__mro__
+    public = (cls for cls in classes if getattr(nn, cls.__name__, None) is cls)
+    own = classes[0] if not classes[0].__module__.startswith("torch.nn") else next(public)
+    return own.__name__
 
 
 def trained_whole(saved: Mapping[str, nn.Module]) -> tuple[str, ...]:
@@ -74,9 +94,14 @@ def trained_whole(saved: Mapping[str, nn.Module]) -> tuple[str, ...]:
     return tuple(name for name, part in saved.items() if all(one.requires_grad for one in part.parameters()))
 
 
-def parts_of(model: nn.Module, kind: type[AddedParameters]) -> list[AddedParameters]:
-    """Return the added modules of a kind."""
+def parts_of(model: nn.Module, kind: type[T]) -> list[T]:
+    """Return the added modules of a kind, each once."""
     return [part for _, part in added_modules(model) if isinstance(part, kind)]
+
+
+def parameters_of(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of several modules."""
+    return [parameter for part in parts for parameter in part.parameters()]
 
 
 def select_saved(given: str | Sequence[str], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

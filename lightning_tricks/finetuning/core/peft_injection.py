@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_tricks._shared.checks import check_choice, check_names
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
+from lightning_tricks.finetuning.core.injection import InjectionReport, make_report, parameters_of
 from lightning_tricks.finetuning.core.reach import is_compiled
 
 _ADAPTER = "default"  # peft's name for an adapter
@@ -34,41 +34,6 @@ _NEEDING_MORE = (
 )
 _LOW_RANK = ("LORA", "LOHA", "LOKR")  # whose r is a rank
 _SEEDS = 2**32
-
-
-@dataclass(frozen=True)
-class PeftReport:
-    """What `inject_peft` added.
-
-    Attributes:
-        method: The method of peft, such as "IA3".
-        layers: Qualified name of each adapted layer -> the class that it had.
-        saved: The names of the modules that are trained whole.
-        shared: The names of weights that an adapted layer shares with others, for which peft has no adapter or another.
-        added: The number of values in the adapters.
-        trainable: The number of values that are trained, in all of the model.
-        total: The number of values of the model.
-    """
-
-    method: str
-    layers: dict[str, str]
-    saved: tuple[str, ...]
-    shared: tuple[str, ...]
-    added: int
-    trainable: int
-    total: int
-
-    def __str__(self) -> str:
-        counted = ", ".join(f"{count} {kind}" for kind, count in Counter(self.layers.values()).items())
-        text = (
-            f"{counted} are adapted by {self.added:,} values of peft's {self.method}; "
-            f"{self.trainable:,} of {self.total:,} values ({self.trainable / self.total:.2%}) are trained"
-        )
-        if self.saved:
-            text += f", with all of {list_names(self.saved)}"
-        if self.shared:
-            text += f"; {list_names(self.shared)} share a weight, but no adapter"
-        return f"{text}."
 
 
 def peft_config(config: Any) -> Any:
@@ -114,7 +79,7 @@ def peft_config(config: Any) -> Any:
     return made
 
 
-def inject_peft(model: nn.Module, config: Any) -> PeftReport:
+def inject_peft(model: nn.Module, config: Any) -> InjectionReport:
     """Add the adapters of peft to a model, in place, and freeze the rest of it.
 
     Args:
@@ -162,7 +127,7 @@ def _inject(model: nn.Module, config: Any) -> None:
         raise ValueError(f"peft cannot adapt {type(model).__name__} ({type(error).__name__}: {error})") from error
 
 
-def peft_report(model: nn.Module, config: Any) -> PeftReport | None:
+def peft_report(model: nn.Module, config: Any) -> InjectionReport | None:
     """Return what `inject_peft` added to a model with this configuration; None if the model has no adapters.
 
     Raises:
@@ -345,19 +310,13 @@ def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str
             yield from names
 
 
-def _report(model: nn.Module, config: Any) -> PeftReport:
+def _report(model: nn.Module, config: Any) -> InjectionReport:
     adapters = _adapters(model)
     layers = {name: adapter for name, adapter in adapters.items() if not _is_wrapper(adapter)}
     saved = {name: adapter for name, adapter in adapters.items() if _is_wrapper(adapter)}
     whole = {id(parameter) for adapter in saved.values() for parameter in adapter.modules_to_save.parameters()}
-    inside = [parameter for layer in layers.values() for parameter in layer.parameters()]
-    parameters = list(model.parameters())
-    return PeftReport(
-        _kind(config),
-        {name: type(_base_of(layer)).__name__ for name, layer in layers.items()},
-        tuple(saved),
-        tuple(_shared_weights(model, layers)),
-        sum({id(one): one.numel() for one in inside if one.requires_grad and id(one) not in whole}.values()),
-        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        sum(parameter.numel() for parameter in parameters),
-    )
+    inside = [one for one in parameters_of(layers.values()) if one.requires_grad and id(one) not in whole]
+    shared = list(_shared_weights(model, layers))
+    remark = f"{list_names(shared)} share a weight, but no adapter." if shared else ""
+    bases = {name: _base_of(layer) for name, layer in layers.items()}
+    return make_report(model, f"Adapters of peft ({_kind(config)})", bases, inside, saved, remark)

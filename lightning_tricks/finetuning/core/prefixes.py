@@ -18,8 +18,10 @@ from lightning_tricks.finetuning.core.injection import (
     freeze_base,
     generator_or_new,
     make_report,
+    parameters_of,
     parts_of,
     select_saved,
+    trained_whole,
     unfuse,
     without_excluded,
 )
@@ -152,4 +154,5 @@ def _report(
     targets: dict[str, nn.MultiheadAttention],
     saved: dict[str, nn.Module],
 ) -> InjectionReport:
-    return make_report(model, f"Prefixes (length {settings.length})", Prefix, targets, saved)
+    added = parameters_of(parts_of(model, Prefix))
+    return make_report(model, f"Prefixes (length {settings.length})", targets, added, trained_whole(saved))

@@ -1,0 +1,147 @@
+"""Which weights of a model LoRA changes, and by which rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from lightning_tricks._shared.added_parameters import AddedParameters
+from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, select_saved, without_excluded
+from lightning_tricks.finetuning.core.lora_layers import transposed_linear
+from lightning_tricks.finetuning.core.targets import (
+    as_patterns,
+    plain_names,
+    refuse_compiled,
+    select_modules,
+    value_for,
+)
+
+_WEIGHT = re.compile(r"(^|_)weight(_|$)")
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """The arguments of `add_lora`, checked.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range, or a pattern is empty or not a regular expression.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: str | Sequence[str] = "linear"
+    exclude: str | Sequence[str] = ()
+    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
+    dropout: float = 0.0
+    rank_pattern: Mapping[str, int] | None = None
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_number("alpha", self.alpha, above=0, at_most=1e9)
+        if not 0 <= check_number("dropout", self.dropout) < 1:
+            raise ValueError(f"dropout must be a number >= 0 and < 1, got {self.dropout!r}.")
+        for name in ("target_modules", "exclude", "modules_to_save"):
+            as_patterns(name, getattr(self, name))
+        for pattern, rank in (self.rank_pattern or {}).items():
+            Pattern(pattern)
+            check_count(f"rank_pattern[{pattern!r}]", rank)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A weight that is to be changed, and all places where it is: names of modules, modules, names of the weight."""
+
+    weight: Tensor = field(repr=False)
+    rank: int
+    places: list[tuple[str, nn.Module, str]]
+
+
+def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], dict[str, nn.Module]]:
+    """Return the weights to change, each once, and the modules to train whole, without changing anything."""
+    modules = plain_names(model)
+    saved = select_saved(settings.modules_to_save, modules)
+    targets = _targets(settings, modules, saved)
+    refuse_compiled(model, targets, "LoRA")
+    ranks = {Pattern(text): rank for text, rank in (settings.rank_pattern or {}).items()}
+    select_modules("rank_pattern", list(ranks), targets, what="targets")
+    owners = _owners_of_parameters(model)
+    changes: dict[int, Change] = {}
+    for name, module in targets.items():
+        for weight in weights_of(module):
+            registered = registered_tensor(module, weight)
+            if id(registered) in changes:
+                continue
+            tensor = getattr(module, weight) if registered is None else registered
+            rank = value_for(ranks, name, settings.rank)
+            _check_rank(rank, name, weight, tensor)
+            places = [(name, module, weight)]
+            places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
+            changes[id(tensor if registered is None else registered)] = Change(tensor, rank, places)
+    return list(changes.values()), saved
+
+
+def _targets(
+    settings: LoRASettings, modules: Mapping[str, nn.Module], saved: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    rest = without_excluded(settings.exclude, saved, modules)
+    if settings.target_modules == "linear":
+        linear = (nn.Linear, nn.MultiheadAttention, *filter(None, [transposed_linear()]))
+        chosen = {name: part for name, part in rest.items() if isinstance(part, linear) and weights_of(part)}
+        if not chosen:
+            raise ValueError(f'target_modules="linear": none of the {len(rest)} modules is a linear layer.')
+        return chosen
+    patterns = as_patterns("target_modules", settings.target_modules)
+    if not patterns:
+        raise ValueError("target_modules must name at least one pattern, got none.")
+    chosen = select_modules(
+        "target_modules", patterns, rest, lambda part: bool(weights_of(part)), "layers with a matrix"
+    )
+    inside = {f"{name}.out_proj" for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
+    return {name: part for name, part in rest.items() if name in chosen or name in inside}
+
+
+def weights_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's own matrices of floating-point numbers, also of those that it computes."""
+    if isinstance(module, AddedParameters):
+        return []
+    own = {name: registered_tensor(module, name) for name, _ in module.named_parameters(recurse=False)}
+    computed = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}  # by a hook
+    if parametrize.is_parametrized(module):
+        computed |= {name: getattr(module, name) for name in module.parametrizations}  # type: ignore[union-attr]
+    parts = tuple(f"{name}_" for name in computed)  # such as `weight_g` and `weight_v` of `weight`
+    own = {name: value for name, value in own.items() if not parts or not name.startswith(parts)} | computed
+    for name, tensor in own.items():
+        if is_lazy(tensor):
+            kind = type(module).__name__
+            raise ValueError(f"{name} of a {kind} has no shape yet: run a batch through the model first.")
+    return [
+        name for name, tensor in own.items() if tensor.ndim >= 2 and tensor.is_floating_point() and _WEIGHT.search(name)
+    ]
+
+
+def _owners_of_parameters(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in {"": model, **plain_names(model)}.items():
+        for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(registered_tensor(module, own)), []).append((name, module, own))
+    return owners
+
+
+def _check_rank(rank: int, name: str, weight: str, tensor: Tensor) -> None:
+    most = min(tensor.shape[0], tensor.shape[1:].numel())
+    if rank > most:
+        raise ValueError(
+            f"rank={rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape {tuple(tensor.shape)}): "
+            f"give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, or modules_to_save={name!r} to "
+            "train it whole."
+        )
