@@ -117,7 +117,7 @@ def test_pretrained_weights_are_loaded_beside_it(tmp_path):
         assert all(value.abs().sum() > 0 for value in _changes(module).values())
 
 
-def test_in_tricks():
+def test_in_tricks(tmp_path):
     class LitNet(TricksMixin, LightningModule):
         def __init__(self, tricks=None):
             super().__init__(tricks=tricks)
@@ -134,6 +134,11 @@ def test_in_tricks():
     assert len(_changes(module)) == 2
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
     assert Tricks(**module.hparams.tricks) == tricks
+    trainer.save_checkpoint(tmp_path / "adapted.ckpt")
+    loaded = LitNet.load_from_checkpoint(tmp_path / "adapted.ckpt")
+    assert loaded.load_report.loaded == 8
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert all(value.requires_grad == ("lora_" in name) for name, value in loaded.named_parameters())
 
 
 class _Divided(Net):
