@@ -47,7 +47,7 @@ class Tricks:
     checkpoint_remapping: str | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "CheckpointRemapping"}
     )
-    gradual_unfreezing: dict[str, Any] | None = field(default=None, metadata={"callback": "GradualUnfreezing"})
+    gradual_unfreezing: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "GradualUnfreezing"})
     lora: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "LoRA"})
     adapters: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Adapters"})
     prefix_tuning: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PrefixTuning"})
@@ -109,9 +109,11 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
         required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
         if required:
             example = "{" + ", ".join(f"{name!r}: ..." for name in required) + "}"
+            first = next(iter(parameters.values()))
+            alone = "" if str(first.annotation).startswith("dict") else f", or the value of {first.name} alone"
             raise TypeError(
                 f"Tricks({trick.name}=True): {takes.__name__} has no default for {' and '.join(required)}: pass a dict "
-                f"such as {example}, or the value of {next(iter(parameters))} alone."
+                f"such as {example}{alone}."
             )
         return {}
     if isinstance(value, Mapping) and trick.name not in specs:  # a spec checks its own

@@ -152,8 +152,14 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     beside = {"optimizer": _SGD} if field.name == "schedule" else {}
     off = Tricks(**{field.name: False})
     assert off == Tricks()
-    if field.name in ("auto_resume", "run_fingerprint", "metrics"):
-        needed = {"auto_resume": "dirpath", "run_fingerprint": "path", "metrics": "metrics"}[field.name]
+    required = {
+        "auto_resume": "dirpath",
+        "run_fingerprint": "path",
+        "metrics": "metrics",
+        "gradual_unfreezing": "schedule",
+    }
+    if field.name in required:
+        needed = required[field.name]
         with pytest.raises(
             TypeError, match=rf"Tricks\({field.name}=True\): .* has no default for {needed}: pass a dict"
         ):
