@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
@@ -18,6 +19,7 @@ from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
 from lightning_tricks._lightning_compat.checkpoints import value_in_checkpoint
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.tensors import reshard_fsdp2
@@ -32,6 +34,7 @@ from lightning_tricks.finetuning.core.frozen_norms import (
     set_norm_modes_,
 )
 from lightning_tricks.finetuning.core.group_splitting import split_groups_
+from lightning_tricks.finetuning.core.reach import is_compiled
 from lightning_tricks.finetuning.core.unfreezing_schedule import (
     UnfreezingPlan,
     check_multipliers,
@@ -204,6 +207,8 @@ class GradualUnfreezing(TrickCallback):
             self._held.update(hold_norms_(pl_module, frozen))
         if changed:
             rewrap_ddp(trainer)
+            if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
+                torch.compiler.reset()  # torch 2.6 runs what it compiled for the frozen parameters
         self._unused.start({name: parameter for parameter, name in plan.names.items()})
 
     def _freezing_before(
