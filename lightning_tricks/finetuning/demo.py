@@ -32,4 +32,5 @@ def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, 
         images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
         before, after = net(images), merge(net)(images)
     share = f"{report.trainable:,} of {report.total:,} values ({report.trainable / report.total:.1%})"
-    return {"LoRA of rank 4": f"would train {share}; merged, outputs differ by {(before - after).abs().max():.0e}"}
+    difference = (before - after).abs().max()
+    return {"LoRA of rank 4": f"would train {share}; merged into the weights, outputs differ by {difference:.6f}"}
