@@ -17,7 +17,7 @@ def verify(lab: Lab, setting: Setting, callback: type = LoRA) -> None:
     ranks = lab.fit([callback(rank=3)], setting, net=arguments)
     assert len(ranks) == setting.ranks
     for rank in ranks:
-        added = {f"{layer}.lora_weight.{matrix}" for layer in _LAYERS for matrix in "AB"}
+        added = {f"{layer}.lora_weight.{matrix}" for layer in _LAYERS for matrix in ("A", "B", "scale")}
         assert rank.weights.keys() == base.keys() | added
         for name, value in base.items():
             assert torch.equal(rank.weights[name], value), name

@@ -326,7 +326,7 @@ def test_tied_weights_have_one_change(targets):
     doubled = {name: 2 * value for name, value in model.named_parameters()}
     torch.func.functional_call(model, doubled, (TOKENS,))
     assert all(parameter.is_leaf for parameter in model.parameters())
-    assert sum("lora_" in name for name in model.state_dict()) == 2
+    assert sum("lora_" in name for name in model.state_dict()) == 3  # A, B and their scale
     assert torch.equal(copy.deepcopy(model)(TOKENS), after)
     merge(model)
     assert model.embedding.weight is model.decoder.weight
@@ -539,12 +539,12 @@ def test_weights_of_the_plain_model_load_beside_the_change():
     change = model[0].lora_weight.B.clone()
     report = load_weights(model, {f"module.{name}": value for name, value in plain.items()})
     assert report.loaded == report.total == 4
-    assert "4 tensors of adapters keep their values" in str(report)
+    assert "6 tensors of adapters keep their values" in str(report)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.items())
     assert torch.equal(model[0].lora_weight.B, change)
     twin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     add_lora(twin, _settings())
-    assert load_weights(twin, model.state_dict()).loaded == 8
+    assert load_weights(twin, model.state_dict()).loaded == 10
     del (incomplete := model.state_dict())["0.lora_weight.B"]
     with pytest.raises(Exception, match=r"0\.lora_weight\.B"):
         load_weights(twin, incomplete)

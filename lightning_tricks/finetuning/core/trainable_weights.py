@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from lightning_tricks._shared.partial_checkpoints import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
+from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.finetuning.core.base_record import (
     TensorRecord,
     forget,
@@ -124,7 +123,8 @@ def complete_state_dict(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
 def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a checkpoint that `TrainableCheckpoint` made smaller into a model with the base's weights.
 
-    Nothing of the file is run. Whether the model is the one that was trained is checked before a value changes.
+    The file is read by `read_checkpoint`: nothing of it is run. Whether the model is the one that was trained is
+    checked before a value changes.
 
     Args:
         model: The model, built as before training: with the same pretrained weights in the parts that were left out.
@@ -136,7 +136,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         What `load_state_dict` returned: the names that are missing and those that are left over.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        MissingCheckpointError: If there is no such file.
         BaseMismatchError: If the model is not the one that was trained; the message lists what differs.
         ValueError: If the file is no such checkpoint.
         RuntimeError: If saved tensors do not fit the model, as in `load_state_dict`.
@@ -156,31 +156,20 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         ...     load_trainable(model, f"{folder}/small.ckpt")
         <All keys matched successfully>
     """
-    checkpoint = _read(Path(check_path("path", path, "a checkpoint")).expanduser())
+    checkpoint = _read(check_path("path", path, "a checkpoint"))
     return model.load_state_dict(complete_state_dict(model, checkpoint, strict=strict), strict=strict)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}. Is the path right?")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    found = read_checkpoint(path)
+    if RECORD_KEY not in found.metadata:
+        is_full = found.kind == "lightning"
         raise ValueError(
-            f"{path} was not read: it holds objects that are neither tensors nor plain values, or is no checkpoint "
-            f"({str(error).splitlines()[0]}). If they are hyper-parameters, leave them out by "
-            "save_hyperparameters(ignore=...), or load the file by a Trainer with TrainableCheckpoint among its "
-            "callbacks."
-        ) from error
-    except (EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged, or no checkpoint ({str(error).partition(chr(10))[0]}).") from error
-    if isinstance(checkpoint, dict) and RECORD_KEY in checkpoint:
-        return checkpoint
-    is_full = isinstance(checkpoint, dict) and {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys()
-    raise ValueError(
-        f"{path} is {'a full checkpoint of the Trainer' if is_full else 'another kind of file'}: TrainableCheckpoint "
-        "left nothing out of it. Load it with load_weights(model, path), or pass it to the Trainer as ckpt_path."
-    )
+            f"{path} is {'a full checkpoint of the Trainer' if is_full else 'another kind of file'}: "
+            "TrainableCheckpoint left nothing out of it. Load it with load_weights(model, path), or pass it to the "
+            "Trainer as ckpt_path."
+        )
+    return {**found.metadata, "state_dict": found.state_dict}
 
 
 def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord]]:
