@@ -101,6 +101,13 @@ class TrickCallback(Callback):
         """
         return False
 
+    def changes_later(self, pl_module: LightningModule) -> Collection[str]:
+        """Return the names of tensors that are frozen now and that this callback releases later in the fit.
+
+        Names are those of the state dict, without the prefixes of `torch.compile`.
+        """
+        return ()
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse `pytorch_lightning` and a second callback of the type; disable hooks that do nothing."""
         if remedy := other_import_style(type(trainer)):

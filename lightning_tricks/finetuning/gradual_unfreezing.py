@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.freezing import ParameterCount
@@ -183,6 +184,16 @@ class GradualUnfreezing(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put back what the fit changed."""
         self._close()
+
+    def changes_later(self, pl_module: LightningModule) -> Collection[str]:
+        """Return the names of what the schedule releases, and of the statistics that are frozen until then."""
+        plan = self._plan
+        if plan is None:
+            return ()
+        to_the_end = frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
+        released = set(frozen_norms(pl_module)) - set(to_the_end)
+        buffers = {f"{name}.{key}" for name in released for key, _ in pl_module.get_submodule(name).named_buffers()}
+        return {plan.names[parameter] for parameter in plan.starts} | set(map(strip_compile_prefix, buffers))
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Set again what trains: `AutoResume` has restored what trained when it saved, before the key of now."""

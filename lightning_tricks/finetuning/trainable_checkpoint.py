@@ -40,8 +40,9 @@ class TrainableCheckpoint(TrickCallback):
 
     Each checkpoint that the Trainer writes (by ModelCheckpoint, `AutoResume` or `trainer.save_checkpoint`) leaves out
     the tensors that are as they were before training, and holds 64 bits of each instead. Saved are all parameters that
-    are or were trainable, and whatever else differs from the base: statistics of BatchNorm, averaged weights, values
-    that were set by hand, new parameters such as those of `LoRA`.
+    are or were trainable, those that `GradualUnfreezing` will release, so that each checkpoint of a fit can be loaded
+    into its module, and whatever else differs from the base: statistics of BatchNorm, averaged weights, values that
+    were set by hand, new parameters such as those of `LoRA`.
 
     The base is what the module holds when its first training epoch with this callback begins, after CheckpointRemapping
     has loaded weights. It stays the base in later fits of the same module object, and in a run that is resumed. With
@@ -109,6 +110,8 @@ class TrainableCheckpoint(TrickCallback):
         """Note the base, before the first step and after whatever loads weights where a fit starts."""
         if pl_module not in _BASES:
             _BASES[pl_module] = _Base(base_fingerprints(pl_module))
+        later = {name for trick in _tricks_of(trainer) for name in trick.changes_later(pl_module)}
+        forget(_BASES[pl_module].records, pl_module, later)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what was trainable in this epoch, and may be frozen in the next."""
@@ -205,10 +208,13 @@ def _completed_with_pretrained_weights(trainer: Trainer, checkpoint: dict[str, A
         return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
     except BaseMismatchError:
         # Callbacks that load weights where a fit starts do not do so in a fit that resumes, nor in a test
-        tricks = (callback for callback in callbacks_of(trainer) if isinstance(callback, TrickCallback))
-        if not sum(trick.load_pretrained(trainer, module) for trick in tricks):
+        if not sum(trick.load_pretrained(trainer, module) for trick in _tricks_of(trainer)):
             raise
     return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
+
+
+def _tricks_of(trainer: Trainer) -> list[TrickCallback]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, TrickCallback)]
 
 
 def _sizes(checkpoint: dict[str, Any]) -> list[int]:
@@ -217,7 +223,7 @@ def _sizes(checkpoint: dict[str, Any]) -> list[int]:
 
 def _report(whole: list[int], saved: list[int]) -> None:
     if len(saved) == len(whole):
-        rank_zero_info(f"TrainableCheckpoint: saves all {len(whole):,} tensors, as none is frozen and as it was.")
+        rank_zero_info(f"TrainableCheckpoint: saves all {len(whole):,} tensors, as none stays frozen and as it was.")
         return
     rank_zero_info(
         f"TrainableCheckpoint: saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of "

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, isolated_rng, load_weights
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.finetuning import TrainableCheckpoint, load_trainable
+from lightning_tricks.finetuning import GradualUnfreezing, TrainableCheckpoint, load_trainable
 from lightning_tricks.finetuning.core.base_record import BaseMismatchError
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, loader, same, traces_on_trainer
@@ -120,6 +120,23 @@ def test_released_in_the_middle_and_frozen_again(tmp_path):
     assert lacks(tmp_path / "later.ckpt") == _FROZEN - first
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_early_checkpoint_is_tested_in_the_module_of_the_fit(tied, tmp_path):
+    """As by `ckpt_path="best"`: GradualUnfreezing has since released what was frozen in the first epoch."""
+    unfreezing = GradualUnfreezing({0: "net.2.*", 1: ["net.0.1.*", "net.1.*"]})
+    trainer = fit(tmp_path, Tuned(tied=tied), unfreezing, SavesEpochs(tmp_path), epochs=2)
+    (result,) = trainer.test(trainer.lightning_module, loader(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    (expected,) = make_trainer(tmp_path, SavesEpochs(tmp_path)).test(
+        Tuned(tied=tied), loader(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False
+    )
+    assert result == expected
+    never = {"net.0.0.weight", "net.0.0.bias", "net.0.3.weight", "net.0.3.bias"} - (
+        {"net.0.3.weight"} if tied else set()
+    )
+    assert lacks(tmp_path / "epoch=0.ckpt", Tuned(tied=tied)) == never
+    assert lacks(tmp_path / "epoch=1.ckpt", Tuned(tied=tied)) == never
+
+
 def test_what_trains_without_a_change_is_saved(tmp_path):
     """A head with a learning rate of 0 has its first random values, which a new module need not have."""
 
@@ -175,7 +192,7 @@ def test_says_once_how_much_it_saves(tmp_path, caplog):
     caplog.clear()
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(tmp_path, Tuned(), TrainableCheckpoint("*")).save_checkpoint(tmp_path / "whole.ckpt")
-    assert "saves all 12 tensors, as none is frozen and as it was" in caplog.text
+    assert "saves all 12 tensors, as none stays frozen and as it was" in caplog.text
     assert not lacks(tmp_path / "whole.ckpt")
     assert "trainable_checkpoint" not in read(tmp_path / "whole.ckpt")
 
