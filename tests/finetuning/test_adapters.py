@@ -224,6 +224,18 @@ def test_any_layer_by_pattern(kind):
     torch.testing.assert_close(weights, same_weights)
 
 
+def test_the_input_may_be_given_by_name():
+    attention, linear = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+    model = nn.ModuleDict({"attention": attention, "linear": linear})
+    add_adapters(model, AdapterSettings(3, ["attention", "linear"], kind="parallel"))
+    for part in (attention, linear):
+        nn.init.ones_(part.adapter.up_weight)
+    query, key = torch.randn(2, 4, 5, 8)
+    by_name, _ = attention(value=key, key=key, query=query)
+    assert torch.equal(by_name, attention(query, key, key)[0])
+    assert torch.equal(linear(input=query), linear(query))
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "words"),
     [

@@ -110,10 +110,10 @@ class HandsOver:
 
     handover: Handover
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer, and keep its input for the adapter."""
-        self.handover.value = input
-        return super().forward(input, *args, **kwargs)  # type: ignore[misc]
+        self.handover.value = _input(args, kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class ParallelAdapted:
@@ -122,10 +122,15 @@ class ParallelAdapted:
     adapter: BottleneckAdapter
     handover: Handover | None = None
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the layer plus that of the adapter."""
-        out = super().forward(input, *args, **kwargs)  # type: ignore[misc]
-        return _add(out, self.adapter(input if self.handover is None else self.handover.take()))
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _add(out, self.adapter(_input(args, kwargs) if self.handover is None else self.handover.take()))
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the input that a layer was given: by position, or by the name that it has in an attention or a layer."""
+    return args[0] if args else kwargs[next((name for name in ("query", "x") if name in kwargs), "input")]
 
 
 def _add(out: Any, change: Tensor) -> Any:
