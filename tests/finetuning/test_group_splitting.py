@@ -139,6 +139,39 @@ def test_splits_once():
     assert scheduler.base_lrs == [LR, LR * 2 * M]
 
 
+@pytest.mark.parametrize("by_index", [False, True])
+def test_refuses_a_scheduler_with_a_list_of_its_own(by_index):
+    """Its first step fails with the words of `zip`, or, in older releases of torch, leaves the new groups out."""
+
+    class Own(lrs.LRScheduler):
+        def __init__(self, optimizer, peaks):
+            self.peaks, self.calls = peaks, 0
+            super().__init__(optimizer)
+
+        def get_lr(self):
+            self.calls += 1
+            peaks = [self.peaks[i] for i in range(len(self.optimizer.param_groups))] if by_index else self.peaks
+            return [peak / (1 + self.last_epoch) for peak in peaks]
+
+    class Based(Own):
+        def get_lr(self):
+            self.calls += 1
+            return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = SGD([a, b], lr=LR)
+    with pytest.raises(ValueError, match="Own does not return a learning rate for each of 2 parameter groups"):
+        split_groups_(optimizer, {b: M}, [Own(optimizer, [LR])])
+    optimizer = SGD([a, b], lr=LR)
+    scheduler = Based(optimizer, [LR])
+    calls = scheduler.calls
+    split_groups_(optimizer, {b: M}, [scheduler])
+    assert scheduler.calls == calls
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [LR / 2, M * LR / 2]
+
+
 def test_refuses_what_it_cannot_split():
     head, body = _parameters()
     with pytest.raises(ValueError, match="LBFGS takes one"):

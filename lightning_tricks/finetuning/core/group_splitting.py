@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,8 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
         The number of new groups.
 
     Raises:
-        ValueError: If the optimizer takes only one group, or what a scheduler keeps for each group is not known. The
-            optimizer is then not modified.
+        ValueError: If the optimizer takes only one group, or what a scheduler keeps for each group is not known. Only
+            if that shows in the number of learning rates that it then returns, groups have been split already.
 
     Example:
         >>> import torch
@@ -64,7 +65,8 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
         return 0
     if isinstance(optimizer, LBFGS) and len(parts) > 1:
         raise ValueError("LBFGS takes one parameter group, so it cannot have several learning rates.")
-    changes = [change for one in _all_schedulers(schedulers) for change in _expanded(one, parts, before)]
+    everyone = _all_schedulers(schedulers)
+    changes = [change for one in everyone for change in _expanded(one, parts, before)]
     new = [_group(groups[part.source], part, in_place=place < before) for place, part in enumerate(parts)]
     for group, changed in zip(groups, new[:before], strict=True):
         group.update(changed)
@@ -77,6 +79,8 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
             set_last_lr(scheduler, values)
         else:
             setattr(scheduler, name, values)
+    for scheduler in everyone:
+        _check_rates(scheduler, len(parts))
     return len(parts) - before
 
 
@@ -140,3 +144,26 @@ def _expanded(scheduler: Any, parts: Sequence[_Part], groups: int) -> Iterator[t
                 f"{type(scheduler).__name__} has {len(values)} {name} for {groups} parameter groups of its optimizer."
             )
         yield scheduler, name, [values[p.source] * p.factor if are_rates else values[p.source] for p in parts]
+
+
+def _check_rates(scheduler: Any, groups: int) -> None:
+    """Refuse a scheduler that is not torch's and keeps a list of its own, which would leave new groups out."""
+    if not isinstance(scheduler, LRScheduler) or type(scheduler).__module__.startswith("torch."):
+        return
+    before = dict(vars(scheduler))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is called outside of `step`
+            count = len(scheduler.get_lr())
+    except NotImplementedError:  # it has a `step` of its own
+        return
+    except IndexError:
+        count = 0
+    finally:
+        vars(scheduler).update(before)
+    if count != groups:
+        raise ValueError(
+            f"{type(scheduler).__name__} does not return a learning rate for each of {groups} parameter groups: it "
+            "keeps something for each group that is not known. Make the groups with their learning rates in "
+            "configure_optimizers instead."
+        )
