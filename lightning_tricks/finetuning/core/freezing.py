@@ -69,6 +69,7 @@ def freeze_(module: nn.Module, *patterns: str, norm: bool = True) -> ParameterCo
             all parameters.
         norm: Whether normalisation with running statistics, such as BatchNorm, is kept in evaluation mode where its
             parameters are frozen: `train()` does not wake it, and its statistics stay as they are, until `unfreeze_`.
+            Convert to SyncBatchNorm before, as that makes new modules.
 
     Returns:
         The number of parameters that match; a tied parameter matches by any of its names, and counts once.
