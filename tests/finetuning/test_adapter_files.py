@@ -501,3 +501,45 @@ def test_nothing_to_save(tmp_path):
     with pytest.raises(ValueError, match="has no or a part of the values"):
         save_adapter(model.to("meta"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
+    def make():
+        return nn.ModuleDict(
+            {"body": nn.Linear(6, 8), "head": nn.Linear(8, 2), "aux": nn.ModuleDict({"head": nn.Linear(8, 2)})}
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft would take both
+        save_adapter(model := adapted(make, target_modules="body", modules_to_save="head"), tmp_path)
+    load_adapter(plain := seeded(make), tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect")),
+            "Conv2d with groups, dilation or",
+        ),
+        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "used as 0, 1"),
+    ],
+)
+def test_what_peft_computes_otherwise_is_named(make, words, tmp_path):
+    model = adapted(make, target_modules="0", modules_to_save=())
+    with pytest.warns(UserWarning, match=words):
+        save_adapter(model, tmp_path)
+
+
+def test_the_scale_of_the_file_is_that_of_the_model(tmp_path):
+    """So that a checkpoint of the loaded model is one of this scale."""
+    save_adapter(model := adapted(linear, alpha=3.0, use_rslora=True), tmp_path)
+    load_adapter(plain := seeded(linear), tmp_path)
+    assert plain.load_state_dict(model.state_dict())
+    assert model.load_state_dict(plain.state_dict())
+
+
+def test_names_that_are_not_ambiguous_are_a_list(tmp_path):
+    save_adapter(adapted(linear), tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["0", "2"]

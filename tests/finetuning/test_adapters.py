@@ -390,3 +390,11 @@ def test_lora_and_adapters_work_together(lora_first, kind):
     torch.testing.assert_close(run(model), out, rtol=1e-4, atol=1e-4)
     _wake(model, seed=3)
     assert not torch.allclose(run(model), out, atol=1e-3), "the adapters went with LoRA"
+
+
+def test_initial_values_are_those_of_a_linear_layer():
+    model = nn.Sequential(nn.Linear(8, 64))
+    add_adapters(model, AdapterSettings(bottleneck=16, target_modules="0"))
+    down = model[0].adapter.down_weight
+    assert 0.5 / 8 < down.abs().max() <= 1 / 8  # the width is 64
+    assert not model[0].adapter.up_weight.any()

@@ -132,6 +132,7 @@ def test_splits_once():
     optimizer = SGD([head, body], lr=LR)
     scheduler = lrs.StepLR(optimizer, 1)
     assert split_groups_(optimizer, {body: M}, [scheduler]) == 1
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
     assert split_groups_(optimizer, {body: M}, [scheduler]) == 0
     assert [group["lr"] for group in optimizer.param_groups] == [LR, LR * M]
     assert split_groups_(optimizer, {body: 2 * M}, [scheduler]) == 0

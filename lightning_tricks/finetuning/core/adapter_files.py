@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import warnings
@@ -201,8 +200,7 @@ def _add(
     )
     add_lora(model, settings)
     for (layer, _), change in changed_weights(modules):
-        change.alpha = config.alpha_of(attention_of(layer, modules) or layer)
-        change.scaling = change.alpha / (math.sqrt(change.rank) if change.use_rslora else change.rank)
+        change.set_alpha(config.alpha_of(attention_of(layer, modules) or layer), config.use_rslora)
 
 
 def _exactly(name: str) -> str:

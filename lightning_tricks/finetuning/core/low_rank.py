@@ -32,6 +32,8 @@ class LowRank(AddedParameters):
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
     """
 
+    scale: Tensor
+
     def __init__(
         self,
         weight: Tensor,
@@ -45,18 +47,24 @@ class LowRank(AddedParameters):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.rank, self.alpha, self.use_rslora = rank, alpha, use_rslora
-        self.scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
+        self.rank = rank
         self.is_transposed, self.is_lookup = is_transposed, is_lookup
         first, rest = weight.shape[0], weight.shape[1:].numel()
         outputs, inputs = (rest, first) if is_transposed else (first, rest)
         self.A = nn.Parameter(weight.new_empty(rank, inputs))
         self.B = nn.Parameter(weight.new_empty(outputs, rank))
-        self.register_buffer("scale", torch.tensor(self.scaling))
+        self.register_buffer("scale", torch.tensor(0.0))
+        self.set_alpha(alpha, use_rslora)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters(generator)
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_refuse_other_scale)
+
+    def set_alpha(self, alpha: float, use_rslora: bool) -> None:
+        """Set the scale."""
+        self.alpha, self.use_rslora = alpha, use_rslora
+        self.scaling = alpha / (math.sqrt(self.rank) if use_rslora else self.rank)
+        self.scale.fill_(self.scaling)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values, with which the change is zero."""
