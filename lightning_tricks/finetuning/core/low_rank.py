@@ -53,7 +53,7 @@ class LowRank(AddedParameters):
         outputs, inputs = (rest, first) if is_transposed else (first, rest)
         self.A = nn.Parameter(weight.new_empty(rank, inputs))
         self.B = nn.Parameter(weight.new_empty(outputs, rank))
-        self.register_buffer("scale", torch.tensor(0.0))
+        self.register_buffer("scale", torch.zeros((), device=weight.device))
         self.set_alpha(alpha, use_rslora)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters(generator)
@@ -69,6 +69,7 @@ class LowRank(AddedParameters):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values, with which the change is zero."""
         with torch.no_grad():
+            self.scale.fill_(self.scaling)  # on the meta device it had no value
             if self.is_lookup:
                 self.A.zero_()
                 _fill(self.B, "normal_", generator)
