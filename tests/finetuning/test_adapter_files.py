@@ -543,3 +543,17 @@ def test_the_scale_of_the_file_is_that_of_the_model(tmp_path):
 def test_names_that_are_not_ambiguous_are_a_list(tmp_path):
     save_adapter(adapted(linear), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["0", "2"]
+
+
+def test_scales_of_single_layers(tmp_path):
+    model = peft.get_peft_model(
+        seeded(linear), peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "2"], alpha_pattern={"^2": 14})
+    )
+    perturb(model).save_pretrained(tmp_path)
+    load_adapter(plain := seeded(linear), tmp_path)
+    assert (plain[0].lora_weight.scaling, plain[2].lora_weight.scaling) == (3, 7)
+    torch.testing.assert_close(outputs(plain, torch.ones(5, 6)), outputs(model.eval(), torch.ones(5, 6)), **TOLERANCE)
+    load_adapter(plain, tmp_path)
+    save_adapter(plain, tmp_path / "again")
+    load_adapter(other := seeded(linear), tmp_path / "again")
+    assert torch.equal(outputs(other, torch.ones(5, 6)), outputs(plain, torch.ones(5, 6)))

@@ -591,3 +591,33 @@ def test_it_trains_as_peft_where_peft_is_right(use_rslora):
         torch.testing.assert_close(change.A, theirs[place].lora_A.default.weight, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(change.B, theirs[place].lora_B.default.weight, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors():
+    model = nn.Sequential(nn.Linear(8, 4))
+    add_lora(model, _settings())
+    disturb(model)
+    rows = [_noise(3, 8), _noise(5, 8)]
+    got = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+    for own, row in zip(got.unbind(), rows, strict=True):
+        torch.testing.assert_close(own, model(row))
+
+
+def test_a_class_that_was_changed_since_is_not_restored():
+    model = nn.Sequential(nn.Linear(8, 8))
+    add_lora(model, _settings())
+    disturb(model)
+    before = model(_noise(3, 8))
+    model[0].__class__ = type("Sharded", (type(model[0]),), {})
+    with pytest.raises(ValueError, match="a module was made a Sharded after it was changed: undo that first"):
+        merge(model)
+    assert torch.equal(model(_noise(3, 8)), before)
+
+
+def test_a_pattern_is_completed_only_where_that_would_match():
+    model = nn.Sequential(nn.ModuleDict({"proj": nn.Linear(8, 8)}))
+    with pytest.raises(ValueError, match=r"Did you mean '\*\.proj'\?"):
+        add_lora(model, _settings(target_modules="proj"))
+    with pytest.raises(ValueError, match=r"pattern 'xyz' matches none of the 2 modules\.$"):
+        add_lora(model, _settings(target_modules="xyz"))
