@@ -48,6 +48,14 @@ def check_not_negative(name: str, value: object) -> float:
     return number
 
 
+def check_dropout(name: str, value: object) -> float:
+    """Return `value` as a float, or raise an error if it is not a number >= 0 and < 1."""
+    number = check_number(name, value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be a number >= 0 and < 1, got {value!r}.")
+    return number
+
+
 def check_count(name: str, value: object, minimum: int = 1) -> int:
     """Return `value`, or raise an error if it is not a whole number >= `minimum`."""
     must = f"{name} must be a whole number >= {minimum}"

@@ -270,12 +270,13 @@ class GradualUnfreezing(TrickCallback):
 
     def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
         """Raise an error for keys that the run does not reach."""
-        late = [key for key in plan.keys if key > 0 and key >= self._length(trainer, pl_module)]
+        later = [key for key in plan.keys if key > 0]
+        length = self._length(trainer, pl_module) if later else math.inf  # which may load the data
+        late = [key for key in later if key >= length]
         if not late:
             return
         words = (
-            f"GradualUnfreezing: schedule has the keys {late}, but the run has {self._length(trainer, pl_module):g} "
-            f"{self.unit}s, counted from 0"
+            f"GradualUnfreezing: schedule has the keys {late}, but the run has {length:g} {self.unit}s, counted from 0"
         )
         if not is_fast_dev_run(trainer):
             raise MisconfigurationException(f"{words}. Remove these keys or train longer.")

@@ -11,7 +11,7 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import Place, attention_of, registered_or_computed
-from lightning_tricks.finetuning.core.lora_plan import weights_of
+from lightning_tricks.finetuning.core.lora_plan import owners_of_parameters, weights_of
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
 
@@ -72,13 +72,11 @@ def check_modules_to_save(
 
 def check_shared(modules: Mapping[str, nn.Module], factors: Mapping[Place, tuple[Tensor, Tensor]]) -> None:
     """Refuse files in which layers that share a weight do not share its change, as the model would."""
-    owners: dict[int, list[Place]] = {}
-    for name, module in modules.items():
-        for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(registered_tensor(module, own)), []).append((name, own))
+    owners = owners_of_parameters(modules)
     for place, pair in factors.items():
         registered = registered_tensor(modules[place[0]], place[1])
-        for other in owners.get(id(registered), []):
+        for layer, _, weight in owners.get(id(registered), []):
+            other = (layer, weight)
             same = other in factors and all(map(torch.equal, pair, factors[other]))
             if not same:
                 raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from lightning_tricks._shared.checks import check_count, check_number, did_you_mean
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number, did_you_mean
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.read_budget import Budget, parse_json
@@ -150,8 +150,6 @@ def _checked(config: Any) -> AdapterConfig:
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save must be a list of names, got {saved!r:.60}.")
-    if not 0 <= (dropout := check_number("lora_dropout", config.get("lora_dropout", 0.0))) < 1:
-        raise ValueError(f"lora_dropout must be a number >= 0 and < 1, got {dropout!r}.")
     return AdapterConfig(
         check_number("lora_alpha", config.get("lora_alpha"), above=0, at_most=_LARGEST_ALPHA),
         {
@@ -159,7 +157,7 @@ def _checked(config: Any) -> AdapterConfig:
             for text, alpha in alphas.items()
         },
         bool(config.get("use_rslora")),
-        dropout,
+        check_dropout("lora_dropout", config.get("lora_dropout", 0.0)),
         saved,
         _is_old(config.get("peft_version")),
     )

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.adapter_config import targets_for, values_and_patterns
-from lightning_tricks.finetuning.core.adapter_format import is_transposed
 from lightning_tricks.finetuning.core.class_extension import class_below
-from lightning_tricks.finetuning.core.lora_layers import LoRA, changes_of, transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import LoRA, changes_of, has_transposed_weight, is_transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
 Place = tuple[str, str]  # the qualified name of a layer, and the name of its weight
@@ -42,7 +41,7 @@ def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
 def peft_matrices(change: LowRank, module: nn.Module, weight: str) -> tuple[Tensor, Tensor]:
     """Return A and B in the shapes of peft."""
     left, right = change.factors()
-    if is_transposed(module):
+    if has_transposed_weight(module):
         return left.t(), right.t()
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         shape = registered_or_computed(module, weight).shape
@@ -53,7 +52,7 @@ def peft_matrices(change: LowRank, module: nn.Module, weight: str) -> tuple[Tens
 def factors_of(pair: Mapping[str, Tensor], module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the matrices of `LowRank.factors` for A and B in the shapes of peft."""
     a, b = (pair[name].flatten(1) if pair[name].ndim > 1 else pair[name][None] for name in "AB")
-    return (a.t(), b.t()) if is_transposed(module) else (b, a)
+    return (a.t(), b.t()) if has_transposed_weight(module) else (b, a)
 
 
 def modules_to_save(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -99,7 +98,6 @@ def config_of(changes: Mapping[Place, LowRank], modules: Mapping[str, nn.Module]
     rank, ranks = values_and_patterns({layer: change.rank for layer, change in of_layers.items()})
     alpha, alphas = values_and_patterns({layer: _number(change.alpha) for layer, change in of_layers.items()})
     first = next(iter(of_layers.values()))
-    conv1d = transposed_linear()
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -112,7 +110,7 @@ def config_of(changes: Mapping[Place, LowRank], modules: Mapping[str, nn.Module]
         "use_rslora": first.use_rslora,
         "lora_dropout": first.dropout.p,
         "bias": "none",
-        "fan_in_fan_out": conv1d is not None and all(isinstance(modules[layer], conv1d) for layer in of_layers),
+        "fan_in_fan_out": all(is_transposed_linear(modules[layer]) for layer in of_layers),
         "target_modules": targets_for(list(of_layers), list(modules)),
         "modules_to_save": saved or None,
     }
@@ -167,5 +165,4 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
         return None if plain else f"{kind} with groups, dilation or padding_mode"
     if isinstance(module, nn.Embedding):
         return None if module.max_norm is None else f"{kind} with max_norm"
-    conv1d = transposed_linear()
-    return None if isinstance(module, (nn.Linear, *filter(None, [conv1d]))) else kind
+    return None if isinstance(module, nn.Linear) or is_transposed_linear(module) else kind

@@ -16,7 +16,6 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write, open_file
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig, read_config
-from lightning_tricks.finetuning.core.lora_layers import transposed_linear
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -77,12 +76,6 @@ def parse_names(
     if halves:
         raise ValueError(f"one of the matrices A and B is missing: {list_names(halves)}.")
     return changes, values, frozen
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the first dimension of a module's weight is that of its inputs."""
-    conv1d = transposed_linear()
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or (conv1d is not None and isinstance(module, conv1d))
 
 
 def write_adapter(folder: str | os.PathLike[str], tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._shared.checks import check_choice, check_count, check_number
+from lightning_tricks._shared.checks import check_choice, check_count, check_dropout, check_number
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.adapter_layers import (
     NONLINEARITIES,
@@ -64,8 +64,7 @@ class AdapterSettings:
             check_choice("nonlinearity", self.nonlinearity, NONLINEARITIES)
         if self.scale is not None:
             check_number("scale", self.scale, above=0, at_most=1e9)
-        if not 0 <= check_number("dropout", self.dropout) < 1:
-            raise ValueError(f"dropout must be a number >= 0 and < 1, got {self.dropout!r}.")
+        check_dropout("dropout", self.dropout)
         for name in ("target_modules", "exclude", "modules_to_save"):
             as_patterns(name, getattr(self, name))
 

@@ -19,7 +19,7 @@ from lightning_tricks.finetuning.core.injection import (
     parts_of,
     trained_whole,
 )
-from lightning_tricks.finetuning.core.lora_layers import CHANGE, changes_of, kind_for, transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import CHANGE, changes_of, has_transposed_weight, kind_for
 from lightning_tricks.finetuning.core.lora_plan import Change, LoRASettings, plan_lora
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
@@ -126,16 +126,14 @@ def describe_lora(model: nn.Module, saved: Iterable[str]) -> InjectionReport:
 
 def _make_low_rank(change: Change, settings: LoRASettings, generator: torch.Generator) -> LowRank:
     _, module, _ = change.places[0]
-    conv1d = transposed_linear()
-    is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     low_rank = LowRank(
         change.weight,
         change.rank,
         settings.alpha,
         settings.dropout,
         use_rslora=settings.use_rslora,
-        is_transposed=is_lookup or (conv1d is not None and isinstance(module, conv1d)),
-        is_lookup=is_lookup,
+        is_transposed=has_transposed_weight(module),
+        is_lookup=isinstance(module, nn.Embedding | nn.EmbeddingBag),
         generator=generator,
     )
     return low_rank.train(module.training)

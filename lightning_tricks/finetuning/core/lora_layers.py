@@ -186,11 +186,22 @@ def kind_for(module: nn.Module) -> type[LoRA]:
     for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if forward is conv.forward and convolves_as(type(module), conv):
             return ConvLoRA if module.groups == 1 else LoRA
-    conv1d = transposed_linear()
+    conv1d = _transposed_linear()
     return TransposedLinearLoRA if conv1d is not None and forward is conv1d.forward else LoRA
 
 
-def transposed_linear() -> Any:
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is transformers' `Conv1D`, a linear layer with a weight (inputs, outputs)."""
+    conv1d = _transposed_linear()
+    return conv1d is not None and isinstance(module, conv1d)
+
+
+def has_transposed_weight(module: nn.Module) -> bool:
+    """Whether the first dimension of a module's weight is that of its inputs."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_transposed_linear(module)
+
+
+def _transposed_linear() -> Any:
     """Return transformers' `Conv1D`; None if transformers is not loaded, as then no model has one."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 

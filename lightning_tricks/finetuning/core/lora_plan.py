@@ -11,11 +11,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_tricks._shared.added_parameters import AddedParameters
-from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, select_saved, without_excluded
-from lightning_tricks.finetuning.core.lora_layers import transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import is_transposed_linear
 from lightning_tricks.finetuning.core.targets import (
     as_patterns,
     plain_names,
@@ -48,8 +48,7 @@ class LoRASettings:
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
         check_number("alpha", self.alpha, above=0, at_most=1e9)
-        if not 0 <= check_number("dropout", self.dropout) < 1:
-            raise ValueError(f"dropout must be a number >= 0 and < 1, got {self.dropout!r}.")
+        check_dropout("dropout", self.dropout)
         for name in ("target_modules", "exclude", "modules_to_save"):
             as_patterns(name, getattr(self, name))
         for pattern, rank in (self.rank_pattern or {}).items():
@@ -74,7 +73,7 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
     refuse_compiled(model, targets, "LoRA")
     ranks = {Pattern(text): rank for text, rank in (settings.rank_pattern or {}).items()}
     select_modules("rank_pattern", list(ranks), targets, what="targets")
-    owners = _owners_of_parameters(model)
+    owners = owners_of_parameters({"": model, **modules})
     changes: dict[int, Change] = {}
     for name, module in targets.items():
         for weight in weights_of(module):
@@ -86,7 +85,7 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
             _check_rank(rank, name, weight, tensor)
             places = [(name, module, weight)]
             places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
-            changes[id(tensor if registered is None else registered)] = Change(tensor, rank, places)
+            changes[id(tensor)] = Change(tensor, rank, places)
     return list(changes.values()), saved
 
 
@@ -95,8 +94,11 @@ def _targets(
 ) -> dict[str, nn.Module]:
     rest = without_excluded(settings.exclude, saved, modules)
     if settings.target_modules == "linear":
-        linear = (nn.Linear, nn.MultiheadAttention, *filter(None, [transposed_linear()]))
-        chosen = {name: part for name, part in rest.items() if isinstance(part, linear) and weights_of(part)}
+        chosen = {
+            name: part
+            for name, part in rest.items()
+            if (isinstance(part, nn.Linear | nn.MultiheadAttention) or is_transposed_linear(part)) and weights_of(part)
+        }
         if not chosen:
             raise ValueError(f'target_modules="linear": none of the {len(rest)} modules is a linear layer.')
         return chosen
@@ -129,9 +131,10 @@ def weights_of(module: nn.Module) -> list[str]:
     ]
 
 
-def _owners_of_parameters(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+def owners_of_parameters(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Return id of a parameter -> name of the module, module and name of the parameter, for each place where it is."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for name, module in {"": model, **plain_names(model)}.items():
+    for name, module in modules.items():
         for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(registered_tensor(module, own)), []).append((name, module, own))
     return owners

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import AddedParameters
+from lightning_tricks.finetuning.core.injection import draw_
 
 
 class LowRank(AddedParameters):
@@ -72,9 +73,10 @@ class LowRank(AddedParameters):
             self.scale.fill_(self.scaling)  # on the meta device it had no value
             if self.is_lookup:
                 self.A.zero_()
-                _fill(self.B, "normal_", generator)
+                draw_(self.B, lambda drawn: drawn.normal_(generator=generator))
             else:
-                _fill(self.A, "uniform_", generator)
+                bound = 1 / math.sqrt(self.A.shape[1])
+                draw_(self.A, lambda drawn: drawn.uniform_(-bound, bound, generator=generator))
                 self.B.zero_()
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -107,16 +109,3 @@ def _refuse_other_scale(
             f"{prefix.rstrip('.')} was trained with a scale of {float(saved):g} (alpha / rank, or alpha / sqrt(rank) "
             f"with use_rslora), and has one of {module.scaling:g} in the model: build it with the alpha of training."
         )
-
-
-def _fill(parameter: Tensor, distribution: str, generator: torch.Generator | None) -> None:
-    """Draw on the CPU, so that every device gets the same values."""
-    if parameter.is_meta:
-        return
-    drawn = torch.empty(parameter.shape, dtype=torch.float32)
-    if distribution == "uniform_":
-        bound = 1 / math.sqrt(parameter.shape[1])
-        drawn.uniform_(-bound, bound, generator=generator)
-    else:
-        drawn.normal_(generator=generator)
-    parameter.copy_(drawn)

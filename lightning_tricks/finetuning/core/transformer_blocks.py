@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.finetuning.core.lora_layers import transposed_linear
+from lightning_tricks.finetuning.core.lora_layers import is_transposed_linear
 
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)  # what the name of an attention ends in
 _OUTPUTS = ("out_proj", "o_proj", "c_proj", "proj", "output.dense", "out_lin", "dense", "o", "Wo", "to_out.0")
@@ -71,7 +71,7 @@ def widths_of(module: nn.Module) -> tuple[int, int] | None:
         return module.embed_dim, module.embed_dim
     if reads_weights_of_its_parts(module):
         return layer.proj.in_features, layer.proj.out_features
-    is_transposed = (conv1d := transposed_linear()) is not None and isinstance(module, conv1d)
+    is_transposed = is_transposed_linear(module)
     if not is_transposed and not isinstance(module, nn.Linear):
         return None
     if is_lazy(layer.weight):
