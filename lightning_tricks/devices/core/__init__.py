@@ -1,0 +1,1 @@
+"""Devices without Lightning: NVML, the choice of GPUs, memory and the environment."""
