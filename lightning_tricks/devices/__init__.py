@@ -1,0 +1,36 @@
+"""Choose idle GPUs, watch them while they train, say why a run is slow or out of memory, and report the environment.
+
+When to use it: on machines that several people or jobs share (`select_gpus`, `lightning-tricks gpus`), and wherever a
+run is slower or takes more memory than it should (`DeviceMonitor`, `CudaMemory`, `NvtxRanges`).
+
+What it does that nvidia-smi and Lightning do not: a choice takes a lock, so that two jobs that start at once get two
+GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a card that is not used; what is logged is a few
+keys with units, sampled beside the steps, and a sentence at the end that says what the run waited for.
+
+Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share a temporary folder.
+Persistence and compute mode are set by the administrator of a machine, never by this package.
+
+`lightning_tricks.devices.testing.FakeNvml` stands in for NVML, to test scripts on machines without GPUs.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_tricks.devices.core.gpu import Gpu as Gpu
+    from lightning_tricks.devices.core.gpu import GpuProcess as GpuProcess
+    from lightning_tricks.devices.core.gpu import MigSlice as MigSlice
+    from lightning_tricks.devices.core.gpu_reading import list_gpus as list_gpus
+    from lightning_tricks.devices.core.nvml import NvmlUnavailableError as NvmlUnavailableError
+
+    __all__ = ["Gpu", "GpuProcess", "MigSlice", "NvmlUnavailableError", "list_gpus"]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "core.gpu": ("Gpu", "GpuProcess", "MigSlice"),
+            "core.gpu_reading": ("list_gpus",),
+            "core.nvml": ("NvmlUnavailableError",),
+        },
+    )

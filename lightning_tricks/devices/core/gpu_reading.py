@@ -1,0 +1,217 @@
+"""Read the state of the NVIDIA GPUs of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_tricks.devices.core.gpu import Gpu, GpuProcess, MigSlice
+from lightning_tricks.devices.core.nvml import DeviceReader, open_nvml
+from lightning_tricks.devices.core.requirements import require
+
+_MEMORY_INFO_V2 = 0x02000028  # the struct that tells what the driver reserves
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_UNCORRECTED, _SINCE_START = 1, 0
+_COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
+_PERFORMANCE_STATE_UNKNOWN = 32
+_NOT_AVAILABLE = 0xFFFFFFFF  # an id that a process does not have
+THROTTLE_REASONS = {  # that it is idle (bit 0) slows nothing down
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+
+def list_gpus(*, nvml: Any = None) -> list[Gpu]:
+    """Return the state of all NVIDIA GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says.
+
+    NVML is read, as nvidia-smi does it: no CUDA context is created. A GPU that does not answer is in the list, with an
+    `error`; whatever a driver or device does not tell is None.
+
+    Args:
+        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
+
+    Returns:
+        The GPUs in the order of the PCI bus; an empty list if there is a driver, and no GPU.
+
+    Raises:
+        ModuleNotFoundError: If nvidia-ml-py or psutil is missing; the message names the extra.
+        NvmlUnavailableError: If there is no working driver.
+
+    Example:
+        >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        >>> [(gpu.index, gpu.name, gpu.utilization) for gpu in list_gpus(nvml=FakeNvml([FakeGpu(utilization=97)]))]
+        [(0, 'NVIDIA H100 80GB HBM3', 97)]
+    """
+    with open_nvml(nvml) as nvml:
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        return [
+            Gpu(index=index, error=str(handle), driver_version=driver)
+            if isinstance(handle, nvml.NVMLError)
+            else _read_gpu(nvml, handle, index, driver)
+            for index, handle in enumerate(gpu_handles(nvml))
+        ]
+
+
+def gpu_handles(nvml: Any) -> list[Any]:
+    """Return the handle of each GPU in the order of the PCI bus, or the error of one that does not answer."""
+    answering: list[tuple[str, Any]] = []
+    errors: dict[int, Any] = {}
+    count = nvml.nvmlDeviceGetCount()
+    for number in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            answering.append((_bus_id(nvml, handle) or "", handle))
+        except nvml.NVMLError as error:
+            errors[number] = error  # where it lies is not known: it keeps its number
+    ordered = iter(sorted(answering, key=lambda pair: pair[0]))
+    return [errors[number] if number in errors else next(ordered)[1] for number in range(count)]
+
+
+def _read_gpu(nvml: Any, handle: Any, index: int, driver: str) -> Gpu:
+    reader = DeviceReader(nvml, handle)
+    values: dict[str, Any] = {}
+    try:
+        for part in (read_identity, read_load, _read_settings, _read_parts):
+            values.update(part(reader))
+    except nvml.NVMLError as error:
+        values["error"] = str(error)
+    return Gpu(index=index, driver_version=driver, unreadable=tuple(reader.problems), **values)
+
+
+def read_identity(reader: DeviceReader) -> dict[str, Any]:
+    """Return the fields of `Gpu` that say which GPU it is."""
+    return {
+        "bus_id": _bus_id(reader.nvml, reader.handle),
+        "uuid": _text(reader("UUID", "nvmlDeviceGetUUID")),
+        "name": _text(reader("name", "nvmlDeviceGetName")),
+        "vbios_version": _text(reader("VBIOS version", "nvmlDeviceGetVbiosVersion")),
+    }
+
+
+def read_load(reader: DeviceReader) -> dict[str, Any]:
+    """Return the fields of `Gpu` that change while it works."""
+    rates = reader("utilization", "nvmlDeviceGetUtilizationRates")
+    power = reader("power", "nvmlDeviceGetPowerUsage")
+    energy = reader("energy", "nvmlDeviceGetTotalEnergyConsumption")
+    reasons = reader(
+        "throttle reasons", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+    )
+    return {
+        **_read_memory(reader),
+        "utilization": rates and rates.gpu,
+        "memory_utilization": rates and rates.memory,
+        "temperature": reader("temperature", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", arguments=(0,)),
+        "power": None if power is None else power / 1000,
+        "energy": None if energy is None else energy / 1000,
+        "fan": reader("fan", "nvmlDeviceGetFanSpeed"),
+        "sm_clock": reader("SM clock", "nvmlDeviceGetClockInfo", arguments=(_SM_CLOCK,)),
+        "memory_clock": reader("memory clock", "nvmlDeviceGetClockInfo", arguments=(_MEMORY_CLOCK,)),
+        "throttle_reasons": None
+        if reasons is None
+        else tuple(words for bit, words in THROTTLE_REASONS.items() if reasons & bit),
+    }
+
+
+def _read_memory(reader: DeviceReader) -> dict[str, int]:
+    memory = reader("memory", "nvmlDeviceGetMemoryInfo", arguments=(_MEMORY_INFO_V2,))
+    if memory is None:  # a driver before 510
+        memory = reader("memory", "nvmlDeviceGetMemoryInfo")
+    if memory is None or not memory.total:  # boards whose memory is the host's
+        return {}
+    return {"memory_total": memory.total, "memory_used": memory.used, "memory_free": memory.free}
+
+
+def _read_settings(reader: DeviceReader) -> dict[str, Any]:
+    limit = reader("power limit", "nvmlDeviceGetEnforcedPowerLimit")
+    state = reader("performance state", "nvmlDeviceGetPerformanceState")
+    mode = reader("compute mode", "nvmlDeviceGetComputeMode")
+    return {
+        "power_limit": None if limit is None else limit / 1000,
+        "performance_state": None if state == _PERFORMANCE_STATE_UNKNOWN else state,
+        "persistence_mode": _switch(reader("persistence mode", "nvmlDeviceGetPersistenceMode")),
+        "compute_mode": None if mode is None else _COMPUTE_MODES.get(mode, str(mode)),
+        "display_active": _switch(reader("display", "nvmlDeviceGetDisplayActive")),
+        "ecc_errors": reader("ECC errors", "nvmlDeviceGetTotalEccErrors", arguments=(_UNCORRECTED, _SINCE_START)),
+    }
+
+
+def _read_parts(reader: DeviceReader) -> dict[str, Any]:
+    mode = reader("MIG mode", "nvmlDeviceGetMigMode")  # now, and after the next reset
+    return {
+        "mig_mode": None if mode is None else bool(mode[0]),
+        "mig_slices": tuple(_mig_slices(reader)) if mode and mode[0] else (),
+        "processes": _processes(reader),
+    }
+
+
+def _mig_slices(reader: DeviceReader) -> Iterator[MigSlice]:
+    for index in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = reader(f"MIG slice {index}", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(index,))
+        if handle is None:  # there is none of this index
+            continue
+        part = DeviceReader(reader.nvml, handle)
+        yield MigSlice(
+            index=index,
+            uuid=_text(part("UUID", "nvmlDeviceGetUUID")),
+            name=_text(part("name", "nvmlDeviceGetName")),
+            gpu_instance=part("GPU instance", "nvmlDeviceGetGpuInstanceId"),
+            compute_instance=part("compute instance", "nvmlDeviceGetComputeInstanceId"),
+            **_read_memory(part),
+        )
+        reader.problems += [f"MIG slice {index}, {problem}" for problem in part.problems]
+
+
+def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
+    found: dict[tuple[int, int | None], dict[str, Any]] = {}
+    known = False
+    for kind, function in (("C", "ComputeRunningProcesses"), ("G", "GraphicsRunningProcesses")):
+        # the functions without a version fail where driver and module differ in it
+        running = reader("processes", *(f"nvmlDeviceGet{function}_{version}" for version in ("v3", "v2")))
+        known = known or running is not None
+        for process in running or ():
+            instance = getattr(process, "gpuInstanceId", _NOT_AVAILABLE)
+            instance = None if instance == _NOT_AVAILABLE else instance
+            entry = found.setdefault((process.pid, instance), {"kinds": [], "memory": None})
+            entry["kinds"].append(kind)
+            if process.usedGpuMemory is not None:  # both lists tell all of a process
+                entry["memory"] = max(entry["memory"] or 0, process.usedGpuMemory)
+    if not known:
+        return None
+    processes = [
+        GpuProcess(pid=pid, kind="+".join(entry["kinds"]), memory=entry["memory"], gpu_instance=instance, **_owner(pid))
+        for (pid, instance), entry in found.items()
+    ]
+    return tuple(sorted(processes, key=lambda process: (-(process.memory or 0), process.pid)))
+
+
+def _owner(pid: int) -> dict[str, str]:
+    """Return the user and the command of a process, as far as this user may see it, and it runs."""
+    psutil = require("psutil", "psutil", "Naming the processes of a GPU")
+    found: dict[str, str] = {}
+    try:
+        process = psutil.Process(pid)
+        found["command"] = process.name()
+        found["command"] = " ".join(process.cmdline()) or found["command"]
+        found["user"] = process.username()
+    except (psutil.Error, OSError, KeyError):  # KeyError: a user without a name
+        pass
+    return found
+
+
+def _bus_id(nvml: Any, handle: Any) -> str | None:
+    info = DeviceReader(nvml, handle)("PCI bus", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo")
+    return None if info is None else _text(info.busId)
+
+
+def _switch(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value  # type: ignore[return-value]

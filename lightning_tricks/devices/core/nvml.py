@@ -1,0 +1,115 @@
+"""NVML, the library behind nvidia-smi: opening it, and reading what a driver and a device support.
+
+None of this creates a CUDA context: GPUs that other processes use are only looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_tricks.devices.core.requirements import require
+
+# NVML's error codes: https://docs.nvidia.com/deploy/nvml-api
+UNINITIALIZED = 1
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+NOT_FOUND = 6
+DRIVER_NOT_LOADED = 9
+LIBRARY_NOT_FOUND = 12
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+LIB_RM_VERSION_MISMATCH = 18
+ARGUMENT_VERSION_MISMATCH = 25
+DEPRECATED = 26
+GPU_NOT_FOUND = 28
+
+_UNSUPPORTED = (NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
+_DEVICE_IS_GONE = (GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND)
+_REMEDIES = {
+    LIBRARY_NOT_FOUND: "this machine has no NVIDIA driver, or the container was started without its GPUs",
+    DRIVER_NOT_LOADED: "the NVIDIA driver is installed, but not loaded",
+    LIB_RM_VERSION_MISMATCH: "the NVIDIA driver was updated while it was loaded; the machine has to be restarted",
+    NO_PERMISSION: "this user may not talk to the NVIDIA driver",
+}
+
+
+class NvmlUnavailableError(RuntimeError):
+    """NVML cannot be used here; the message says why."""
+
+
+@contextmanager
+def open_nvml(nvml: Any = None) -> Iterator[Any]:
+    """Initialize NVML, and shut it down on leaving; this may be nested.
+
+    Args:
+        nvml: What is used as the module `pynvml`; None imports it.
+
+    Yields:
+        The module.
+
+    Raises:
+        ModuleNotFoundError: If nvidia-ml-py is missing; the message names the extra.
+        NvmlUnavailableError: If there is no working driver; the message says why.
+    """
+    if nvml is None:
+        nvml = require("pynvml", "nvidia-ml-py", "Reading the state of NVIDIA GPUs")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        reason = _REMEDIES.get(error_code(error), "see nvidia-smi")
+        raise NvmlUnavailableError(f"NVML does not start ({error}): {reason}.") from error
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def error_code(error: BaseException) -> int:
+    """Return the code of an `NVMLError`."""
+    return int(getattr(error, "value", -1))
+
+
+class DeviceReader:
+    """Calls functions of NVML for one device, and returns None for what the driver or the device does not tell.
+
+    Args:
+        nvml: The module `pynvml`, initialized.
+        handle: The device.
+
+    Attributes:
+        problems: What failed for another reason than missing support, such as "power: Unknown Error".
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self.nvml = nvml
+        self.handle = handle
+        self.problems: list[str] = []
+
+    def __call__(self, what: str, *functions: str, arguments: tuple[Any, ...] = ()) -> Any:
+        """Return the result of the first of several functions that driver and module know, or None.
+
+        Args:
+            what: What is read, for `problems`.
+            functions: Names of functions, the preferred one first.
+            arguments: What they take after the device.
+
+        Raises:
+            NVMLError: If the device does not answer any more.
+        """
+        for name in functions:
+            function = getattr(self.nvml, name, None)  # an older nvidia-ml-py does not have it
+            if function is None:
+                continue
+            try:
+                return function(self.handle, *arguments)
+            except self.nvml.NVMLError as error:
+                code = error_code(error)
+                if code in _DEVICE_IS_GONE:
+                    raise
+                if code not in _UNSUPPORTED:
+                    self.problems.append(f"{what}: {error}")
+                    return None
+        return None
