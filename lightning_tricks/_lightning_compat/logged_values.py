@@ -69,3 +69,9 @@ def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> N
         ]
         for key in outdated:
             del results[key]
+
+
+@needs_private("logging to the loggers")
+def logger_step(trainer: Trainer) -> int:
+    """Return the step under which the Trainer sends values to its loggers now."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

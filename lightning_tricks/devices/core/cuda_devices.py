@@ -1,0 +1,43 @@
+"""Which of NVML's devices a CUDA device is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_tricks.devices.core.gpu_reading import gpu_handles
+from lightning_tricks.devices.core.nvml import DeviceReader
+
+
+def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:
+    """Return NVML's handles of CUDA devices by their index, without a context on them; CUDA has to be initialized.
+
+    Devices that NVML does not know are left out.
+    """
+    by_uuid: dict[str, Any] = {}
+    for handle in gpu_handles(nvml):
+        if isinstance(handle, nvml.NVMLError):
+            continue
+        reader = DeviceReader(nvml, handle)
+        parts = (
+            reader("MIG slice", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(number,))
+            for number in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0)
+        )
+        for device in (handle, *(part for part in parts if part is not None)):
+            uuid = DeviceReader(nvml, device)("UUID", "nvmlDeviceGetUUID")
+            by_uuid[_bare(uuid)] = device
+    found = {index: by_uuid.get(_bare(cuda_uuid(index))) for index in indices}
+    return {index: handle for index, handle in found.items() if handle is not None}
+
+
+def cuda_uuid(index: int) -> str:
+    """Return the UUID of a CUDA device."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _bare(uuid: str | bytes) -> str:
+    """Return a UUID without "GPU-" or "MIG-", which torch leaves out."""
+    text = uuid.decode() if isinstance(uuid, bytes) else uuid
+    return text.removeprefix("GPU-").removeprefix("MIG-").lower()

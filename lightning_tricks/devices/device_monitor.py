@@ -1,0 +1,204 @@
+"""`DeviceMonitor`: the callback that logs what the devices do while a Trainer runs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.logged_values import logger_step
+from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
+from lightning_tricks.devices.core.quantities import check_keys
+from lightning_tricks.devices.core.verdict import loader_settings
+from lightning_tricks.devices.monitored_run import MonitoredRun
+
+_LOADERS = {
+    "train": "train_dataloader",
+    "val": "val_dataloaders",
+    "test": "test_dataloaders",
+    "predict": "predict_dataloaders",
+}
+
+
+class DeviceMonitor(TrickCallback):
+    """Log a few readable numbers about GPUs, CPU and loaders, and say at the end what the run waited for.
+
+    A thread measures the devices every `interval` seconds, so that no step waits for it; the values since the last log
+    are logged every `every_n_train_steps` steps, and at the end of each validation, test or prediction:
+
+    * `gpu0/utilization` (%), `gpu0/memory_used_gib` (all processes), `gpu0/peak_memory_gib` (tensors of this process),
+      `gpu0/temperature` (°C) and `gpu0/power_w`, for each GPU of the Trainer on rank zero's machine, by CUDA's index;
+    * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
+      zero waited for batches.
+
+    Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out. At the end
+    a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader was the bottleneck,
+    with the number of workers that would keep up, and whether GPUs were slowed down by heat or a power limit. On a GPU
+    the verdict counts the time in which the device had nothing to do while the host waited, measured by CUDA events
+    without any synchronization.
+
+    Needs the extra `devices`. Without a GPU, only the keys of the host are logged.
+
+    Args:
+        every_n_train_steps: Log every n-th optimizer step; at least 1.
+        keys: "default", or a list of names: those above, written "gpu/utilization" and "host/data_wait", and
+            "gpu/data_wait" (% of the time in which the GPU was idle for want of data), "gpu/throttled" (% of the time),
+            "gpu/memory_utilization", "gpu/sm_clock_mhz", "gpu/fan" and "host/process_ram_gib".
+        warn_temperature: Warn once about each GPU that reaches so many degrees Celsius; None never warns.
+        interval: The seconds between two measurements, > 0.
+
+    Attributes:
+        summary: The `DeviceSummary` of each rank after a run, on all ranks; that of this rank alone if it was
+            interrupted; None before.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If one is out of range or unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[DeviceMonitor(keys=["gpu/power_w", "host/data_wait"])], accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: int = 50,
+        *,
+        keys: Literal["default"] | list[str] = "default",
+        warn_temperature: float | None = 85,
+        interval: float = 1.0,
+    ) -> None:
+        self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
+        self.keys = keys
+        check_keys(keys)
+        self.warn_temperature = warn_temperature
+        if warn_temperature is not None:
+            check_number("warn_temperature", warn_temperature, above=0)
+        self.interval = check_number("interval", interval, above=0, at_most=3600)
+        self.summary: list[DeviceSummary] | None = None
+        self._run: MonitoredRun | None = None
+        self._function = ""
+        self._last_step = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_run": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start to measure."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        self._function = str(getattr(stage, "value", stage))
+        self.summary = None
+        self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure training from now on."""
+        self._running.wait.enter("train")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was measured since the last log, if it is time."""
+        step = trainer.global_step
+        if step != self._last_step and step % self.every_n_train_steps == 0:
+            self._last_step = step
+            self._log(trainer, "train")
+        self._tell_alerts()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not measure what lies between epochs."""
+        self._running.wait.leave("train")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the table."""
+        self._finish(trainer, "train")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure validation from now on; the time of training stands still."""
+        if not trainer.sanity_checking:
+            self._running.wait.enter("val")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was measured."""
+        if not trainer.sanity_checking:
+            self._end_evaluation(trainer, "val")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the test from now on."""
+        self._running.wait.enter("test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was measured, and show the table."""
+        self._end_evaluation(trainer, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the prediction from now on."""
+        self._running.wait.enter("predict")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was measured, and show the table."""
+        self._end_evaluation(trainer, "predict")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop to measure, and show the table of this rank if the run was interrupted on purpose."""
+        run = self._run
+        if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
+            self.summary = [run.summarize(trainer, "train", None)]
+            self._show(trainer)
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop to measure."""
+        self._close()
+
+    @property
+    def _running(self) -> MonitoredRun:
+        if self._run is None:
+            raise RuntimeError("DeviceMonitor measures only while a Trainer runs.")
+        return self._run
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        self._last_step = -1
+        if run is not None:
+            run.close()
+
+    def _end_evaluation(self, trainer: Trainer, stage: str) -> None:
+        self._running.wait.leave(stage)
+        self._log(trainer, stage)
+        if self._function != "fit":
+            self._finish(trainer, stage)
+
+    def _log(self, trainer: Trainer, stage: str) -> None:
+        values = self._running.take(stage)
+        if stage != "train":
+            values = {key.replace("/", f"/{stage}_"): value for key, value in values.items()}
+        if trainer.is_global_zero:
+            step = logger_step(trainer)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def _tell_alerts(self) -> None:
+        alerts = self._running.alerts
+        while alerts:
+            warnings.warn(alerts.popleft(), stacklevel=2)
+
+    def _finish(self, trainer: Trainer, stage: str) -> None:
+        self._tell_alerts()
+        if stage not in self._running.wait.totals:  # no epoch ran, on no rank
+            return
+        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]) or [], "sequential").flattened
+        own = self._running.summarize(trainer, stage, loader_settings(loaders))
+        self.summary = gather_objects(own)
+        self._show(trainer)
+
+    def _show(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and self.summary:
+            from rich.console import Console
+
+            Console().print(device_report(self.summary))

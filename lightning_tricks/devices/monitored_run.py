@@ -1,0 +1,161 @@
+"""What `DeviceMonitor` measures with while a Trainer runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks.devices.core.background_sampler import BackgroundSampler
+from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
+from lightning_tricks.devices.core.data_wait import DataWait, IdleClock
+from lightning_tricks.devices.core.device_summary import DeviceSummary, joules_to_kwh
+from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
+from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
+from lightning_tricks.devices.core.quantities import Recorder, generic_key, quantity_of
+from lightning_tricks.devices.core.verdict import LoaderSettings, available_cores, judge_gpu, judge_wait, waits_for_data
+
+
+class MonitoredRun:
+    """Measures the devices of one rank in the background, from the moment at which it is made until `close`.
+
+    Args:
+        trainer: The Trainer, whose devices are known already.
+        keys: The quantities.
+        interval: The seconds between two measurements.
+        warn_temperature: The temperature in degrees Celsius that is an alert; None for none.
+
+    Attributes:
+        wait: What measures how long the run waits for data.
+        alerts: Sentences that the user has not been told yet, about this rank's own GPU.
+
+    Raises:
+        ModuleNotFoundError: If a package of the extra is missing.
+    """
+
+    def __init__(self, trainer: Trainer, keys: Sequence[str], interval: float, warn_temperature: float | None) -> None:
+        self.alerts: deque[str] = deque()
+        self._keys = keys
+        self._warn_temperature = warn_temperature
+        self._recorder = Recorder()
+        self._latest: dict[str, float] = {}
+        self._own = cuda_device_of(trainer)
+        self._own_name = "" if self._own is None else f"gpu{self._own.index}"
+        self._host = HostLoad()
+        self.wait = DataWait(None if self._own is None else IdleClock(self._own))
+        self._sampler = BackgroundSampler(self.sample, interval)
+        with ExitStack() as stack:
+            self._gpus = self._open_gpus(trainer, stack)
+            fetches = observe_fetches(trainer, self.wait.fetch_started, self.wait.fetch_ended, "DeviceMonitor")
+            stack.enter_context(fetches)
+            self.sample()  # so that there are values even if it is over before the thread's first ones
+            self._sampler.start()
+            stack.callback(self._sampler.stop)
+            self._installed = stack.pop_all()
+
+    def close(self) -> None:
+        """Stop measuring, and end the thread."""
+        self._installed.close()
+
+    def sample(self) -> None:
+        """Measure the load of all devices once; the values belong to the stage that runs."""
+        values = self._host.measure()
+        for gpu in self._gpus:
+            values |= gpu.measure()
+            if gpu.name == self._own_name:
+                self._alert(gpu, values.get(f"{gpu.name}/temperature"))
+        self._latest = values
+        stage = self.wait.stage
+        if stage is not None:
+            self._recorder.add(stage, values)
+
+    def take(self, stage: str) -> dict[str, float]:
+        """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
+        self._recorder.add(stage, self._own_values(stage))
+        recent = self._recorder.take_recent(stage)
+        logged = {
+            key: statistics.mean if quantity_of(key).logged == "mean" else statistics.maximum
+            for key, statistics in recent.items()
+        }
+        return {key: value for key, value in (self._latest | logged).items() if generic_key(key) in self._keys}
+
+    def summarize(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> DeviceSummary:
+        """Return what was measured in a stage, all in all."""
+        means = self.take(stage)
+        maxima = dict(means)
+        for key, statistics in self._recorder.whole(stage).items():
+            if key in means:
+                means[key], maxima[key] = statistics.mean, statistics.maximum
+        wait = self.wait.totals[stage]
+        for device, seconds in (("host", wait.waited), (self._own_name, wait.idle)):
+            if f"{device}/data_wait" in means and seconds is not None and wait.seconds > 0:
+                means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
+        order = sorted(means, key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
+        return DeviceSummary(
+            rank=trainer.global_rank,
+            node=trainer.node_rank,
+            stage=stage,
+            products={gpu.name: gpu.product for gpu in self._gpus if gpu.product},
+            means={key: means[key] for key in order},
+            maxima={key: maxima[key] for key in order},
+            energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in self._gpus if gpu.energy is not None},
+            verdict=self._judge(trainer, stage, loader),
+        )
+
+    def _own_values(self, stage: str) -> dict[str, float]:
+        """Return what only this process knows: how it waited, and the memory of its tensors."""
+        shares = self.wait.take(stage)
+        values = {"host/data_wait": shares["waited"]} if shares else {}
+        if self._own is None:
+            return values
+        if "idle" in shares:
+            values[f"{self._own_name}/data_wait"] = shares["idle"]
+        return values | {f"{self._own_name}/peak_memory_gib": torch.cuda.max_memory_allocated(self._own) / GIB}
+
+    def _open_gpus(self, trainer: Trainer, stack: ExitStack) -> list[GpuLoad]:
+        """Return the GPUs of the Trainer on this machine for rank zero, which logs, and the own one of other ranks."""
+        if self._own is None:
+            return []
+        try:
+            nvml = stack.enter_context(open_nvml())
+        except NvmlUnavailableError as error:
+            self.alerts.append(f"DeviceMonitor measures no GPU: {error}")
+            return []
+        indices = trainer.device_ids if trainer.is_global_zero else [self._own.index]
+        handles = find_cuda_handles(nvml, indices)
+        return [GpuLoad(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
+
+    def _alert(self, gpu: GpuLoad, temperature: float | None) -> None:
+        limit = self._warn_temperature
+        if gpu.problem is not None and not gpu.was_reported:
+            gpu.was_reported = True
+            self.alerts.append(f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
+        if temperature is not None and limit is not None and temperature >= limit:
+            self._warn_temperature = None
+            self.alerts.append(
+                f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. From some 85 to "
+                "95 °C on, GPUs slow down by themselves: look after its fan and the air around it."
+            )
+
+    def _judge(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> list[str]:
+        cores = max(1, available_cores() // max(1, trainer.num_devices))
+        wait, whole = self.wait.totals[stage], self._recorder.whole(stage)
+        said = judge_wait(wait, loader, cores)
+        sentences = [said] if said else []
+        for gpu in self._gpus:
+            utilization = whole.get(f"{gpu.name}/utilization")
+            mean = None if utilization is None else utilization.mean
+            sentences += judge_gpu(gpu.name, mean, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
+        if self._sampler.error is not None:
+            sentences.append(f"the measurements ended early: {self._sampler.error!r}.")
+        return sentences
+
+
+def cuda_device_of(trainer: Trainer) -> torch.device | None:
+    """Return the CUDA device of this rank, or None if it trains on something else."""
+    device = trainer.strategy.root_device
+    return device if device.type == "cuda" else None
