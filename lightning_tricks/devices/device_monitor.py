@@ -83,7 +83,7 @@ class DeviceMonitor(TrickCallback):
         self.summary: list[DeviceSummary] | None = None
         self._run: MonitoredRun | None = None
         self._function = ""
-        self._last_step = -1
+        self._last_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_run": None}
@@ -95,6 +95,10 @@ class DeviceMonitor(TrickCallback):
         self._function = str(getattr(stage, "value", stage))
         self.summary = None
         self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember where training starts, or resumes."""
+        self._last_step = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training from now on."""
@@ -164,7 +168,7 @@ class DeviceMonitor(TrickCallback):
 
     def _close(self) -> None:
         run, self._run = self._run, None
-        self._last_step = -1
+        self._last_step = 0
         if run is not None:
             run.close()
 
@@ -192,7 +196,7 @@ class DeviceMonitor(TrickCallback):
         self._tell_alerts()
         if stage not in self._running.wait.totals:  # no epoch ran, on no rank
             return
-        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]) or [], "sequential").flattened
+        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]), "sequential").flattened
         own = self._running.summarize(trainer, stage, loader_settings(loaders))
         self.summary = gather_objects(own)
         self._show(trainer)

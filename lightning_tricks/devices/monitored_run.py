@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_tricks._lightning_compat.fetches import observe_fetches
 from lightning_tricks.devices.core.background_sampler import BackgroundSampler
 from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
-from lightning_tricks.devices.core.data_wait import DataWait, IdleClock
+from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
 from lightning_tricks.devices.core.device_summary import DeviceSummary, joules_to_kwh
 from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
@@ -63,15 +63,18 @@ class MonitoredRun:
 
     def sample(self) -> None:
         """Measure the load of all devices once; the values belong to the stage that runs."""
+        self._measure()
+        stage = self.wait.stage
+        if stage is not None:
+            self._recorder.add(stage, self._latest)
+
+    def _measure(self) -> None:
         values = self._host.measure()
         for gpu in self._gpus:
             values |= gpu.measure()
             if gpu.name == self._own_name:
                 self._alert(gpu, values.get(f"{gpu.name}/temperature"))
         self._latest = values
-        stage = self.wait.stage
-        if stage is not None:
-            self._recorder.add(stage, values)
 
     def take(self, stage: str) -> dict[str, float]:
         """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
@@ -84,26 +87,28 @@ class MonitoredRun:
         return {key: value for key, value in (self._latest | logged).items() if generic_key(key) in self._keys}
 
     def summarize(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> DeviceSummary:
-        """Return what was measured in a stage, all in all."""
-        means = self.take(stage)
-        maxima = dict(means)
+        """Stop the thread, and return what was measured in a stage, all in all."""
+        self._sampler.stop()
+        self._measure()  # for the energy, and because a short run has no other values
+        self.take(stage)
+        means, maxima = dict(self._latest), dict(self._latest)
         for key, statistics in self._recorder.whole(stage).items():
-            if key in means:
-                means[key], maxima[key] = statistics.mean, statistics.maximum
+            means[key], maxima[key] = statistics.mean, statistics.maximum
         wait = self.wait.totals[stage]
         for device, seconds in (("host", wait.waited), (self._own_name, wait.idle)):
-            if f"{device}/data_wait" in means and seconds is not None and wait.seconds > 0:
+            if seconds is not None and wait.seconds > 0:
                 means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
-        order = sorted(means, key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
+        chosen = [key for key in means if generic_key(key) in self._keys]
+        chosen.sort(key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
         return DeviceSummary(
             rank=trainer.global_rank,
             node=trainer.node_rank,
             stage=stage,
             products={gpu.name: gpu.product for gpu in self._gpus if gpu.product},
-            means={key: means[key] for key in order},
-            maxima={key: maxima[key] for key in order},
+            means={key: means[key] for key in chosen},
+            maxima={key: maxima[key] for key in chosen},
             energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in self._gpus if gpu.energy is not None},
-            verdict=self._judge(trainer, stage, loader),
+            verdict=self._judge(wait, means, loader, trainer.num_devices),
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
@@ -141,17 +146,16 @@ class MonitoredRun:
                 "95 °C on, GPUs slow down by themselves: look after its fan and the air around it."
             )
 
-    def _judge(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> list[str]:
-        cores = max(1, available_cores() // max(1, trainer.num_devices))
-        wait, whole = self.wait.totals[stage], self._recorder.whole(stage)
-        said = judge_wait(wait, loader, cores)
+    def _judge(
+        self, wait: WaitTotals, means: Mapping[str, float], loader: LoaderSettings | None, ranks_here: int
+    ) -> list[str]:
+        said = judge_wait(wait, loader, max(1, available_cores() // ranks_here))
         sentences = [said] if said else []
         for gpu in self._gpus:
-            utilization = whole.get(f"{gpu.name}/utilization")
-            mean = None if utilization is None else utilization.mean
-            sentences += judge_gpu(gpu.name, mean, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
+            utilization = means.get(f"{gpu.name}/utilization")
+            sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
         if self._sampler.error is not None:
-            sentences.append(f"the measurements ended early: {self._sampler.error!r}.")
+            sentences.append(f"The measurements ended early: {self._sampler.error!r}.")
         return sentences
 
 

@@ -91,5 +91,5 @@ def _sentences(ranks: Sequence[DeviceSummary]) -> list[str]:
         sentences.append(f"Energy of {gpus}: {sum(energy.values()):.3g} kWh.")
     for summary in ranks:
         rank = f"Rank {summary.rank}: " if len(ranks) > 1 else ""
-        sentences += [rank + (said if rank else said[0].upper() + said[1:]) for said in summary.verdict]
+        sentences += [rank + said for said in summary.verdict]
     return sentences

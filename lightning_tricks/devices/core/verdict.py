@@ -53,20 +53,20 @@ def judge_wait(wait: WaitTotals, loader: LoaderSettings | None, cores: int) -> s
         cores: The cores that the workers of this rank may use.
 
     Returns:
-        A sentence that begins with a small letter; "" if there were too few batches.
+        A sentence; "" if there were too few batches.
     """
     if wait.n_batches < _FEWEST_BATCHES or wait.seconds <= 0:
         return ""
     share = _percent(wait.lost / wait.seconds)
     if waits_for_data(wait):
-        said = f"waited for data {share} of the time: the loader is the bottleneck"
+        said = f"Waited for data {share} of the time: the loader is the bottleneck"
         return f"{said}; {_remedy(wait, loader, cores)}."
     if wait.idle is not None and wait.waited >= _BOTTLENECK * wait.seconds:
         return (
-            f"the host waited for data {_percent(wait.waited / wait.seconds)} of the time, and the GPU had work "
+            f"The host waited for data {_percent(wait.waited / wait.seconds)} of the time, and the GPU had work "
             "meanwhile: the loader keeps up."
         )
-    return f"waited for data {share} of the time: the loader keeps up."
+    return f"Waited for data {share} of the time: the loader keeps up."
 
 
 def waits_for_data(wait: WaitTotals) -> bool:

@@ -1,0 +1,328 @@
+"""The time that a run waits for its data, on a clock of the test."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
+from lightning_tricks.devices.core.verdict import (
+    LoaderSettings,
+    judge_gpu,
+    judge_wait,
+    loader_settings,
+    num_workers_needed,
+    waits_for_data,
+)
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_(self, seconds):
+        self.now += seconds
+
+
+def fetch(wait, clock, stage, seconds):
+    wait.fetch_started(stage)
+    clock.pass_(seconds)
+    wait.fetch_ended(stage)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_waiting_is_a_share_of_the_stage(clock):
+    wait = DataWait(clock=clock)
+    wait.enter("train")
+    for _ in range(5):
+        fetch(wait, clock, "train", 1.0)
+        clock.pass_(3.0)
+    wait.leave("train")
+    clock.pass_(50.0)  # between epochs
+    # the first wait is neither waited nor time: workers start
+    assert wait.totals["train"] == WaitTotals(seconds=4 * 1.0 + 5 * 3.0, waited=4.0, waited_first=0.0, n_batches=5)
+    assert wait.take("train") == {"waited": pytest.approx(100 * 4 / 19)}
+    assert wait.take("train") == {}, "no time has passed since"
+
+
+def test_first_batches_of_later_epochs_are_told_apart(clock):
+    wait = DataWait(clock=clock)
+    for seconds in (9.0, 5.0, 6.0):
+        wait.enter("train")
+        fetch(wait, clock, "train", seconds)
+        fetch(wait, clock, "train", 0.5)
+        wait.leave("train")
+    assert wait.totals["train"].waited == 5 + 6 + 3 * 0.5
+    assert wait.totals["train"].waited_first == 5 + 6
+
+
+def test_validation_inside_an_epoch_is_not_its_time(clock):
+    wait = DataWait(clock=clock)
+    wait.enter("train")
+    fetch(wait, clock, "train", 0.0)
+    clock.pass_(2.0)
+    wait.enter("val")
+    fetch(wait, clock, "val", 7.0)
+    fetch(wait, clock, "val", 1.0)
+    clock.pass_(2.0)
+    wait.leave("val")
+    clock.pass_(1.0)
+    assert wait.stage == "train"
+    wait.leave("train")
+    assert wait.stage is None
+    assert wait.totals["train"].seconds == 3.0
+    assert (wait.totals["val"].seconds, wait.totals["val"].waited) == (3.0, 1.0)
+
+
+def test_batches_of_sanity_checking_do_not_count(clock):
+    wait = DataWait(clock=clock)
+    fetch(wait, clock, "val", 3.0)
+    assert wait.totals == {}
+    assert wait.take("val") == {}
+
+
+def test_an_epoch_that_resumes_repeats_its_first_hook(clock):
+    wait = DataWait(clock=clock)
+    wait.enter("train")
+    fetch(wait, clock, "train", 1.0)
+    clock.pass_(1.0)
+    wait.enter("train")
+    fetch(wait, clock, "train", 1.0)
+    wait.leave("train")
+    assert wait.totals["train"].seconds == 2.0
+    assert wait.totals["train"].waited_first == 0.0
+    assert wait.stage is None
+    wait.leave("train")  # and nothing happens
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=2, max_size=20), st.integers(1, 5))
+def test_windows_add_up(steps, every):
+    clock = Clock()
+    wait = DataWait(clock=clock)
+    wait.enter("train")
+    waited = before = 0.0
+    for number, (loading, working) in enumerate(steps, 1):
+        fetch(wait, clock, "train", loading)
+        clock.pass_(working)
+        if number % every == 0:
+            shares = wait.take("train")
+            seconds = wait.totals["train"].seconds - before
+            before = wait.totals["train"].seconds
+            waited += shares.get("waited", 0.0) * seconds / 100
+    rest = wait.take("train").get("waited", 0.0) * (wait.totals["train"].seconds - before) / 100
+    assert waited + rest == pytest.approx(sum(loading for loading, _ in steps[1:]), abs=1e-6)
+
+
+class Device:
+    """A CUDA stream on the test's clock: it works on what the host has queued, and events are passed in order."""
+
+    def __init__(self, clock, monkeypatch):
+        self.clock, self.busy_until = clock, clock.now
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self.Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device))
+
+    def queue(self, seconds):
+        self.busy_until = max(self.busy_until, self.clock.now) + seconds
+
+    class Event:
+        def __init__(self, device):
+            self.device = device
+
+        def record(self, stream):
+            self.time = max(self.device.busy_until, self.device.clock.now)
+
+        def query(self):
+            return self.device.clock.now >= self.time
+
+        def elapsed_time(self, other):
+            assert self.query(), "CUDA raises an error for an event that has not been passed"
+            assert other.query()
+            return 1000 * (other.time - self.time)
+
+
+@pytest.mark.trap("devices: is the loader the bottleneck, and was the device idle meanwhile")
+@pytest.mark.parametrize(
+    ("loading", "working", "idle"),
+    [(1.0, 4.0, 0.0), (4.0, 1.0, 3.0)],  # the host is done at once; the device works on
+)
+def test_a_gpu_that_works_while_the_host_waits_is_not_idle(loading, working, idle, clock, monkeypatch):
+    device = Device(clock, monkeypatch)
+    wait = DataWait(IdleClock(torch.device("cuda", 0)), clock)
+    wait.enter("train")
+    for _ in range(11):
+        fetch(wait, clock, "train", loading)
+        device.queue(working)
+    clock.pass_(100.0)
+    fetch(wait, clock, "train", 0.0)  # the device is asked when a batch is there
+    wait.take("train")
+    assert wait.totals["train"].waited == 10 * loading
+    assert wait.totals["train"].idle == pytest.approx(10 * idle)
+
+
+def test_the_first_batch_of_a_run_is_no_idle_time(clock, monkeypatch):
+    device = Device(clock, monkeypatch)
+    wait = DataWait(IdleClock(torch.device("cuda", 0)), clock)
+    wait.enter("train")
+    fetch(wait, clock, "train", 60.0)
+    device.queue(1.0)
+    fetch(wait, clock, "train", 1.0)
+    clock.pass_(1.0)
+    assert wait.take("train") == {"waited": 50.0, "idle": 0.0}
+
+
+def test_the_device_is_never_waited_for(clock, monkeypatch):
+    device = Device(clock, monkeypatch)
+    wait = DataWait(IdleClock(torch.device("cuda", 0)), clock)
+    wait.enter("train")
+    for _ in range(2000):  # it never catches up: nothing may be asked for its time
+        fetch(wait, clock, "train", 0.001)
+        device.queue(1.0)
+    assert wait.take("train")["idle"] == 0.0
+
+
+def pipeline(loading, working, num_workers, batches=400, prefetch=2):
+    """A slow twin of a DataLoader: what is waited for in a run, batch by batch."""
+    wait = WaitTotals()
+    free = [0.0] * max(num_workers, 1)
+    now, started = 0.0, []
+    for number in range(batches):
+        if num_workers == 0:
+            waited = loading
+        else:
+            worker = number % num_workers
+            # a worker starts with a batch when it is free, and when the batch was asked for
+            asked = started[number - prefetch * num_workers] if number >= prefetch * num_workers else 0.0
+            free[worker] = max(free[worker], asked) + loading
+            waited = max(0.0, free[worker] - now)
+        now += waited
+        started.append(now)
+        if number >= batches // 2:  # when it has settled
+            wait.waited += waited
+            wait.seconds += waited + working
+            wait.n_batches += 1
+        now += working
+    return wait
+
+
+@given(st.floats(0.05, 20), st.integers(0, 6))
+def test_so_many_workers_keep_up_and_one_fewer_does_not(ratio, num_workers):
+    wait = pipeline(ratio, 1.0, num_workers)
+    if not waits_for_data(wait):
+        return
+    needed = num_workers_needed(wait, LoaderSettings(num_workers, False))
+    assert pipeline(ratio, 1.0, needed).waited < 0.05 * 200
+    oracle = max(num_workers + 1, math.ceil(round(ratio, 6)))
+    assert needed in (oracle, oracle + 1)
+    if needed > num_workers + 2:
+        assert pipeline(ratio, 1.0, needed - 2).waited > 0
+
+
+@pytest.mark.parametrize(
+    ("wait", "loader", "cores", "words"),
+    [
+        (
+            WaitTotals(seconds=100, waited=43, n_batches=50),
+            LoaderSettings(0, False),
+            8,
+            "Waited for data 43 % of the time: the loader is the bottleneck; try num_workers=1, now 0.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=80, n_batches=50),
+            LoaderSettings(0, False),
+            2,
+            "Waited for data 80 % of the time: the loader is the bottleneck; try num_workers=2, now 0 (4 would keep "
+            "up, on 2 cores: make loading cheaper, too).",
+        ),
+        (
+            WaitTotals(seconds=100, waited=50, n_batches=50),
+            LoaderSettings(4, False),
+            4,
+            "Waited for data 50 % of the time: the loader is the bottleneck; 4 workers on 4 cores are not enough, so "
+            "make loading cheaper: decoded, smaller or cached data, fewer augmentations.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
+            LoaderSettings(4, False),
+            16,
+            "Waited for data 50 % of the time: the loader is the bottleneck; most of it was at the start of epochs, "
+            "where the workers start anew; try persistent_workers=True.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
+            LoaderSettings(4, True),
+            16,
+            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=50, n_batches=50),
+            None,
+            16,
+            "Waited for data 50 % of the time: the loader is the bottleneck; load in worker processes, or make loading "
+            "cheaper.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=3, n_batches=50),
+            LoaderSettings(0, False),
+            8,
+            "Waited for data 3 % of the time: the loader keeps up.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=43, idle=2, n_batches=50),
+            LoaderSettings(0, False),
+            8,
+            "The host waited for data 43 % of the time, and the GPU had work meanwhile: the loader keeps up.",
+        ),
+        (
+            WaitTotals(seconds=100, waited=60, idle=50, n_batches=50),
+            LoaderSettings(0, False),
+            8,
+            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=2, now 0.",
+        ),
+        (WaitTotals(seconds=100, waited=90, n_batches=9), LoaderSettings(0, False), 8, ""),
+        (WaitTotals(), None, 8, ""),
+    ],
+)
+def test_the_verdict_in_words(wait, loader, cores, words):
+    assert judge_wait(wait, loader, cores) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((97.0, {}, 100, True), []),
+        ((None, {}, 0, True), []),
+        ((20.0, {}, 100, False), []),
+        (
+            (20.0, {}, 100, True),
+            [
+                "gpu0 worked 20 % of the time although data were there: the host starts kernels too slowly, or "
+                "something else runs between the steps; try larger batches or torch.compile."
+            ],
+        ),
+        (
+            (97.0, {"power cap": 40, "hardware thermal slowdown": 10, "power brake": 9}, 100, True),
+            ["gpu0 ran below its clock rate: power cap 40 %, hardware thermal slowdown 10 % of the time."],
+        ),
+    ],
+)
+def test_what_is_said_of_a_gpu(arguments, words):
+    assert judge_gpu("gpu0", *arguments) == words
+
+
+def test_the_settings_of_the_only_loader():
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    assert loader_settings([loader]) == LoaderSettings(2, True)
+    assert loader_settings([loader, loader]) is None
+    assert loader_settings([[1, 2]]) is None

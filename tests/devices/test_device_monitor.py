@@ -1,0 +1,427 @@
+"""DeviceMonitor in real Trainers."""
+
+import csv
+import sys
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks.devices import monitored_run
+from lightning_tricks.devices.core import cuda_devices, data_wait
+from lightning_tricks.devices.device_monitor import DeviceMonitor
+from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
+
+HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if "lightning_tricks" in thread.name]
+
+
+def rows(logger):
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def fit(callback, *more, module=None, loaders=(), **trainer):
+    runner = Trainer(callbacks=[callback, *more], **{"max_epochs": 2, "log_every_n_steps": 1, **QUIET, **trainer})
+    runner.fit(module or Net(), *(loaders or [loader()]))
+    return runner
+
+
+@pytest.mark.trap("devices: a few readable keys (PL#20807)")
+def test_keys_and_steps(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(DeviceMonitor(4), logger=logger)
+    found = [row for row in rows(logger) if "host/data_wait" in row]
+    assert [row["step"] for row in found] == [3, 7, 11, 15, 19]
+    assert {key for row in found for key in row} - {"host/cpu_utilization"} == {*HOST[1:], "step"}
+    assert all(0 <= row["host/data_wait"] <= 100 for row in found)
+
+
+def test_accumulation_logs_after_the_optimizer_steps(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(DeviceMonitor(2), logger=logger, accumulate_grad_batches=4)  # 4, 8 and 10 of 10 batches
+    assert [row["step"] for row in rows(logger) if "host/data_wait" in row] == [1, 3, 5]
+
+
+@pytest.mark.trap("devices: in validation as well")
+def test_validation_has_keys_of_its_own(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(
+        DeviceMonitor(100),
+        module=EvaluatedNet(),
+        loaders=[loader(), loader()],
+        logger=logger,
+        num_sanity_val_steps=2,
+    )
+    found = [row for row in rows(logger) if "host/val_data_wait" in row]
+    assert [row["step"] for row in found] == [9, 19], "not in sanity checking"
+    assert {key for key in found[0] if key.startswith("host")} >= {"host/val_data_wait", "host/val_ram_used_gib"}
+    assert not any("host/data_wait" in row for row in rows(logger)), "no training step was to be logged"
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_every_function_alone(function, tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    monitor = DeviceMonitor()
+    runner = Trainer(callbacks=[monitor], **{**QUIET, "logger": logger, "log_every_n_steps": 1})
+    getattr(runner, function)(EvaluatedNet(), loader())
+    logger.save()
+    stage = {"validate": "val"}.get(function, function)
+    assert monitor.summary[0].stage == stage
+    assert any(f"host/{stage}_data_wait" in row for row in rows(logger))
+    assert "Devices in" in capsys.readouterr().out
+    assert not threads()
+
+
+def test_the_table_comes_once_and_says_what_the_run_waited_for(capsys):
+    monitor = DeviceMonitor()
+    fit(monitor, module=EvaluatedNet(), loaders=[loader(), loader()])
+    printed = capsys.readouterr().out
+    assert printed.count("Devices in training") == 1
+    assert "Waited for data" in printed
+    (summary,) = monitor.summary
+    assert list(summary.means) == HOST
+    assert (summary.rank, summary.node, summary.stage) == (0, 0, "train")
+
+
+class Slow(torch.utils.data.Dataset):
+    """Data whose samples take a time to load, on the clock of the test."""
+
+    def __init__(self, clock, seconds):
+        self.data, self.clock, self.seconds = digits(), clock, seconds
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.clock[0] += self.seconds
+        return self.data[index]
+
+
+class Works(Callback):
+    """Lets a step take a time, on the clock of the test."""
+
+    def __init__(self, clock, seconds):
+        def on_before_backward(*args):
+            clock[0] += seconds
+
+        self.on_before_backward = on_before_backward
+
+
+@pytest.mark.trap("devices: is the loader the bottleneck (PL#1216 #2701 #4833)")
+@pytest.mark.parametrize(
+    ("loading", "working", "words"),
+    [
+        (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; try num_workers=3, now 0."),
+        (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up."),
+    ],
+)
+def test_the_verdict_is_measured(loading, working, words, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(monitored_run, "DataWait", partial(data_wait.DataWait, clock=lambda: clock[0]))
+    monkeypatch.setattr(monitored_run, "available_cores", lambda: 8)
+    monitor = DeviceMonitor()
+    data = DataLoader(Slow(clock, loading), batch_size=4)
+    fit(monitor, Works(clock, working), loaders=[data])
+    assert monitor.summary[0].verdict == [words]
+    share = 100 * 19 * 4 * loading / (19 * 4 * loading + 20 * working)  # but for the first batch
+    assert monitor.summary[0].means["host/data_wait"] == pytest.approx(share)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(digits())
+
+
+def test_loaders_without_a_length(tmp_path):
+    monitor = DeviceMonitor(5)
+    fit(monitor, loaders=[DataLoader(Endless(), batch_size=4)])
+    assert 0 < monitor.summary[0].means["host/data_wait"] < 100
+
+
+def test_several_loaders_get_no_number_of_workers(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(monitored_run, "DataWait", partial(data_wait.DataWait, clock=lambda: clock[0]))
+    monitor = DeviceMonitor()
+
+    class Two(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx)
+
+    data = {"a": DataLoader(Slow(clock, 1.0), batch_size=4), "b": loader()}
+    fit(monitor, Works(clock, 0.1), module=Two(), loaders=[data])
+    assert monitor.summary[0].verdict[0].endswith("load in worker processes, or make loading cheaper.")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """A Trainer on the CPU that the monitor takes for one on two GPUs; CUDA is what this machine lacks."""
+    gpus = [
+        FakeGpu(uuid="GPU-a", memory_used="3GiB", utilization=20, temperature=50, power=100, name="Fake A"),
+        FakeGpu(uuid="GPU-b", memory_used="5GiB", utilization=99, temperature=60, power=200, name="Fake B"),
+    ]
+    monkeypatch.setattr(monitored_run, "cuda_device_of", lambda trainer: torch.device("cuda", 0))
+    monkeypatch.setattr(Trainer, "device_ids", property(lambda self: [0, 1]))
+    monkeypatch.setattr(cuda_devices, "cuda_uuid", "ab".__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 << 30)
+    monkeypatch.setattr(monitored_run, "IdleClock", NeverIdle)
+    with FakeNvml(gpus) as nvml:
+        yield nvml
+
+
+class NeverIdle:
+    def __init__(self, device):
+        assert device == torch.device("cuda", 0)
+
+    def start(self):
+        pass
+
+    def stop(self, counts):
+        pass
+
+    def take(self):
+        return 0.0
+
+
+@pytest.mark.trap("devices: DeviceStatsMonitor has no utilization, temperature or power")
+def test_gpus(on_gpus, tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    monitor = DeviceMonitor(10)
+    fit(monitor, logger=logger)
+    row = next(row for row in rows(logger) if "gpu0/utilization" in row)
+    expected = {
+        "gpu0/utilization": 20,
+        "gpu0/memory_used_gib": 3,
+        "gpu0/peak_memory_gib": 2,
+        "gpu0/temperature": 50,
+        "gpu0/power_w": 100,
+        "gpu1/utilization": 99,
+        "gpu1/memory_used_gib": 5,
+        "gpu1/temperature": 60,
+        "gpu1/power_w": 200,
+    }
+    assert {key: value for key, value in row.items() if key.startswith("gpu")} == expected
+    assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
+    assert monitor.summary[0].verdict[1].startswith("gpu0 worked 20 % of the time although data were there")
+    assert "gpu1 Fake B" in capsys.readouterr().out
+    assert on_gpus._users == 0, "NVML is shut down"
+
+
+def test_energy_of_a_run(on_gpus):
+    class Burns(Callback):
+        def on_train_batch_end(self, *args):
+            on_gpus.gpus[0].energy += 1.8e5
+
+    monitor = DeviceMonitor(1, interval=3600)
+    fit(Samples(monitor), monitor, Burns(), Samples(monitor))
+    assert monitor.summary[0].energy == {"gpu0": pytest.approx(20 * 0.05), "gpu1": 0.0}
+
+
+class Samples(Callback):
+    """Measures after each batch, as the thread would."""
+
+    def __init__(self, monitor):
+        self.monitor = monitor
+
+    def on_train_batch_end(self, *args):
+        self.monitor._run.sample()
+
+
+def test_means_and_maxima(on_gpus):
+    class Heats(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            on_gpus.gpus[0].utilization = 100 * (batch_idx % 2)
+
+    monitor = DeviceMonitor(keys=["gpu/utilization"], interval=3600)
+    fit(Heats(), Samples(monitor), monitor)
+    assert monitor.summary[0].means["gpu0/utilization"] == 50
+    assert monitor.summary[0].maxima["gpu0/utilization"] == 100
+    assert list(monitor.summary[0].means) == ["gpu0/utilization", "gpu1/utilization"]
+
+
+def test_heat_is_told_once(on_gpus):
+    class Heats(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            on_gpus.gpus[0].temperature += 10
+
+    monitor = DeviceMonitor(interval=3600)
+    with pytest.warns(UserWarning) as warned:
+        fit(Heats(), Samples(monitor), monitor)
+    (heat,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
+    assert heat.startswith("DeviceMonitor: gpu0 has 90 °C, and warn_temperature=85.")
+
+
+def test_a_gpu_that_is_lost_is_told_once(on_gpus):
+    class Loses(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                on_gpus.gpus[0].fails = {"nvmlDeviceGetUtilizationRates": "GPU_IS_LOST"}
+
+    monitor = DeviceMonitor(interval=3600)
+    with pytest.warns(UserWarning) as warned:
+        fit(Loses(), Samples(monitor), monitor)
+    (lost,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
+    assert lost == "DeviceMonitor: gpu0 does not answer any more (GPU is lost)."
+    assert "gpu1/utilization" in monitor.summary[0].means
+
+
+def test_a_gpu_that_is_lost_from_the_start(on_gpus):
+    on_gpus.gpus[1].fails = LOST
+    monitor = DeviceMonitor()
+    fit(monitor)
+    assert monitor.summary[0].products == {"gpu0": "Fake A"}
+
+
+def test_without_nvml_the_host_is_measured(on_gpus):
+    on_gpus.init_error = "LIB_RM_VERSION_MISMATCH"
+    monitor = DeviceMonitor()
+    with pytest.warns(UserWarning, match="DeviceMonitor measures no GPU: NVML does not start .* was updated while"):
+        fit(monitor)
+    assert monitor.summary[0].means.keys() >= {*HOST, "gpu0/peak_memory_gib"}
+
+
+@pytest.mark.parametrize("name", ["psutil", "pynvml"])
+def test_a_missing_package_is_named_before_training(name, on_gpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=r"from the extra 'devices': pip install \"\.\[devices\]\""):
+        fit(DeviceMonitor())
+    assert not threads()
+
+
+def test_without_a_gpu_no_nvml_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monitor = DeviceMonitor()
+    fit(monitor)
+    assert list(monitor.summary[0].means) == HOST
+
+
+class Raises(Callback):
+    def __init__(self, error, hook="on_train_batch_start"):
+        def raise_(trainer, pl_module, *args):
+            if trainer.global_step == 15 or "batch" not in hook:
+                raise error
+
+        setattr(self, hook, raise_)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("!"), KeyboardInterrupt()])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_fit_start", "on_train_epoch_end", "on_fit_end"])
+def test_no_thread_is_left_after_an_exception(error, hook, capsys):
+    running = []
+
+    class Sees(Callback):
+        def on_train_start(self, trainer, pl_module):
+            running.extend(threads())
+
+    monitor = DeviceMonitor(interval=1e-3)
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        fit(monitor, Sees(), Raises(error, hook))
+    assert isinstance(raised.value, type(error) | SystemExit)
+    assert running or hook == "on_fit_start"
+    assert not threads()
+    assert monitor._run is None
+    fit(monitor)
+    assert monitor.summary[0].means
+
+
+def test_an_interrupted_run_shows_its_table(capsys):
+    monitor = DeviceMonitor()
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        fit(monitor, Raises(KeyboardInterrupt()))
+    assert "Devices in training" in capsys.readouterr().out
+    monitor = DeviceMonitor()
+    with pytest.raises(ZeroDivisionError):
+        fit(monitor, Raises(ZeroDivisionError()))
+    assert "Devices in training" not in capsys.readouterr().out
+
+
+def test_a_thread_that_fails_does_not_stop_the_run(monkeypatch):
+    raised = threading.Event()
+
+    class Breaks:
+        def __init__(self, sample, interval):
+            def broken():
+                raised.set()
+                raise OSError("no such device")
+
+            self.sampler = monitored_run_sampler(broken, 1e-4)
+
+        def __getattr__(self, name):
+            return getattr(self.sampler, name)
+
+    monitored_run_sampler = monitored_run.BackgroundSampler
+    monkeypatch.setattr(monitored_run, "BackgroundSampler", Breaks)
+
+    class Waits(Callback):
+        def on_train_epoch_end(self, *args):
+            assert raised.wait(60)
+
+    monitor = DeviceMonitor()
+    fit(monitor, Waits())
+    assert monitor.summary[0].verdict[-1] == "The measurements ended early: OSError('no such device')."
+
+
+@pytest.mark.parametrize("trainer", [{"logger": False}, {"fast_dev_run": True}, {"barebones": True}])
+def test_trainers_that_do_not_log(trainer):
+    if "barebones" in trainer:
+        runner = Trainer(callbacks=[DeviceMonitor(1)], max_epochs=1, accelerator="cpu", barebones=True)
+        runner.fit(Net(), loader())
+    else:
+        fit(DeviceMonitor(1), **trainer)
+    assert not threads()
+
+
+def test_a_fit_without_epochs(capsys):
+    monitor = DeviceMonitor()
+    fit(monitor, max_epochs=0)
+    assert monitor.summary is None
+    assert "Devices" not in capsys.readouterr().out
+
+
+def test_loaders_with_workers_that_live_on(tmp_path):
+    monitor = DeviceMonitor(1, interval=1e-3)
+    data = DataLoader(digits(), batch_size=4, num_workers=2, persistent_workers=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+        fit(monitor, loaders=[data])
+    assert monitor.summary[0].means["host/data_wait"] > 0
+
+
+def test_two_ranks(tmp_path, lab):
+    from tests.contract.lab import SETTINGS
+    from tests.devices.cases_device_monitor import verify
+
+    verify(lab, SETTINGS["DDP"])
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="every_n_train_steps must be a whole number >= 1, got 0"):
+        DeviceMonitor(0)
+    with pytest.raises(ValueError, match=r"keys must be one of .*Did you mean 'host/data_wait'\?"):
+        DeviceMonitor(keys=["host/data_wat"])
+    with pytest.raises(ValueError, match="warn_temperature must be a number > 0, got -1"):
+        DeviceMonitor(warn_temperature=-1)
+    with pytest.raises(ValueError, match="interval must be a number > 0 and <= 3600, got 0"):
+        DeviceMonitor(interval=0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    monitor = DeviceMonitor(5, interval=0.05, keys=["gpu/utilization", "gpu/peak_memory_gib", "gpu/data_wait"])
+    fit(monitor, logger=logger, accelerator="cuda", devices=1, max_epochs=20)
+    assert any("gpu0/utilization" in row for row in rows(logger))
+    (summary,) = monitor.summary
+    assert 0 <= summary.means["gpu0/data_wait"] <= 100
+    assert summary.means["gpu0/peak_memory_gib"] > 0
+    assert summary.energy["gpu0"] >= 0
+    assert summary.products["gpu0"] == torch.cuda.get_device_name(0)
