@@ -9,6 +9,7 @@ import pickle
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -352,11 +353,12 @@ def trainer_as_it_was(case: Case, lab: Lab, other: Case | None = None) -> None:
 
 def _traces_of_fit(module: Net, callbacks: list[Any]) -> dict[str, Any]:
     trainer = Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=4, **QUIET)
+    threads = threading.active_count()
     try:
         trainer.fit(module, loader())
     except ZeroDivisionError:
         assert isinstance(module, _Breaking)
-    return traces_on_trainer(trainer)
+    return {**traces_on_trainer(trainer), "new threads": threading.active_count() - threads}
 
 
 def _differences(left: dict[str, Any], right: dict[str, Any]) -> str:

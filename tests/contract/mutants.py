@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,11 @@ class DrawsInValidation(Healthy):
 class DrawsAtTheEnd(Healthy):
     def on_fit_end(self, trainer, pl_module):
         torch.rand(())
+
+
+class LeavesAThread(Healthy):
+    def on_fit_start(self, trainer, pl_module):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 class LeavesABackwardHook(Healthy):
@@ -485,6 +491,7 @@ MUTANTS = (
     _observer(AssumesAFit, checks.every_stage_alone, AttributeError),
     _observer(ChangesWhatValidationGives, checks.every_stage_alone),
     _observer(ChangesWhatValidationGives, checks.stages_in_turn),
+    _observer(LeavesAThread, checks.trainer_as_it_was),
     _observer(StaysAfterAnException, checks.trainer_as_it_was),
     _observer(RestoresWhatItFound, partial(checks.trainer_as_it_was, other=_OTHER)),
     _observer(WritesWhereAFileSays, checks.names_no_file, arguments={"notes": "notes.txt"}),

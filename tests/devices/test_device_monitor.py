@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def threads():
 
 
 def rows(logger):
-    with open(f"{logger.log_dir}/metrics.csv") as file:
+    with Path(logger.log_dir, "metrics.csv").open() as file:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
@@ -254,7 +255,7 @@ def test_heat_is_told_once(on_gpus):
             on_gpus.gpus[0].temperature += 10
 
     monitor = DeviceMonitor(interval=3600)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Heats(), Samples(monitor), monitor)
     (heat,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
     assert heat.startswith("DeviceMonitor: gpu0 has 90 °C, and warn_temperature=85.")
@@ -267,7 +268,7 @@ def test_a_gpu_that_is_lost_is_told_once(on_gpus):
                 on_gpus.gpus[0].fails = {"nvmlDeviceGetUtilizationRates": "GPU_IS_LOST"}
 
     monitor = DeviceMonitor(interval=3600)
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="DeviceMonitor") as warned:
         fit(Loses(), Samples(monitor), monitor)
     (lost,) = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
     assert lost == "DeviceMonitor: gpu0 does not answer any more (GPU is lost)."
