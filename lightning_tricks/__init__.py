@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from lightning_tricks.checkpoint_remapping import remap_keys as remap_keys
     from lightning_tricks.checkpoint_remapping import replace_head as replace_head
     from lightning_tricks.checkpoint_remapping import save_weights as save_weights
+    from lightning_tricks.devices import CudaMemory as CudaMemory
+    from lightning_tricks.devices import DeviceMonitor as DeviceMonitor
+    from lightning_tricks.devices import NvtxRanges as NvtxRanges
+    from lightning_tricks.devices import limit_memory as limit_memory
+    from lightning_tricks.devices import list_gpus as list_gpus
+    from lightning_tricks.devices import memory_report as memory_report
+    from lightning_tricks.devices import select_gpus as select_gpus
     from lightning_tricks.ensembles import AdversarialTrainingClassifier as AdversarialTrainingClassifier
     from lightning_tricks.ensembles import AdversarialTrainingRegressor as AdversarialTrainingRegressor
     from lightning_tricks.ensembles import BaggingClassifier as BaggingClassifier
@@ -86,6 +93,8 @@ if TYPE_CHECKING:
         "BaggingRegressor",
         "CheckpointRemapping",
         "ClipValue",
+        "CudaMemory",
+        "DeviceMonitor",
         "FastGeometricClassifier",
         "FastGeometricRegressor",
         "FlopsReport",
@@ -102,6 +111,7 @@ if TYPE_CHECKING:
         "ModelReport",
         "NeuralForestClassifier",
         "NeuralForestRegressor",
+        "NvtxRanges",
         "OptimizerSpec",
         "PeftAdapters",
         "PercentileClip",
@@ -133,7 +143,10 @@ if TYPE_CHECKING:
         "denormalize",
         "image_grid",
         "isolated_rng",
+        "limit_memory",
+        "list_gpus",
         "load_weights",
+        "memory_report",
         "multiclass_metrics",
         "multilabel_metrics",
         "read_checkpoint",
@@ -145,6 +158,7 @@ if TYPE_CHECKING:
         "save_weights",
         "seed_everything",
         "segmentation_metrics",
+        "select_gpus",
         "summarize_model",
         "to_numpy",
         "to_pil",
@@ -167,6 +181,15 @@ else:  # or a type checker would take any name for one of the package
                 "remap_keys",
                 "replace_head",
                 "save_weights",
+            ),
+            "devices": (
+                "CudaMemory",
+                "DeviceMonitor",
+                "NvtxRanges",
+                "limit_memory",
+                "list_gpus",
+                "memory_report",
+                "select_gpus",
             ),
             "ensembles": (
                 "AdversarialTrainingClassifier",

@@ -60,6 +60,9 @@ class Tricks:
         default=None, metadata={"callback": "MetricsMonitor"}
     )
     images: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "ImageLogger"})
+    device_monitor: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "DeviceMonitor"})
+    cuda_memory: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "CudaMemory"})
+    nvtx_ranges: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "NvtxRanges"})
     optimizer: OptimizerSpec | bool | dict[str, Any] | None = None
     schedule: ScheduleSpec | bool | dict[str, Any] | None = None
 
