@@ -75,3 +75,9 @@ def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> N
 def logger_step(trainer: Trainer) -> int:
     """Return the step under which the Trainer sends values to its loggers now."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+@needs_private("CudaMemory")
+def epoch_end_step(trainer: Trainer) -> int:
+    """Return the step at which the Trainer's loggers show values of the epoch that ends, in `on_train_epoch_end`."""
+    return max(int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1, 0)

@@ -1,0 +1,58 @@
+"""Torch's record of allocations on CUDA devices, and the storages behind tensors of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks._torch_compat.guards import needs_private
+
+_MAX_ENTRIES = 100_000  # of the history, which lies in the memory of the host
+
+
+@contextmanager
+def recording_memory_history() -> Iterator[None]:
+    """Let torch record each allocation on CUDA devices with its Python stack, until the context is left."""
+    with needs_private("CudaMemory(record_history=True)", TypeError):
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ENTRIES)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the recorded history to a file for pytorch.org/memory_viz."""
+    with needs_private("CudaMemory(record_history=True)", TypeError):
+        torch.cuda.memory._dump_snapshot(str(path))
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Let no subclass of Tensor see, in the context, that attributes and methods of its tensors are used."""
+    with needs_private("memory_report"):
+        context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+        return context
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from the others that are alive; unlike its `data_ptr`, this copies no lazy copy."""
+    with needs_private("memory_report"):
+        identity: int = storage._cdata
+        return identity
+
+
+def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse tensor consists of, without coalescing it; none for any other."""
+    if tensor.layout is torch.sparse_coo:
+        with needs_private("memory_report"):
+            return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

@@ -1,0 +1,283 @@
+"""The callback `CudaMemory`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._shared.checks import check_optional_count, check_path
+from lightning_tricks._shared.step_signatures import takes_dataloader_iter
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._torch_compat.memory import dump_memory_snapshot, recording_memory_history
+from lightning_tricks.devices.core.memory_limit import check_fraction, limit_memory
+from lightning_tricks.devices.core.memory_peaks import EpochGrowth, StagePeaks
+from lightning_tricks.devices.core.memory_report import MemoryReport, memory_report
+from lightning_tricks.devices.core.out_of_memory import memory_that_ran_out
+from lightning_tricks.devices.out_of_memory_report import RunningStep, report_folder, report_out_of_memory
+
+_GIB = 2**30
+_logger = logging.getLogger("lightning.pytorch")
+
+
+class CudaMemory(TrickCallback):
+    """Log the peak of the GPU memory in each epoch, and write a report when memory runs out.
+
+    At the end of each training epoch it logs, in GiB for the GPU of rank zero, `cuda_memory/train_peak_gib`,
+    `cuda_memory/val_peak_gib` (without sanity checking), `cuda_memory/allocated_gib` and `cuda_memory/reserved_gib`;
+    when validation or test runs alone, `cuda_memory/val_peak_gib` or `cuda_memory/test_peak_gib`. For that it resets
+    torch's peak (`torch.cuda.reset_peak_memory_stats`) where a stage begins and ends. If the allocated memory grew in
+    each of the last four epochs, it warns once: something keeps tensors, such as a list of losses that were appended
+    without `.detach()` or `.item()`. Nothing waits for the GPU in a step.
+
+    When memory runs out, on whichever rank, `out_of_memory-rank<r>.txt` says which step ran, the shapes of its batch,
+    what the memory was used for, the largest tensors with their names, and what to do. The error is raised again with
+    the advice as a note (in the log before Python 3.11). Other ranks may wait for the failed one: their launcher ends
+    them. Do not skip such a batch by returning None from `training_step` on one rank, which lets the others wait
+    forever.
+
+    The reports are also written on a CPU, where nothing else happens.
+
+    Args:
+        empty_cache_every_n_epochs: Call `torch.cuda.empty_cache` at the end of every n-th training epoch, >= 1. That
+            helps other processes, not this one, and each call makes later allocations slower. None for never.
+        snapshot_on_oom: Whether to write files when memory runs out. Without them there is only the advice.
+        record_history: Whether torch records each allocation with its stack of Python calls, up to 100,000 of them, so
+            that `out_of_memory-rank<r>.pickle` is written too, which https://pytorch.org/memory_viz shows. It makes
+            allocations slower.
+        limit: The share of its GPU's memory that each rank may use, > 0 and <= 1; see `limit_memory`. It stays when the
+            run is over. None sets no limit.
+        dirpath: The folder for the files, created when one is written. None for that of the first logger, or else
+            the Trainer's `default_root_dir`.
+
+    Attributes:
+        report: The `MemoryReport` of this rank when the fit ended or memory ran out; None before. Its peak is that of
+            the whole fit.
+
+    For other training loops: `lightning_tricks.devices.memory_report` and `limit_memory`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If one is out of range.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[CudaMemory()], accelerator="cpu", logger=False)
+    """
+
+    path_arguments = ("dirpath",)
+
+    def __init__(
+        self,
+        empty_cache_every_n_epochs: int | None = None,
+        snapshot_on_oom: bool = True,
+        *,
+        record_history: bool = False,
+        limit: float | None = None,
+        dirpath: str | Path | None = None,
+    ) -> None:
+        self.empty_cache_every_n_epochs = check_optional_count("empty_cache_every_n_epochs", empty_cache_every_n_epochs)
+        self.snapshot_on_oom = snapshot_on_oom
+        self.record_history = record_history
+        self.limit = None if limit is None else check_fraction("limit", limit)
+        self.dirpath = None if dirpath is None else _check_folder(dirpath)
+        if record_history and not snapshot_on_oom:
+            raise ValueError("record_history=True needs snapshot_on_oom=True, which writes what was recorded.")
+        self.report: MemoryReport | None = None
+        self._installed = ExitStack()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what belongs to a run."""
+        self._folder: Path | None = None
+        self._step: RunningStep | None = None
+        self._keeps_batches = False
+        self._peaks: StagePeaks | None = None  # on CUDA
+        self._growth = EpochGrowth()
+        self._has_warned = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Limit the memory of the device that this rank will use, and start what is recorded."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        self._folder = report_folder(trainer, self.dirpath) if self.snapshot_on_oom else None
+        steps = (pl_module.training_step, pl_module.validation_step, pl_module.test_step, pl_module.predict_step)
+        self._keeps_batches = not any(map(takes_dataloader_iter, steps))
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            rank_zero_info(
+                f"CudaMemory: the Trainer runs on {device}, so that no CUDA memory is logged, limited or recorded; "
+                "reports are still made when memory runs out."
+            )
+            return
+        if self.limit is not None:
+            limit_memory(self.limit, device)
+        if self.record_history:
+            self._installed.enter_context(recording_memory_history())
+        self._peaks = StagePeaks(
+            partial(torch.cuda.max_memory_allocated, device), partial(torch.cuda.reset_peak_memory_stats, device)
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the peak of sanity checking."""
+        if self._peaks is not None:
+            self._peaks.take()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to look for the peak of training."""
+        self._enter("train")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember the batch, for the step alone."""
+        self._begin_step(batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Forget the batch."""
+        self._step = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the peaks of the epoch, look for growth, and empty the cache if that is due."""
+        if self._peaks is None:
+            return
+        device = trainer.strategy.root_device
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        sizes = {f"{stage}_peak": peak for stage, peak in self._peaks.take().items()}
+        _log(trainer, {**sizes, "allocated": allocated, "reserved": reserved})
+        self._growth.add(allocated)
+        self._warn_of_growth()
+        every = self.empty_cache_every_n_epochs
+        if every is not None and (trainer.current_epoch + 1) % every == 0:
+            torch.cuda.empty_cache()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to look for the peak of validation."""
+        self._enter("val")
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Remember the batch, for the step alone."""
+        self._begin_step(batch, batch_idx, dataloader_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Forget the batch."""
+        self._step = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for the peak of training again, or log that of validation if it ran alone."""
+        if trainer.state.fn == "fit":
+            self._enter("train")
+        else:
+            self._log_stage(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to look for the peak of test."""
+        self._enter("test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the peak of test."""
+        self._log_stage(trainer)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the report of the fit."""
+        self.report = self._make_report(trainer, pl_module, trainer.strategy.root_device)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Report what the memory is used for if it has run out, and undo what was installed."""
+        owner = memory_that_ran_out(exception)
+        try:
+            if owner:
+                device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
+                self.report = self._make_report(trainer, pl_module, device)
+                records = self.record_history and device.type == "cuda"
+                report_out_of_memory(
+                    trainer,
+                    exception,
+                    self.report,
+                    step=self._step,
+                    limit=self.limit if device.type == "cuda" else None,
+                    folder=self._folder,
+                    dump_snapshot=dump_memory_snapshot if records else None,
+                )
+        except Exception as problem:  # it must not replace the user's error
+            _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+        finally:
+            self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Undo what was installed."""
+        self._close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        run = {"_installed": ExitStack(), "_step": None, "_peaks": None}  # these hold a device and its data
+        return super().__getstate__() | run
+
+    def _close(self) -> None:
+        try:
+            self._installed.close()
+        finally:
+            self._forget()
+
+    def _enter(self, stage: str) -> None:
+        if self._peaks is not None:
+            self._peaks.enter(stage)
+
+    def _begin_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._step = RunningStep(batch_idx, dataloader_idx, batch if self._keeps_batches else None)
+
+    def _log_stage(self, trainer: Trainer) -> None:
+        if self._peaks is not None:
+            _log(trainer, {f"{stage}_peak": peak for stage, peak in self._peaks.take().items()})
+
+    def _make_report(self, trainer: Trainer, pl_module: LightningModule, device: torch.device) -> MemoryReport:
+        report = memory_report(device, model=pl_module, optimizers=trainer.optimizers)
+        if self._peaks is None or device.type != "cuda":
+            return report
+        self._peaks.enter("")
+        return replace(report, peak_allocated=self._peaks.overall, growth_per_epoch=self._growth.per_epoch)
+
+    def _warn_of_growth(self) -> None:
+        sizes = self._growth.steady()
+        if sizes and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"CudaMemory: the allocated memory grew in each of the last {len(sizes) - 1} epochs, from "
+                f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}. Something keeps tensors, such as a list of "
+                "losses: append loss.detach() or loss.item(). `memory_report(model=...)` lists the largest tensors."
+            )
+
+
+def _log(trainer: Trainer, sizes: dict[str, int]) -> None:
+    """Log sizes in GiB, without the synchronisation and the copies of `LightningModule.log`."""
+    values = {f"cuda_memory/{name}_gib": size / _GIB for name, size in sizes.items()}
+    for logger in trainer.loggers if values else ():
+        logger.log_metrics(values, step=epoch_end_step(trainer))
+
+
+def _check_folder(dirpath: str | Path) -> str | os.PathLike[str]:
+    if "://" in str(check_path("dirpath", dirpath, "a folder")):
+        raise ValueError(f"dirpath must be a folder on a local disk, got {str(dirpath)!r}.")
+    return dirpath

@@ -1,0 +1,166 @@
+"""The callback `NvtxRanges`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks.devices.core.nvtx_stack import RangeStack
+
+
+class NvtxRanges(TrickCallback):
+    """Mark steps and their parts for Nsight Systems, by NVTX ranges; without CUDA this does nothing.
+
+    Record with `nsys profile --trace=cuda,nvtx,osrt python train.py`. The ranges show when the CPU was in a part; what
+    it started on the GPU may run later, and Nsight Systems projects the ranges to the GPU.
+
+    * `train data wait`, also `val`, `test`, `predict`: the Trainer waits for the loader. It lies before the step, or in
+      it if the step takes a `dataloader_iter`. Copying the batch to the GPU is in none of the ranges.
+    * `train step`: from `on_train_batch_start` to `on_train_batch_end`, with these in it:
+        * `forward`: until the backward pass begins; `training_step` above all.
+        * `backward`: from `on_before_backward` to `on_after_backward`, DDP's communication included.
+        * `optimizer`: from `on_before_optimizer_step`, clipping of gradients included, to the end of `Optimizer.step`.
+          If the optimizer does not step, as where a GradScaler skips it, or has no hook for the end of its step, until
+          the end of the training step. With LBFGS, which runs the training step several times, the forward passes
+          after the first are in it too.
+    * `val step`, `test step`, `predict step`: the step of one batch.
+
+    In automatic optimization, what the hooks of others do between the backward pass and the optimizer is in the step
+    alone. In manual optimization, another `forward` begins after each backward pass and each optimizer step.
+
+    Raises:
+        MisconfigurationException: If a Trainer has two of them.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[NvtxRanges()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._ranges: RangeStack | None = None  # with CUDA, between setup and teardown
+        self._installed = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start to mark the fetches of batches."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        if not torch.cuda.is_available():
+            return
+        ranges = self._ranges = RangeStack(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
+        fetches = observe_fetches(
+            trainer,
+            lambda fetched: ranges.begin_wait(f"{fetched} data wait"),
+            lambda fetched: ranges.end_wait(),
+            "NvtxRanges",
+        )
+        self._installed.enter_context(fetches)
+        self._installed.callback(ranges.close)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask the optimizers to say when a step has ended."""
+        if self._ranges is None:
+            return
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):  # wrappers of some strategies have none
+                hook = optimizer.register_step_post_hook(lambda *_: self._end_phase(pl_module))
+                self._installed.callback(hook.remove)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Open the step and its forward pass."""
+        if self._ranges is not None:
+            self._ranges.begin_step("train step")
+            self._ranges.begin_phase("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Open the backward pass."""
+        if self._ranges is not None:
+            self._ranges.begin_phase("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the backward pass."""
+        self._end_phase(pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Open the optimizer's step."""
+        if self._ranges is not None:
+            self._ranges.begin_phase("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the step."""
+        self._end_step()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close a step that a module's `on_train_batch_start` has ended, by returning -1."""
+        self._end_step()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Open the step."""
+        self._begin_step("val step")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Close the step."""
+        self._end_step()
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Open the step."""
+        self._begin_step("test step")
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Open the step."""
+        self._begin_step("predict step")
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close all ranges, and undo what was installed."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close all ranges, and undo what was installed."""
+        self._close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_installed": ExitStack(), "_ranges": None}
+
+    def _begin_step(self, name: str) -> None:
+        if self._ranges is not None:
+            self._ranges.begin_step(name)
+
+    def _end_step(self) -> None:
+        if self._ranges is not None:
+            self._ranges.close()
+
+    def _end_phase(self, pl_module: LightningModule) -> None:
+        if self._ranges is None:
+            return
+        if pl_module.automatic_optimization:
+            self._ranges.end_phase()
+        else:
+            self._ranges.begin_phase("forward")
+
+    def _close(self) -> None:
+        self._installed.close()
+        self._ranges = None
