@@ -1,0 +1,128 @@
+"""Probes of the moments of fetching and of the step at an epoch's end; run with the oldest and the newest Lightning."""
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
+
+VAL, TEST = 3, 2
+
+
+class _Observes(Callback):
+    """Writes down fetches and steps in their order."""
+
+    def __init__(self):
+        self.events = []
+
+    def setup(self, trainer, pl_module, stage):
+        started, ended = (lambda fetched, what=what: self.events.append((what, fetched)) for what in ("start", "end"))
+        self.context = observe_fetches(trainer, started, ended, "Probe")
+        self.context.__enter__()
+
+    def teardown(self, trainer, pl_module, stage):
+        self.context.__exit__(None, None, None)
+
+    on_exception = teardown
+
+    def on_train_batch_start(self, *args):
+        self.events.append(("step", "train"))
+
+    def on_validation_batch_start(self, *args):
+        self.events.append(("step", "val"))
+
+    def on_test_batch_start(self, *args):
+        self.events.append(("step", "test"))
+
+    def on_predict_batch_start(self, *args):
+        self.events.append(("step", "predict"))
+
+
+class _Unsized(IterableDataset):
+    def __iter__(self):
+        return iter([digits()[index] for index in range(8)])
+
+
+class _FailingIn(IterableDataset):
+    def __iter__(self):
+        yield digits()[0]
+        raise ZeroDivisionError
+
+
+def _expected(stage, count):
+    return [("start", stage), ("end", stage), ("step", stage)] * count
+
+
+def _run(function, *data, **arguments):
+    observer = _Observes()
+    trainer = Trainer(max_epochs=1, limit_val_batches=VAL, limit_test_batches=TEST, callbacks=[observer], **QUIET)
+    getattr(trainer, function)(Net() if function == "fit" and len(data) == 1 else EvaluatedNet(), *data, **arguments)
+    return observer.events, trainer
+
+
+def test_fetches_of_a_fit_with_validation():
+    events, trainer = _run("fit", loader(), loader())
+    assert events == _expected("train", BATCHES) + _expected("val", VAL)
+    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.predict_loop)
+    assert all("_on_before_fetch" not in vars(loop) for loop in loops)
+
+
+@pytest.mark.parametrize(("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST)])
+def test_fetches_of_a_stage_alone(function, stage, count):
+    assert _run(function, loader(), verbose=False)[0] == _expected(stage, count)
+
+
+def test_fetches_of_prediction():
+    assert _run("predict", loader())[0] == _expected("predict", BATCHES)
+
+
+def test_the_end_of_unsized_data_is_a_fetch_too():
+    """The first batch is fetched where no profiler looks yet, and the fetch that finds nothing ends as well."""
+    events = _run("fit", DataLoader(_Unsized(), batch_size=4))[0]
+    assert events == [("start", "train"), ("end", "train"), ("step", "train")] * 2
+
+
+def test_a_fetch_that_fails_ends():
+    observer = _Observes()
+    with pytest.raises(ZeroDivisionError):
+        Trainer(max_epochs=1, callbacks=[observer], **QUIET).fit(Net(), DataLoader(_FailingIn()))
+    assert observer.events.count(("start", "train")) == observer.events.count(("end", "train")) > 0
+
+
+def test_a_renamed_method_is_named(monkeypatch):
+    trainer = Trainer(**QUIET)
+    monkeypatch.delattr(type(trainer.fit_loop.epoch_loop), "_on_before_fetch")
+    with (
+        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*_on_before_fetch.*install"),
+        observe_fetches(trainer, print, print, "Probe"),
+    ):
+        pass
+
+
+class _LogsEpochs(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.steps.append(epoch_end_step(trainer))
+        pl_module.log("probe", 1.0)
+
+
+def test_epoch_end_step_is_that_of_the_trainers_own_values(tmp_path):
+    probe = _LogsEpochs()
+    arguments = {
+        **QUIET,
+        "logger": CSVLogger(tmp_path, version=0),
+        "max_epochs": 2,
+        "accumulate_grad_batches": 3,
+        "log_every_n_steps": 1,
+    }
+    trainer = Trainer(callbacks=[probe], **arguments)
+    trainer.fit(Net(), loader())
+    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("step")
+    assert probe.steps == [int(line.split(",")[column]) for line in lines[1:]]
+    assert len(probe.steps) == 2
