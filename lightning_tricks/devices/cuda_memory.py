@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.errors import observe_errors
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step
 from lightning_tricks._shared.checks import check_optional_count, check_path
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
@@ -105,6 +106,7 @@ class CudaMemory(TrickCallback):
         self._peaks: StagePeaks | None = None  # on CUDA
         self._growth = EpochGrowth()
         self._has_warned = False
+        self._has_reported = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Limit the memory of the device that this rank will use, and start what is recorded."""
@@ -113,6 +115,8 @@ class CudaMemory(TrickCallback):
         self._folder = report_folder(trainer, self.dirpath) if self.snapshot_on_oom else None
         steps = (pl_module.training_step, pl_module.validation_step, pl_module.test_step, pl_module.predict_step)
         self._keeps_batches = not any(map(takes_dataloader_iter, steps))
+        observed = observe_errors(trainer, partial(self._on_error, trainer, pl_module), "CudaMemory")
+        self._installed.enter_context(observed)
         device = trainer.strategy.root_device
         if device.type != "cuda":
             rank_zero_info(
@@ -206,24 +210,9 @@ class CudaMemory(TrickCallback):
         self.report = self._make_report(trainer, pl_module, trainer.strategy.root_device)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report what the memory is used for if it has run out, and undo what was installed."""
-        owner = memory_that_ran_out(exception)
+        """Report what the memory is used for if it has run out outside of the loops, and undo what was installed."""
         try:
-            if owner:
-                device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
-                self.report = self._make_report(trainer, pl_module, device)
-                records = self.record_history and device.type == "cuda"
-                report_out_of_memory(
-                    trainer,
-                    exception,
-                    self.report,
-                    step=self._step,
-                    limit=self.limit if device.type == "cuda" else None,
-                    folder=self._folder,
-                    dump_snapshot=dump_memory_snapshot if records else None,
-                )
-        except Exception as problem:  # it must not replace the user's error
-            _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
+            self._on_error(trainer, pl_module, exception)
         finally:
             self._close()
 
@@ -240,6 +229,28 @@ class CudaMemory(TrickCallback):
             self._installed.close()
         finally:
             self._forget()
+
+    def _on_error(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
+        """Report what the memory is used for if it has run out, once; this raises nothing."""
+        owner = memory_that_ran_out(error)
+        if not owner or self._has_reported:
+            return
+        self._has_reported = True
+        device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
+        is_cuda = device.type == "cuda"
+        try:
+            self.report = self._make_report(trainer, pl_module, device)
+            report_out_of_memory(
+                trainer,
+                error,
+                self.report,
+                step=self._step,
+                limit=self.limit if is_cuda else None,
+                folder=self._folder,
+                dump_snapshot=dump_memory_snapshot if is_cuda and self.record_history else None,
+            )
+        except Exception as problem:  # it must not replace the user's error
+            _logger.error("CudaMemory could not report on the memory that ran out: %r", problem)
 
     def _enter(self, stage: str) -> None:
         if self._peaks is not None:

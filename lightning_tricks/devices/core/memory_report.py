@@ -91,19 +91,15 @@ class MemoryReport:
 
     def summary(self) -> list[str]:
         """Return the sizes as lines of text."""
-        shares = [f"{kind} {format_bytes(size)}" for kind, size in self.found_by_kind.items() if size]
         sizes = {
-            "allocated": self.allocated,
-            "reserved": self.reserved,
-            "peak allocated": self.peak_allocated,
-            "peak reserved": self.peak_reserved,
-            "free": self.free,
-            "total": self.total,
-            "growth per epoch": self.growth_per_epoch,
+            "allocated": (self.allocated, self.peak_allocated, "peak "),
+            "reserved" if self.device != "cpu" else "resident": (self.reserved, self.peak_reserved, "peak "),
+            "free": (self.free, self.total, "of "),
+            "growth per epoch": (self.growth_per_epoch, None, ""),
+            "in tensors that Python knows": (self.found, None, ""),
+            **{f"- {kind}": (size, None, "") for kind, size in self.found_by_kind.items()},
         }
-        known = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
-        found = f"in tensors that Python knows {format_bytes(self.found)}"
-        return [", ".join(known), found + f" ({', '.join(shares)})" * bool(shares)]
+        return [_describe(name, *size) for name, size in sizes.items() if size[:2] != (None, None)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -115,6 +111,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return render_text(self.table())
+
+
+def _describe(name: str, size: int | None, other: int | None, relation: str) -> str:
+    first = "unknown" if size is None else format_bytes(size)
+    return f"{name}: {first}" + (f" ({relation}{format_bytes(other)})" if other is not None else "")
 
 
 def memory_report(

@@ -1,0 +1,95 @@
+"""A probe of the errors of a run, on the rank on which they are raised; run with the oldest and newest Lightning."""
+
+from contextlib import ExitStack
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from lightning_tricks._lightning_compat.errors import observe_errors
+from tests.contract.lab import QUIET, EvaluatedNet, loader
+
+
+class _Fails(EvaluatedNet):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def fail(self, where):
+        if where == self.where:
+            raise ZeroDivisionError(where)
+
+    def training_step(self, batch, batch_idx):
+        self.fail("train")
+        return super().training_step(batch, batch_idx)
+
+    def evaluate(self, batch, batch_idx):
+        self.fail("val")
+        return super().evaluate(batch, batch_idx)
+
+    validation_step = test_step = evaluate
+
+    def predict_step(self, batch, batch_idx):
+        self.fail("predict")
+        return super().predict_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        self.fail("setup")
+        return super().configure_optimizers()
+
+
+class _Observes(Callback):
+    def __init__(self, folder):
+        self.folder, self.installed = folder, ExitStack()
+
+    def setup(self, trainer, pl_module, stage):
+        def on_error(error):
+            with (self.folder / f"rank{trainer.global_rank}").open("a") as file:
+                file.write(f"{error!r}\n")
+
+        self.installed.enter_context(observe_errors(trainer, on_error, "Probe"))
+
+    def teardown(self, trainer, pl_module, stage):
+        self.installed.close()
+
+    on_exception = teardown
+
+
+@pytest.mark.parametrize(
+    ("function", "where", "options", "count"),
+    [
+        ("fit", "train", {}, 1),
+        ("fit", "val", {}, 2),  # by the loop of validation, and by the one around it
+        ("fit", "val", {"num_sanity_val_steps": 1}, 1),
+        ("fit", "setup", {}, 1),
+        ("validate", "val", {}, 1),
+        ("test", "val", {}, 1),
+        ("predict", "predict", {}, 1),
+    ],
+)
+def test_errors_of_each_loop(tmp_path, function, where, options, count):
+    trainer = Trainer(max_epochs=1, callbacks=[_Observes(tmp_path)], **{**QUIET, **options})
+    loaders = (loader(), loader()) if function == "fit" else (loader(),)
+    with pytest.raises(ZeroDivisionError):
+        getattr(trainer, function)(_Fails(where), *loaders)
+    assert (tmp_path / "rank0").read_text() == f"ZeroDivisionError('{where}')\n" * count
+    assert "run" not in vars(trainer.fit_loop)
+    assert "setup" not in vars(trainer.strategy)
+
+
+def test_errors_of_forked_ranks(tmp_path):
+    options = {**QUIET, "strategy": "ddp_fork", "devices": 2}
+    trainer = Trainer(max_epochs=1, callbacks=[_Observes(tmp_path)], **options)
+    with pytest.raises(ProcessRaisedException):
+        trainer.fit(_Fails("train"), loader(), loader())
+    assert "ZeroDivisionError('train')" in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+def test_a_renamed_loop_is_named(monkeypatch):
+    trainer = Trainer(**QUIET)
+    monkeypatch.delattr(type(trainer.fit_loop), "run")
+    with (
+        pytest.raises(RuntimeError, match=r"^Probe does not work with lightning .*run.*install"),
+        observe_errors(trainer, print, "Probe"),
+    ):
+        pass
