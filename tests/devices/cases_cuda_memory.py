@@ -26,8 +26,9 @@ def verify(lab: Lab, setting: Setting, callback: type = CudaMemory) -> None:
     assert path.name == f"out_of_memory-rank{setting.ranks - 1}.txt"
     text = path.read_text()
     assert "stage train, epoch 0, batch 3" in text
-    assert "float32 4x64" in text
-    assert "gradient of net.0.weight" in text
+    assert "4x64 on cpu" in text
+    assert "- parameters: " in text
+    assert "- gradients: " in text
 
 
 CASE = Case(

@@ -48,7 +48,7 @@ def verify(lab: Lab, setting: Setting, callback: type = NvtxRanges) -> None:
     lab.fit([Writes(folder), callback()], setting)
     ranks = [path.read_text().splitlines() for path in folder.iterdir()]
     assert len(ranks) == setting.ranks
-    batches = 2 * BATCHES // (1 if setting.sharded else setting.ranks)
+    batches = 2 * BATCHES // setting.ranks
     steps = 2 * 3 if setting.name == "accumulation" else batches
     for names in ranks:
         assert names[-1] == "0"
