@@ -6,6 +6,7 @@ import pickle
 import re
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks.devices.core.memory_report import MemoryReport
 from lightning_tricks.devices.cuda_memory import CudaMemory
+from lightning_tricks.devices.out_of_memory_report import report_folder
 from tests.contract.lab import QUIET, EvaluatedNet, Net, loader, real_fp16
 
 GIB = 2**30
@@ -112,8 +114,9 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
         ("predict", "predict_step", "stage predict, epoch 0, batch 3"),
     ],
 )
-def test_each_stage_is_named(tmp_path, function, where, words):
-    run(Hungry(where), CudaMemory(dirpath=str(tmp_path)), function)
+def test_each_stage_is_named_once(tmp_path, told, function, where, words):
+    error = run(Hungry(where), CudaMemory(dirpath=str(tmp_path)), function)
+    assert told(error).count("ran out on rank 0") == 1
     text = (tmp_path / "out_of_memory-rank0.txt").read_text()
     assert words in text.splitlines()
     assert ("4x64" in text) == ("outside" not in words)
@@ -182,6 +185,14 @@ def test_the_folder_is_the_trainers_without_a_logger_and_stays_when_the_director
     run(Moves(), CudaMemory(), default_root_dir="runs")
     assert (tmp_path / "runs" / "out_of_memory-rank0.txt").exists()
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_that_is_not_on_a_disk_is_passed_over(tmp_path):
+    trainer = SimpleNamespace(log_dir="s3://bucket/logs", default_root_dir=str(tmp_path))
+    assert report_folder(trainer, None) == tmp_path
+    trainer.default_root_dir = "gs://bucket"
+    assert report_folder(trainer, None) == Path.cwd()
+    assert report_folder(trainer, "here") == Path.cwd() / "here"
 
 
 def test_nothing_is_created_before(tmp_path):
@@ -283,7 +294,7 @@ def test_no_batch_is_kept_after_its_step():
 
     for callbacks in ([], [CudaMemory()]):
         data = Batches()
-        trainer = Trainer(callbacks=[*callbacks, watch(data)], max_epochs=1, **QUIET)
+        trainer = Trainer(callbacks=[watch(data), *callbacks], max_epochs=1, **QUIET)
         trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=None))
         del trainer
         assert not any(reference() for reference in data.references[:-1])
@@ -323,12 +334,13 @@ def test_a_second_fit_and_a_pickle_in_the_middle(tmp_path):
     first = (tmp_path / "out_of_memory-rank0.txt").read_text()
 
     class Pickles(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             self.copy = pickle.loads(pickle.dumps(callback))
 
     pickles = Pickles()
     Trainer(callbacks=[callback, pickles], max_epochs=1, **QUIET).fit(Net(), loader())
     assert pickles.copy.dirpath == tmp_path
+    assert pickles.copy._step is None
     run(Hungry(batch_idx=5), callback)
     second = (tmp_path / "out_of_memory-rank0.txt").read_text()
     assert "batch 3" in first

@@ -61,6 +61,29 @@ def test_a_view_keeps_its_whole_storage():
     del view
 
 
+def test_the_tensor_with_a_name_describes_its_storage():
+    flat, module = mib(3), nn.Module()
+    module.weight = nn.Parameter(flat[:100].view(10, 10))
+    one = largest(model=module)
+    assert (one.shape, one.bytes, one.name) == ((10, 10), 3 * MIB, "weight")
+
+
+def test_an_expanded_tensor_does_not():
+    tensor = mib(3)
+    wide = tensor.expand(7, -1)
+    assert largest().shape == tuple(tensor.shape)
+    del wide
+
+
+def test_a_parameter_that_is_no_leaf():
+    """torch warns where its gradient is asked for, and a warning is an error here."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(600, 600), requires_grad=False)
+    module.weight.add_(torch.ones((), requires_grad=True))
+    assert not module.weight.is_leaf
+    assert largest(model=module).name == "weight"
+
+
 def test_names_of_a_training_step():
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -138,8 +161,9 @@ def test_tensors_that_are_frozen_by_the_garbage_collector_are_found_by_name():
 
 
 def test_what_belongs_to_a_graph():
-    weight = nn.Parameter(torch.rand(1000))
     before = memory_report("cpu").in_graph
+    weight = nn.Parameter(torch.rand(1000))
+    assert memory_report("cpu").in_graph == before
     kept = (weight * 2)[:10]
     assert memory_report("cpu").in_graph - before == 4000
     kept = kept.detach()
@@ -162,6 +186,14 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise ZeroDivisionError
+
+
+class Refuses(torch.Tensor):
+    """Has a storage, and refuses to be asked."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise ZeroDivisionError
 
 
@@ -190,10 +222,11 @@ def compressed():
 def strange_tensors():
     yield "meta", lambda: torch.zeros(MIB, device="meta"), 0
     yield "a wrapper, of which only the inner counts", lambda: Wrapper(mib()), MIB
+    yield "a subclass", lambda: torch.zeros(1024).as_subclass(Refuses), 4096
     yield "sparse", lambda: torch.eye(256).to_sparse(), 256 * (4 + 16)
     yield "compressed", compressed, 8 * (257 + 256) + 4 * 256
     yield "nested", lambda: torch.nested.nested_tensor([torch.zeros(512), torch.zeros(512)]), 4096
-    yield "a parameter of a subclass", lambda: nn.Buffer(torch.zeros(1024)), 4096
+    yield "a buffer", lambda: nn.Buffer(torch.zeros(1024)), 4096
     yield "uninitialised", nn.UninitializedParameter, 0
     yield "empty", lambda: torch.zeros(0), 0
 

@@ -247,11 +247,11 @@ def test_the_optimizer_is_left_as_it_was(recorder):
     trainer = fit()
     (optimizer,) = trainer.optimizers
     assert not optimizer._optimizer_step_post_hooks
-    assert vars(trainer.optimizers[0]).keys() == vars(torch.optim.AdamW(Net().parameters(), fused=False)).keys() | {
-        name for name in vars(optimizer) if name in ("_opt_called", "_zero_grad_profile_name")
-    }
+    module = Breaks("optimizer", ZeroDivisionError())
+    module.configure_optimizers = lambda: optimizer
     with pytest.raises(ZeroDivisionError):
-        fit(Breaks("optimizer", ZeroDivisionError()), val=True)
+        fit(module, val=True)
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_fitted_twice_and_pickled_in_between(recorder):
@@ -282,7 +282,8 @@ def test_ranges_balance_after_any_calls(calls):
     ranges.close()
     assert recorder.depth == 0
     for one in recorder.seen:
-        assert one[0] in ("begin_step", "begin_wait"), "a phase is in a step"
+        assert one[0] in ("begin_step", "begin_wait"), "a phase lies in a step"
+        assert one[0] == "begin_step" or len(one) == 1, "nothing lies in a wait"
     ranges.begin_step("step")  # and it works on
     ranges.begin_phase("phase")
     assert recorder.seen[-1] == ["step", ["phase"]]

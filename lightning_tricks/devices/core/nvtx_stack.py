@@ -33,8 +33,7 @@ class RangeStack:
 
     def end_phase(self) -> None:
         """Close the phase that is open, if any."""
-        if self._depth_before_wait != 0:
-            self._close_to(1)
+        self._close_to(1)
 
     def begin_wait(self, name: str) -> None:
         """Open a wait for data inside of what is open."""
