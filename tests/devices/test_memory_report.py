@@ -242,6 +242,13 @@ def test_strange_tensors(make, size):
     assert size <= found.found - before <= size + 256
 
 
+def test_a_subclass_is_not_asked():
+    module = nn.Module()
+    module.tensor = mib(3).as_subclass(Refuses)
+    one = largest(model=module)
+    assert (one.name, one.bytes) == ("tensor", 3 * MIB)
+
+
 def test_fake_tensors_hold_nothing():
     before = memory_report("cpu").found
     with FakeTensorMode():
