@@ -16,21 +16,49 @@ Persistence and compute mode are set by the administrator of a machine, never by
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_tricks.devices.core.device_summary import DeviceSummary as DeviceSummary
     from lightning_tricks.devices.core.gpu import Gpu as Gpu
     from lightning_tricks.devices.core.gpu import GpuProcess as GpuProcess
     from lightning_tricks.devices.core.gpu import MigSlice as MigSlice
     from lightning_tricks.devices.core.gpu_reading import list_gpus as list_gpus
+    from lightning_tricks.devices.core.memory_limit import limit_memory as limit_memory
+    from lightning_tricks.devices.core.memory_report import MemoryReport as MemoryReport
+    from lightning_tricks.devices.core.memory_report import TensorMemory as TensorMemory
+    from lightning_tricks.devices.core.memory_report import memory_report as memory_report
     from lightning_tricks.devices.core.nvml import NvmlUnavailableError as NvmlUnavailableError
+    from lightning_tricks.devices.cuda_memory import CudaMemory as CudaMemory
+    from lightning_tricks.devices.device_monitor import DeviceMonitor as DeviceMonitor
+    from lightning_tricks.devices.nvtx_ranges import NvtxRanges as NvtxRanges
 
-    __all__ = ["Gpu", "GpuProcess", "MigSlice", "NvmlUnavailableError", "list_gpus"]
+    __all__ = [
+        "CudaMemory",
+        "DeviceMonitor",
+        "DeviceSummary",
+        "Gpu",
+        "GpuProcess",
+        "MemoryReport",
+        "MigSlice",
+        "NvmlUnavailableError",
+        "NvtxRanges",
+        "TensorMemory",
+        "limit_memory",
+        "list_gpus",
+        "memory_report",
+    ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
+            "core.device_summary": ("DeviceSummary",),
             "core.gpu": ("Gpu", "GpuProcess", "MigSlice"),
             "core.gpu_reading": ("list_gpus",),
+            "core.memory_limit": ("limit_memory",),
+            "core.memory_report": ("MemoryReport", "TensorMemory", "memory_report"),
             "core.nvml": ("NvmlUnavailableError",),
+            "cuda_memory": ("CudaMemory",),
+            "device_monitor": ("DeviceMonitor",),
+            "nvtx_ranges": ("NvtxRanges",),
         },
     )
