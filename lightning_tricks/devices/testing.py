@@ -13,25 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_tricks.devices.core import nvml as codes
 from lightning_tricks.devices.core.sizes import parse_size
-
-ERRORS = {
-    "UNINITIALIZED": (codes.UNINITIALIZED, "Uninitialized"),
-    "NOT_SUPPORTED": (codes.NOT_SUPPORTED, "Not Supported"),
-    "NO_PERMISSION": (codes.NO_PERMISSION, "Insufficient Permissions"),
-    "NOT_FOUND": (codes.NOT_FOUND, "Not Found"),
-    "DRIVER_NOT_LOADED": (codes.DRIVER_NOT_LOADED, "Driver Not Loaded"),
-    "LIBRARY_NOT_FOUND": (codes.LIBRARY_NOT_FOUND, "NVML Shared Library Not Found"),
-    "FUNCTION_NOT_FOUND": (codes.FUNCTION_NOT_FOUND, "Function Not Found"),
-    "GPU_IS_LOST": (codes.GPU_IS_LOST, "GPU is lost"),
-    "RESET_REQUIRED": (codes.RESET_REQUIRED, "GPU requires restart"),
-    "LIB_RM_VERSION_MISMATCH": (codes.LIB_RM_VERSION_MISMATCH, "RM has detected an NVML/RM version mismatch."),
-    "UNKNOWN": (999, "Unknown Error"),
-}
+from lightning_tricks.devices.fake_errors import CONSTANTS, FakeNvmlError
 
 # What kinds of boards and drivers do not tell: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {
@@ -77,7 +64,7 @@ class FakeProcess:
 
 @dataclass
 class FakeMigSlice:
-    """A part of a `FakeGpu` in MIG mode; sizes are bytes, or text such as "5GiB"."""
+    """A part of a `FakeGpu` in MIG mode; sizes are bytes, or text such as "5GiB"; `fails` is as in `FakeGpu`."""
 
     uuid: str
     name: str = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
@@ -85,6 +72,7 @@ class FakeMigSlice:
     compute_instance: int = 0
     memory_total: int | str = "10GiB"
     memory_used: int | str = 0
+    fails: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -148,18 +136,11 @@ class FakeGpu:
     fails: Mapping[str, str] = field(default_factory=dict)
 
 
-class FakeNvmlError(Exception):
-    """What the functions of `FakeNvml` raise, with NVML's code as `value`."""
-
-    def __init__(self, name: str) -> None:
-        self.value, words = ERRORS[name]
-        super().__init__(words)
-
-
 class FakeNvml:
     """Has the functions of the module `pynvml` that this package calls, and tells what it was given.
 
-    It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it.
+    It is passed as `nvml=...`, or used as a context manager: then `import pynvml` finds it. A module that has imported
+    the real one before keeps that.
 
     Args:
         gpus: The GPUs, in NVML's order.
@@ -167,12 +148,16 @@ class FakeNvml:
         cuda_version: The CUDA version of the driver.
         init_error: The name of the error with which NVML does not start, such as "DRIVER_NOT_LOADED".
         missing: Functions that the driver does not have, such as `DRIVER_470`.
+        fails: Which functions that are not about one GPU fail with which error, such as
+            `{"nvmlDeviceGetCount": "UNKNOWN"}`.
 
     Attributes:
         calls: The names of the functions that were called, in their order.
     """
 
     NVMLError = FakeNvmlError
+    __name__ = "pynvml"
+    __spec__ = ModuleSpec("pynvml", None)
 
     def __init__(
         self,
@@ -182,79 +167,90 @@ class FakeNvml:
         cuda_version: int = 13000,
         init_error: str | None = None,
         missing: Collection[str] = (),
+        fails: Mapping[str, str] | None = None,
     ) -> None:
         self.gpus = list(gpus)
         self.driver_version = driver_version
         self.cuda_version = cuda_version
         self.init_error = init_error
         self.missing = missing
+        self.fails = fails or {}
         self.calls: list[str] = []
         self._users = 0
-        self._replaced: Any = None
+        self._replaced: list[Any] = []  # one for each `with` that is open
 
     def __enter__(self) -> FakeNvml:
         """Let `import pynvml` find this object."""
-        self._replaced = sys.modules.get("pynvml")
+        self._replaced.append(sys.modules.get("pynvml"))
         sys.modules["pynvml"] = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del sys.modules["pynvml"]
-        if self._replaced is not None:
-            sys.modules["pynvml"] = self._replaced
+        sys.modules.pop("pynvml", None)
+        if (replaced := self._replaced.pop()) is not None:
+            sys.modules["pynvml"] = replaced
 
     def nvmlInit(self) -> None:  # noqa: N802, D102
+        self.calls.append("nvmlInit")
         if self.init_error is not None:
             raise FakeNvmlError(self.init_error)
         self._users += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802, D102
-        self._check()
+        self._check("nvmlShutdown")
         self._users -= 1
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802, D102
-        self._check()
+        self._check("nvmlSystemGetDriverVersion")
         return self.driver_version
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802, D102
-        self._check()
+        self._check("nvmlSystemGetCudaDriverVersion_v2")
         return self.cuda_version
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802, D102
-        self._check()
+        self._check("nvmlDeviceGetCount")
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802, D102
-        gpu = self.gpus[index]
+        gpu = self.gpus[index] if 0 <= index < len(self.gpus) else None
         self._check("nvmlDeviceGetHandleByIndex", gpu)
+        if gpu is None:
+            raise FakeNvmlError("INVALID_ARGUMENT")
         return gpu
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _READINGS:
+        if name in CONSTANTS:
+            return CONSTANTS[name]
+        if name not in READINGS:
             raise AttributeError(f"FakeNvml has no {name!r}: this package does not call it")
 
-        def function(handle: FakeGpu | FakeMigSlice, *arguments: Any) -> Any:
-            version = "_v2" if name == "nvmlDeviceGetMemoryInfo" and arguments else ""
+        def function(handle: FakeGpu | FakeMigSlice, *arguments: Any, **keywords: Any) -> Any:
+            version = "_v2" if name == "nvmlDeviceGetMemoryInfo" and (arguments or keywords) else ""
             self._check(name + version, handle)
-            return _READINGS[name](self, handle, *arguments)
+            if isinstance(handle, FakeMigSlice) and name not in _OF_SLICES:
+                raise FakeNvmlError("NOT_SUPPORTED")
+            if isinstance(handle, FakeGpu) and name in _OF_SLICES_ONLY:
+                raise FakeNvmlError("INVALID_ARGUMENT")
+            return READINGS[name](self, handle, *arguments, **keywords)
 
         return function
 
-    def _check(self, name: str = "", device: FakeGpu | FakeMigSlice | None = None) -> None:
+    def _check(self, name: str, device: FakeGpu | FakeMigSlice | None = None) -> None:
         self.calls.append(name)
         if not self._users:
             raise FakeNvmlError("UNINITIALIZED")
         if name in self.missing:
             raise FakeNvmlError("FUNCTION_NOT_FOUND")
-        fails = getattr(device, "fails", {})
-        for failing in (name, name.removesuffix("_v2")):
+        fails = {**self.fails, **getattr(device, "fails", {})}
+        for failing in (name, _UNVERSIONED.get(name, name)):
             if failing in fails:
                 raise FakeNvmlError(fails[failing])
 
     def _number(self, device: FakeGpu | FakeMigSlice) -> int:
-        return next(number for number, gpu in enumerate(self.gpus) if gpu is device)
+        return next((number for number, gpu in enumerate(self.gpus) if gpu is device), len(self.gpus))
 
-    def _uuid(self, device: FakeGpu | FakeMigSlice) -> str:
+    def _uuid(self, device: FakeGpu | FakeMigSlice) -> str | bytes:
         return device.uuid or f"GPU-{self._number(device):08x}-0000-4000-8000-000000000000"
 
     def _bus(self, device: FakeGpu) -> SimpleNamespace:
@@ -263,7 +259,8 @@ class FakeNvml:
 
 def _memory(device: Any, version: int | None = None) -> SimpleNamespace:
     total, used = parse_size("memory_total", device.memory_total), parse_size("memory_used", device.memory_used)
-    return SimpleNamespace(total=total, used=used, free=total - used)
+    more = {"reserved": 0, "version": version} if version else {}
+    return SimpleNamespace(total=total, used=used, free=total - used, **more)
 
 
 def _slice(gpu: FakeGpu, index: int) -> FakeMigSlice:
@@ -287,7 +284,8 @@ def _running(kind: str) -> Any:
     return running
 
 
-_READINGS: dict[str, Any] = {
+READINGS: dict[str, Any] = {
+    "nvmlDeviceGetPciInfo": lambda fake, gpu: fake._bus(gpu),
     "nvmlDeviceGetPciInfo_v3": lambda fake, gpu: fake._bus(gpu),
     "nvmlDeviceGetUUID": lambda fake, device: fake._uuid(device),
     "nvmlDeviceGetName": lambda fake, device: device.name,
@@ -297,6 +295,7 @@ _READINGS: dict[str, Any] = {
         gpu=gpu.utilization, memory=gpu.memory_utilization
     ),
     "nvmlDeviceGetTemperature": lambda fake, gpu, sensor: gpu.temperature,
+    "nvmlDeviceGetTemperatureV": lambda fake, gpu, sensor, version=0: gpu.temperature,
     "nvmlDeviceGetPowerUsage": lambda fake, gpu: round(gpu.power * 1000),
     "nvmlDeviceGetEnforcedPowerLimit": lambda fake, gpu: round(gpu.power_limit * 1000),
     "nvmlDeviceGetTotalEnergyConsumption": lambda fake, gpu: round(gpu.energy * 1000),
@@ -318,4 +317,15 @@ _READINGS: dict[str, Any] = {
     "nvmlDeviceGetComputeRunningProcesses_v2": _running("C"),
     "nvmlDeviceGetGraphicsRunningProcesses_v3": _running("G"),
     "nvmlDeviceGetGraphicsRunningProcesses_v2": _running("G"),
+}
+_OF_SLICES_ONLY = ("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
+_OF_SLICES = (*_OF_SLICES_ONLY, "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo")
+_UNVERSIONED = {  # what fails by its plain name fails in all versions
+    "nvmlDeviceGetMemoryInfo_v2": "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetPciInfo_v3": "nvmlDeviceGetPciInfo",
+    **{
+        f"nvmlDeviceGet{kind}RunningProcesses_{version}": f"nvmlDeviceGet{kind}RunningProcesses"
+        for kind in ("Compute", "Graphics")
+        for version in ("v2", "v3")
+    },
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from lightning_tricks.devices.core.gpu import Gpu, GpuProcess, MigSlice
-from lightning_tricks.devices.core.nvml import DeviceReader, open_nvml
+from lightning_tricks.devices.core.nvml import NOT_AVAILABLE, DeviceReader, NvmlUnavailableError, open_nvml
 from lightning_tricks.devices.core.requirements import require
 
 _MEMORY_INFO_V2 = 0x02000028  # the struct that tells what the driver reserves
@@ -14,7 +15,7 @@ _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _UNCORRECTED, _SINCE_START = 1, 0
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 _PERFORMANCE_STATE_UNKNOWN = 32
-_NOT_AVAILABLE = 0xFFFFFFFF  # an id that a process does not have
+_NO_TEMPERATURE = 0xFF  # all bits set is what is read of a device that has fallen off the bus
 THROTTLE_REASONS = {  # that it is idle (bit 0) slows nothing down
     0x2: "application clocks",
     0x4: "power cap",
@@ -49,7 +50,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         [(0, 'NVIDIA H100 80GB HBM3', 97)]
     """
     with open_nvml(nvml) as nvml:
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        driver = _driver_version(nvml)
         return [
             Gpu(index=index, error=str(handle), driver_version=driver)
             if isinstance(handle, nvml.NVMLError)
@@ -58,22 +59,37 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         ]
 
 
+def _driver_version(nvml: Any) -> str | None:
+    try:
+        return _text(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return None
+
+
 def gpu_handles(nvml: Any) -> list[Any]:
     """Return the handle of each GPU in the order of the PCI bus, or the error of one that does not answer."""
     answering: list[tuple[str, Any]] = []
-    errors: dict[int, Any] = {}
-    count = nvml.nvmlDeviceGetCount()
+    fixed: dict[int, Any] = {}  # where these lie is not known: they keep their numbers
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        raise NvmlUnavailableError(f"NVML does not tell how many GPUs there are ({error}): see nvidia-smi.") from error
     for number in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
-            answering.append((_bus_id(nvml, handle) or "", handle))
+            bus_id = _bus_id(DeviceReader(nvml, handle))
         except nvml.NVMLError as error:
-            errors[number] = error  # where it lies is not known: it keeps its number
+            fixed[number] = error
+            continue
+        if bus_id is None:
+            fixed[number] = handle
+        else:
+            answering.append((bus_id, handle))
     ordered = iter(sorted(answering, key=lambda pair: pair[0]))
-    return [errors[number] if number in errors else next(ordered)[1] for number in range(count)]
+    return [fixed[number] if number in fixed else next(ordered)[1] for number in range(count)]
 
 
-def _read_gpu(nvml: Any, handle: Any, index: int, driver: str) -> Gpu:
+def _read_gpu(nvml: Any, handle: Any, index: int, driver: str | None) -> Gpu:
     reader = DeviceReader(nvml, handle)
     values: dict[str, Any] = {}
     try:
@@ -87,7 +103,7 @@ def _read_gpu(nvml: Any, handle: Any, index: int, driver: str) -> Gpu:
 def read_identity(reader: DeviceReader) -> dict[str, Any]:
     """Return the fields of `Gpu` that say which GPU it is."""
     return {
-        "bus_id": _bus_id(reader.nvml, reader.handle),
+        "bus_id": _bus_id(reader),
         "uuid": _text(reader("UUID", "nvmlDeviceGetUUID")),
         "name": _text(reader("name", "nvmlDeviceGetName")),
         "vbios_version": _text(reader("VBIOS version", "nvmlDeviceGetVbiosVersion")),
@@ -97,6 +113,7 @@ def read_identity(reader: DeviceReader) -> dict[str, Any]:
 def read_load(reader: DeviceReader) -> dict[str, Any]:
     """Return the fields of `Gpu` that change while it works."""
     rates = reader("utilization", "nvmlDeviceGetUtilizationRates")
+    temperature = reader("temperature", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", arguments=(0,))
     power = reader("power", "nvmlDeviceGetPowerUsage")
     energy = reader("energy", "nvmlDeviceGetTotalEnergyConsumption")
     reasons = reader(
@@ -104,25 +121,29 @@ def read_load(reader: DeviceReader) -> dict[str, Any]:
     )
     return {
         **_read_memory(reader),
-        "utilization": rates and rates.gpu,
-        "memory_utilization": rates and rates.memory,
-        "temperature": reader("temperature", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", arguments=(0,)),
+        "utilization": rates and _available(rates.gpu),
+        "memory_utilization": rates and _available(rates.memory),
+        "temperature": None if temperature == _NO_TEMPERATURE else temperature,
         "power": None if power is None else power / 1000,
         "energy": None if energy is None else energy / 1000,
         "fan": reader("fan", "nvmlDeviceGetFanSpeed"),
         "sm_clock": reader("SM clock", "nvmlDeviceGetClockInfo", arguments=(_SM_CLOCK,)),
         "memory_clock": reader("memory clock", "nvmlDeviceGetClockInfo", arguments=(_MEMORY_CLOCK,)),
-        "throttle_reasons": None
-        if reasons is None
-        else tuple(words for bit, words in THROTTLE_REASONS.items() if reasons & bit),
+        "throttle_reasons": None if reasons is None else tuple(_throttle_reasons(reasons)),
     }
+
+
+def _throttle_reasons(bits: int) -> Iterator[str]:
+    for bit in (1 << number for number in range(1, bits.bit_length())):
+        if bits & bit:  # newer drivers know more of them
+            yield THROTTLE_REASONS.get(bit, f"reason {bit:#x}")
 
 
 def _read_memory(reader: DeviceReader) -> dict[str, int]:
     memory = reader("memory", "nvmlDeviceGetMemoryInfo", arguments=(_MEMORY_INFO_V2,))
-    if memory is None:  # a driver before 510
+    if memory is None and not reader.failed("memory"):  # a driver before 510
         memory = reader("memory", "nvmlDeviceGetMemoryInfo")
-    if memory is None or not memory.total:  # boards whose memory is the host's
+    if memory is None or not _available(memory.total):  # boards whose memory is the host's
         return {}
     return {"memory_total": memory.total, "memory_used": memory.used, "memory_free": memory.free}
 
@@ -169,20 +190,18 @@ def _mig_slices(reader: DeviceReader) -> Iterator[MigSlice]:
 
 def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
     found: dict[tuple[int, int | None], dict[str, Any]] = {}
-    known = False
     for kind, function in (("C", "ComputeRunningProcesses"), ("G", "GraphicsRunningProcesses")):
         # the functions without a version fail where driver and module differ in it
         running = reader("processes", *(f"nvmlDeviceGet{function}_{version}" for version in ("v3", "v2")))
-        known = known or running is not None
+        if running is None and kind == "C":  # without these, an empty list would tell of an idle GPU
+            return None
         for process in running or ():
-            instance = getattr(process, "gpuInstanceId", _NOT_AVAILABLE)
-            instance = None if instance == _NOT_AVAILABLE else instance
+            instance = _available(getattr(process, "gpuInstanceId", None))
             entry = found.setdefault((process.pid, instance), {"kinds": [], "memory": None})
             entry["kinds"].append(kind)
-            if process.usedGpuMemory is not None:  # both lists tell all of a process
-                entry["memory"] = max(entry["memory"] or 0, process.usedGpuMemory)
-    if not known:
-        return None
+            memory = _available(process.usedGpuMemory)
+            if memory is not None:  # both lists tell all of a process
+                entry["memory"] = max(entry["memory"] or 0, memory)
     processes = [
         GpuProcess(pid=pid, kind="+".join(entry["kinds"]), memory=entry["memory"], gpu_instance=instance, **_owner(pid))
         for (pid, instance), entry in found.items()
@@ -194,19 +213,28 @@ def _owner(pid: int) -> dict[str, str]:
     """Return the user and the command of a process, as far as this user may see it, and it runs."""
     psutil = require("psutil", "psutil", "Naming the processes of a GPU")
     found: dict[str, str] = {}
-    try:
+    with _without_permission(psutil):
         process = psutil.Process(pid)
-        found["command"] = process.name()
-        found["command"] = " ".join(process.cmdline()) or found["command"]
-        found["user"] = process.username()
-    except (psutil.Error, OSError, KeyError):  # KeyError: a user without a name
-        pass
+        with _without_permission(psutil):
+            found["command"] = process.name()
+            found["command"] = " ".join(process.cmdline()) or found["command"]
+        with _without_permission(psutil):
+            found["user"] = process.username()
     return found
 
 
-def _bus_id(nvml: Any, handle: Any) -> str | None:
-    info = DeviceReader(nvml, handle)("PCI bus", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo")
+def _without_permission(psutil: Any) -> suppress:
+    # KeyError: a user without a name; ValueError and OverflowError: a number that no process here can have
+    return suppress(psutil.Error, OSError, KeyError, ValueError, OverflowError)
+
+
+def _bus_id(reader: DeviceReader) -> str | None:
+    info = reader("PCI bus", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo")
     return None if info is None else _text(info.busId)
+
+
+def _available(value: int | None) -> int | None:
+    return None if value in NOT_AVAILABLE else value
 
 
 def _switch(value: int | None) -> bool | None:

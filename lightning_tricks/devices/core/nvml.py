@@ -6,7 +6,7 @@ None of this creates a CUDA context: GPUs that other processes use are only look
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_tricks.devices.core.requirements import require
@@ -25,6 +25,9 @@ LIB_RM_VERSION_MISMATCH = 18
 ARGUMENT_VERSION_MISMATCH = 25
 DEPRECATED = 26
 GPU_NOT_FOUND = 28
+
+# How NVML says that there is no such value, in 32 and in 64 bits
+NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 _UNSUPPORTED = (NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 _DEVICE_IS_GONE = (GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND)
@@ -64,7 +67,8 @@ def open_nvml(nvml: Any = None) -> Iterator[Any]:
     try:
         yield nvml
     finally:
-        nvml.nvmlShutdown()
+        with suppress(nvml.NVMLError):  # what was read before is no worse for it
+            nvml.nvmlShutdown()
 
 
 def error_code(error: BaseException) -> int:
@@ -104,12 +108,24 @@ class DeviceReader:
             if function is None:
                 continue
             try:
-                return function(self.handle, *arguments)
+                value = function(self.handle, *arguments)
             except self.nvml.NVMLError as error:
                 code = error_code(error)
                 if code in _DEVICE_IS_GONE:
                     raise
                 if code not in _UNSUPPORTED:
-                    self.problems.append(f"{what}: {error}")
+                    self._note(f"{what}: {error}")
                     return None
+            except UnicodeDecodeError as error:  # pynvml reads text as UTF-8
+                return error.object.decode(errors="replace")
+            else:
+                return None if isinstance(value, int) and value in NOT_AVAILABLE else value
         return None
+
+    def failed(self, what: str) -> bool:
+        """Return whether reading this failed for another reason than missing support."""
+        return any(problem.startswith(f"{what}: ") for problem in self.problems)
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)

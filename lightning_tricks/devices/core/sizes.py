@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
@@ -28,8 +30,10 @@ def parse_size(name: str, value: object) -> int:
     must = f"{name} must be a number of bytes, or text such as '8GiB' or '500MB'"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{must}, got {value!r}.")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+    if not isinstance(value, str) and 0 <= value < math.inf:
+        return round(value)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", str(value).strip())
     unit = match and (_UNITS.get(match[2]) or _UNITS.get(match[2].lower()))
-    if not match or not unit:
+    if not match or not unit or not isinstance(value, str):
         raise ValueError(f"{must}, got {value!r}.")
-    return round(float(match[1]) * unit)
+    return round(Decimal(match[1]) * unit)

@@ -1,0 +1,142 @@
+"""Opening NVML, reading what there is, and saying why not."""
+
+import sys
+
+import pytest
+
+from lightning_tricks.devices import NvmlUnavailableError, list_gpus
+from lightning_tricks.devices.core.nvml import DeviceReader, error_code, open_nvml
+from lightning_tricks.devices.core.requirements import require
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("LIBRARY_NOT_FOUND", "has no NVIDIA driver, or the container was started without its GPUs"),
+        ("DRIVER_NOT_LOADED", "is installed, but not loaded"),
+        ("LIB_RM_VERSION_MISMATCH", "was updated while it was loaded; the machine has to be restarted"),
+        ("NO_PERMISSION", "may not talk to the NVIDIA driver"),
+        ("UNKNOWN", r"\(Unknown Error\): see nvidia-smi"),
+    ],
+)
+def test_it_says_why_nvml_does_not_start(error, words):
+    nvml = FakeNvml(init_error=error)
+    with pytest.raises(NvmlUnavailableError, match=words), open_nvml(nvml):
+        raise AssertionError("never entered")
+    assert nvml.calls == ["nvmlInit"], "what was not started is not shut down"
+
+
+def test_the_real_module_without_a_driver_says_the_same():
+    pynvml = pytest.importorskip("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        with pytest.raises(NvmlUnavailableError, match="this machine has no NVIDIA driver"):
+            list_gpus()
+    else:
+        pynvml.nvmlShutdown()
+        pytest.skip("this machine has a driver")
+
+
+@pytest.mark.parametrize(("module", "package"), [("pynvml", "nvidia-ml-py"), ("psutil", "psutil")])
+def test_a_missing_package_is_named_with_its_extra(module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'needs {package}, from the extra .*pip install "\.\[devices\]"'):
+        require(module, package, "This")
+
+
+def test_what_a_package_itself_misses_is_not_taken_for_the_package(monkeypatch, tmp_path):
+    (tmp_path / "half_installed.py").write_text("import nowhere_to_be_found")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        require("half_installed", "half-installed", "This")
+
+
+def test_it_may_be_nested_and_is_shut_down_as_often():
+    nvml = FakeNvml([FakeGpu()])
+    with open_nvml(nvml):
+        with open_nvml(nvml) as inner:
+            assert inner is nvml
+        assert nvml.nvmlDeviceGetCount() == 1
+    with pytest.raises(nvml.NVMLError_Uninitialized):
+        nvml.nvmlDeviceGetCount()
+
+
+def test_it_is_shut_down_after_an_exception_which_a_failing_shutdown_does_not_hide():
+    nvml = FakeNvml(fails={"nvmlShutdown": "UNKNOWN"})
+    with pytest.raises(ZeroDivisionError), open_nvml(nvml):
+        raise ZeroDivisionError
+    assert nvml.calls == ["nvmlInit", "nvmlShutdown"]
+    assert list_gpus(nvml=nvml) == []
+
+
+def test_count_that_fails_is_an_error_in_words():
+    with pytest.raises(NvmlUnavailableError, match=r"how many GPUs there are \(Unknown Error\)"):
+        list_gpus(nvml=FakeNvml([FakeGpu()], fails={"nvmlDeviceGetCount": "UNKNOWN"}))
+
+
+def test_error_codes():
+    pynvml = pytest.importorskip("pynvml")
+    assert error_code(pynvml.NVMLError(3)) == error_code(FakeNvml.NVMLError(3)) == 3
+    assert error_code(ValueError()) == -1
+
+
+@pytest.fixture
+def reader():
+    def make(**fields):
+        nvml = FakeNvml([FakeGpu(**fields)], missing=missing)
+        nvml.nvmlInit()
+        return DeviceReader(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+
+    missing = []
+    make.missing = missing
+    return make
+
+
+def test_functions_are_tried_in_their_order(reader):
+    reader.missing.append("nvmlDeviceGetCurrentClocksEventReasons")
+    names = (
+        "nvmlNoSuchFunction",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    )
+    read = reader(throttle_reasons=4)
+    assert read("throttle reasons", *names) == 4
+    assert read("throttle reasons", *names[:2]) is None
+    assert not read.problems
+
+
+def test_a_problem_is_listed_once_and_ends_the_search(reader):
+    read = reader(fails={"nvmlDeviceGetCurrentClocksEventReasons": "NO_PERMISSION"}, throttle_reasons=4)
+    for _ in range(2):
+        assert (
+            read("why", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons") is None
+        )
+    assert read.problems == ["why: Insufficient Permissions"]
+    assert read.failed("why")
+    assert not read.failed("wh")
+
+
+@pytest.mark.parametrize("error", ["GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND"])
+def test_a_device_that_is_gone_raises(reader, error):
+    read = reader(fails={"nvmlDeviceGetName": error})
+    with pytest.raises(FakeNvml.NVMLError):
+        read("name", "nvmlDeviceGetName")
+
+
+@pytest.mark.parametrize("value", [0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF])
+def test_not_available_is_none(reader, value):
+    assert reader(ecc_errors=value)("ECC errors", "nvmlDeviceGetTotalEccErrors", arguments=(1, 0)) is None
+    assert reader(ecc_errors=value - 1)("ECC errors", "nvmlDeviceGetTotalEccErrors", arguments=(1, 0)) == value - 1
+
+
+def test_text_that_is_no_utf8_is_kept_as_far_as_it_is():
+    class Odd:
+        NVMLError = FakeNvml.NVMLError
+
+        @staticmethod
+        def nvmlDeviceGetName(handle):  # noqa: N802
+            return b"NVIDIA \xff42".decode()  # as pynvml does
+
+    assert DeviceReader(Odd, 0)("name", "nvmlDeviceGetName") == "NVIDIA \ufffd42"

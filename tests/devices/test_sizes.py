@@ -1,0 +1,59 @@
+"""Sizes as users write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks.devices.core.sizes import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        (" 8G ", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("0.5MiB", 1 << 19),
+        ("1k", 1024),
+        ("1KB", 1000),
+        ("2TiB", 2 << 40),
+        ("12", 12),
+        ("12B", 12),
+        (0, 0),
+        (1.5e9, 1_500_000_000),
+        ("0", 0),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size("size", text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "8 GiBs", "-1", -1, "8,5GiB", "1e9", "8 G iB", float("nan"), float("inf"), "\u0663GiB"]
+)
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="min_free_memory must be a number of bytes, or text such as '8GiB'"):
+        parse_size("min_free_memory", text)
+
+
+@pytest.mark.parametrize("value", [None, True, [8], b"8GiB"])
+def test_what_is_neither_number_nor_text(value):
+    with pytest.raises(TypeError, match="size must be a number of bytes"):
+        parse_size("size", value)
+
+
+@given(st.integers(0, 1 << 70))
+def test_whole_numbers_are_kept(size):
+    assert parse_size("size", size) == parse_size("size", str(size)) == size
+
+
+@given(st.integers(0, 1 << 50))
+def test_it_reads_what_is_printed(size):
+    assert parse_size("size", format_bytes(size)) == pytest.approx(size, rel=1e-3)
+
+
+@given(st.floats(0, 2.0**60))
+def test_numbers_with_a_fraction(size):
+    assert parse_size("size", size) == round(size)
