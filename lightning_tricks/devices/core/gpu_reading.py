@@ -16,6 +16,10 @@ _UNCORRECTED, _SINCE_START = 1, 0
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 _PERFORMANCE_STATE_UNKNOWN = 32
 _NO_TEMPERATURE = 0xFF  # all bits set is what is read of a device that has fallen off the bus
+_PROCESS_LISTS = {  # the functions without a version fail where driver and module differ in it
+    "C": ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
+    "G": ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
+}
 THROTTLE_REASONS = {  # that it is idle (bit 0) slows nothing down
     0x2: "application clocks",
     0x4: "power cap",
@@ -190,9 +194,8 @@ def _mig_slices(reader: DeviceReader) -> Iterator[MigSlice]:
 
 def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
     found: dict[tuple[int, int | None], dict[str, Any]] = {}
-    for kind, function in (("C", "ComputeRunningProcesses"), ("G", "GraphicsRunningProcesses")):
-        # the functions without a version fail where driver and module differ in it
-        running = reader("processes", *(f"nvmlDeviceGet{function}_{version}" for version in ("v3", "v2")))
+    for kind, functions in _PROCESS_LISTS.items():
+        running = reader("processes", *functions)
         if running is None and kind == "C":  # without these, an empty list would tell of an idle GPU
             return None
         for process in running or ():
