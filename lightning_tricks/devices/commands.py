@@ -1,0 +1,189 @@
+"""`lightning-tricks gpus` and `lightning-tricks env`: the GPUs of this machine, and what else a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_tricks.devices.core.gpu import Gpu
+
+_LIMITS = ("min_free_memory", "max_utilization", "max_temperature", "prefer", "timeout")
+_GPUS = """\
+Show the state of all NVIDIA GPUs, whatever CUDA_VISIBLE_DEVICES says. No CUDA context is created."""
+_SELECT = """\
+The GPUs that --select prints are chosen as by lightning_tricks.devices.select_gpus. They are reserved only until the
+command ends: another job may take them before yours does. It is safer to call select_gpus in the script itself, where
+they stay reserved as long as it runs."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommands `gpus` and `env`."""
+    _add_gpus(commands.add_parser("gpus", help="show, watch and choose GPUs", description=_GPUS, epilog=_SELECT))
+    report: argparse.ArgumentParser = commands.add_parser(
+        "env",
+        help="print versions and hardware for a bug report",
+        description="Print versions and hardware for a bug report. There are no names of users or hosts, no paths and "
+        "no environment variables in it.",
+    )
+    report.add_argument("--json", action="store_true", help="print JSON")
+    report.set_defaults(run=partial(_report, report))
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch",
+        type=_interval,
+        nargs="?",
+        const=1.0,
+        metavar="SECONDS",
+        help="show it again and again, at this interval (default: 1), until Ctrl+C",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
+    output.add_argument("--csv", action="store_true", help="print CSV, with units in the first line")
+    parser.add_argument(
+        "--query",
+        metavar="FIELDS",
+        help="fields with commas between them: those of nvidia-smi --query-gpu (memory.used, in MiB) or the attributes "
+        "of lightning_tricks.devices.Gpu (memory_used, in bytes)",
+    )
+    parser.add_argument(
+        "--id", metavar="IDS", help="only these GPUs: indices, UUIDs or their beginnings, with commas between them"
+    )
+    choice = parser.add_argument_group("choosing GPUs")
+    choice.add_argument("--select", type=int, metavar="N", help="print N free GPUs, and nothing else")
+    choice.add_argument(
+        "--format",
+        choices=("cuda_visible_devices", "devices"),
+        help="what --select prints: UUIDs for CUDA_VISIBLE_DEVICES (default), or indices for the Trainer's devices",
+    )
+    choice.add_argument("--min-free-memory", metavar="SIZE", help="memory that must be free, such as 8GiB")
+    choice.add_argument("--max-utilization", type=float, metavar="PERCENT", help="utilization that is still free")
+    choice.add_argument("--max-temperature", type=float, metavar="CELSIUS", help="temperature that is not too hot")
+    choice.add_argument("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs are the best")
+    choice.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for free GPUs")
+    parser.set_defaults(run=partial(_gpus, parser))
+
+
+def _gpus(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    given = {name: getattr(arguments, name) for name in _LIMITS if getattr(arguments, name) is not None}
+    showing = [name for name in ("watch", "json", "csv", "query", "id") if getattr(arguments, name)]
+    try:
+        if arguments.select is not None:
+            if showing:
+                raise ValueError(f"--select prints nothing but its choice: leave out --{showing[0]}.")
+            return _select(arguments.select, arguments.format or "cuda_visible_devices", given)
+        if given or arguments.format:
+            name = next(iter(given), "format").replace("_", "-")
+            raise ValueError(f"--{name} says how to choose GPUs: add --select N.")
+        return _show(arguments)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 0 if arguments.watch else 130
+    except Exception as error:  # a command prints no traceback
+        parser.error(str(error))
+
+
+def _select(n: int, form: str, limits: dict[str, Any]) -> int:
+    from lightning_tricks.devices import select_gpus  # type: ignore[attr-defined,unused-ignore]
+
+    selection = select_gpus(n, **limits)
+    if form == "cuda_visible_devices":
+        text = selection.cuda_visible_devices
+    else:
+        text = ",".join(map(str, selection.devices)) + "," * (len(selection.devices) == 1)  # "1" would mean one GPU
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from lightning_tricks.devices.core.gpu_fields import gpu_fields
+    from lightning_tricks.devices.core.gpu_ids import pick_gpus
+    from lightning_tricks.devices.core.gpu_reading import list_gpus
+    from lightning_tricks.devices.core.nvml import open_nvml
+
+    if arguments.query is not None:
+        gpu_fields(arguments.query)  # a wrong name is an error before anything else
+    with open_nvml():  # once: without persistence mode, each start takes seconds
+        show = _Output(arguments)
+        with show:
+            while True:
+                gpus = list_gpus()
+                show(gpus if arguments.id is None else pick_gpus(gpus, arguments.id))
+                if arguments.watch is None:
+                    return 0
+                time.sleep(arguments.watch)
+
+
+class _Output:
+    """Prints GPUs as the arguments say, once or again and again; `with` restores the terminal."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.arguments = arguments
+        self.header = True  # nothing has been printed yet
+        self.console = Console(highlight=False)
+        text = arguments.json or arguments.csv
+        screen = self.console.is_terminal and not self.console.is_dumb_terminal
+        live = arguments.watch is not None and screen and not text
+        # without a thread: what is shown changes only here
+        self.live = Live(console=self.console, auto_refresh=False) if live else None
+
+    def __enter__(self) -> None:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 has no bars
+        if self.live is not None:
+            self.live.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, gpus: list[Gpu]) -> None:
+        from lightning_tricks.devices.core.gpu_fields import DEFAULT_QUERY, csv_text, plain_values
+        from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable
+
+        query, watch = self.arguments.query, self.arguments.watch is not None
+        if self.arguments.json:
+            sys.stdout.write(json.dumps(plain_values(gpus, query), indent=None if watch else 2) + "\n")
+        elif self.arguments.csv:
+            sys.stdout.write(csv_text(gpus, query or DEFAULT_QUERY, header=self.header))
+        else:
+            table = GpuTable(gpus) if query is None else QueryTable(gpus, query)
+            if self.live is None:
+                with self.console.capture() as capture:  # rich would exit by itself where nobody reads any more
+                    self.console.print(table)
+                sys.stdout.write("\n" * (not self.header) + capture.get())
+            else:
+                self.live.update(table, refresh=True)
+        self.header = False
+        sys.stdout.flush()
+
+
+def _report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from lightning_tricks.devices.core.environment import environment_report, environment_text
+
+    report = environment_report()
+    sys.stdout.write(json.dumps(report, indent=2) + "\n" if arguments.json else environment_text(report))
+    return 0
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0.1 to 86400, got {text!r}")
+    return seconds

@@ -1,0 +1,226 @@
+"""What a bug report needs: versions and hardware, without names, paths and variables of the user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks.devices.core.gpu_reading import gpu_handles, read_identity, read_load
+from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, open_nvml
+
+# Those that a report names in any case, and those that it names if they are there
+PACKAGES = ("lightning_tricks", "lightning", "torchmetrics", "torchensemble", "thop", "numpy", "nvidia-ml-py")
+MORE_PACKAGES = (
+    "pytorch-lightning",
+    "torchvision",
+    "torchaudio",
+    "triton",
+    "transformers",
+    "timm",
+    "peft",
+    "safetensors",
+    "scikit-learn",
+    "jsonargparse",
+    "tensorboard",
+    "rich",
+    "psutil",
+    "filelock",
+)
+
+
+def environment_report(*, nvml: Any = None) -> dict[str, Any]:
+    """Return versions and hardware; no CUDA context is created.
+
+    Args:
+        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
+
+    Returns:
+        Name -> text or None, in the order for people; "gpus" has a list of texts and "packages" a dict of versions.
+        None stands for what is not there.
+
+    Example:
+        >>> sorted(environment_report())[:4]
+        ['cpu', 'cuda', 'cudnn', 'driver']
+    """
+    return {
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {_bits()} bit)",
+        "os": _os(),
+        "cpu": _cpu(),
+        "ram": _ram(),
+        **_torch(),
+        **_nvidia(nvml),
+        "packages": _versions(),
+    }
+
+
+def environment_text(report: dict[str, Any]) -> str:
+    """Return a report of `environment_report` as lines that need no markup, for a code block.
+
+    Example:
+        >>> print(environment_text({"python": "3.11.7", "nccl": None, "gpus": [], "packages": {"thop": "0.1.1"}}))
+        Python:  3.11.7
+        NCCL:    none
+        GPUs:    none
+        thop:    0.1.1
+        <BLANKLINE>
+    """
+    lines: list[tuple[str, str]] = []
+    for name, value in report.items():
+        if isinstance(value, dict):
+            lines += [(package, version or "not installed") for package, version in value.items()]
+        elif isinstance(value, list):
+            lines += [(_LABELS[name] if not i else "", text) for i, text in enumerate(value or ["none"])]
+        else:
+            lines.append((_LABELS[name], value or "none"))
+    width = max(len(name) for name, _ in lines) + 2
+    return "".join(f"{name + ':' * bool(name):<{width}} {text}".rstrip() + "\n" for name, text in lines)
+
+
+_LABELS = {
+    "python": "Python",
+    "os": "OS",
+    "cpu": "CPU",
+    "ram": "RAM",
+    "torch": "torch",
+    "cuda": "CUDA of torch",
+    "rocm": "ROCm of torch",
+    "cudnn": "cuDNN",
+    "nccl": "NCCL",
+    "driver": "NVIDIA driver",
+    "gpus": "GPUs",
+}
+
+
+def _bits() -> int:
+    return 64 if sys.maxsize > 2**32 else 32
+
+
+def _os() -> str:
+    kernel = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    if sys.platform == "win32":
+        return f"Windows {platform.release()} {platform.version()} {platform.machine()}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except (OSError, KeyError):
+        return kernel
+
+
+def _cpu() -> str:
+    logical = os.cpu_count() or 0
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    physical = _try(_physical_cores)
+    counts = [f"{physical} cores"] * bool(physical) + [f"{logical} threads"]
+    counts += [f"{usable} of them usable"] * (usable < logical)
+    return f"{_try(_cpu_model) or platform.machine() or 'unknown'} ({', '.join(counts)})"
+
+
+def _cpu_model() -> str | None:
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    if sys.platform == "win32":
+        import winreg
+
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return " ".join(match[1].split()) if match else None  # ARM has none
+
+
+def _physical_cores() -> int | None:
+    import psutil
+
+    count: int | None = psutil.cpu_count(logical=False)
+    return count
+
+
+def _ram() -> str | None:
+    size = _try(_ram_of_psutil) or _try(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return None if size is None else format_bytes(size)
+
+
+def _ram_of_psutil() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _torch() -> dict[str, str | None]:
+    import torch
+
+    found: dict[str, str | None] = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    if torch.version.hip:
+        found["rocm"] = torch.version.hip
+    cudnn = _try(torch.backends.cudnn.version)
+    found["cudnn"] = None if cudnn is None else _cudnn_version(cudnn)
+    nccl = _try(torch.cuda.nccl.version) if torch.version.cuda else None
+    found["nccl"] = ".".join(map(str, nccl)) if nccl else None
+    return found
+
+
+def _cudnn_version(number: int) -> str:
+    """Return 90100 as 9.1.0, and 8902, as it was before version 9, as 8.9.2."""
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _nvidia(nvml: Any) -> dict[str, Any]:
+    try:
+        with open_nvml(nvml) as module:
+            gpus = Counter(_describe_gpu(module, handle) for handle in gpu_handles(module))
+            driver = _text_of_driver(module)
+    except (NvmlUnavailableError, ModuleNotFoundError) as error:
+        return {"driver": f"unknown: {error}", "gpus": []}
+    return {"driver": driver, "gpus": [f"{count} x {gpu}" for gpu, count in gpus.items()]}
+
+
+def _describe_gpu(nvml: Any, handle: Any) -> str:
+    reader = DeviceReader(nvml, handle)
+    try:
+        if isinstance(handle, nvml.NVMLError):
+            raise handle
+        name, memory = read_identity(reader)["name"] or "unknown", read_load(reader).get("memory_total")
+        mig = (reader("MIG mode", "nvmlDeviceGetMigMode") or [0])[0]
+    except nvml.NVMLError as error:
+        return f"GPU that does not answer ({error})"
+    return name + (f", {format_bytes(memory)}" if memory is not None else "") + ", MIG" * bool(mig)
+
+
+def _text_of_driver(nvml: Any) -> str | None:
+    driver = _try(nvml.nvmlSystemGetDriverVersion)
+    cuda = _try(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    if driver is None:
+        return None
+    driver = driver.decode() if isinstance(driver, bytes) else driver
+    return driver if cuda is None else f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def _versions() -> dict[str, str | None]:
+    always = {name: _version(name) for name in PACKAGES}
+    return always | {name: version for name in MORE_PACKAGES if (version := _version(name))}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _try(read: Callable[[], Any]) -> Any:
+    """Return what a function returns, or None if it raises: one line less is no reason to have no report."""
+    try:
+        return read()
+    except Exception:
+        return None

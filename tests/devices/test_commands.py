@@ -1,0 +1,309 @@
+"""`lightning-tricks gpus` and `lightning-tricks env`."""
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_tricks import devices
+from lightning_tricks.cli import main
+from lightning_tricks.devices import commands
+from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+
+
+@pytest.fixture
+def nvml():
+    with FakeNvml([FakeGpu(memory_used="60GiB", utilization=93), FakeGpu(fails=LOST), FakeGpu(temperature=40)]) as nvml:
+        yield nvml
+
+
+def _error(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+# gpus
+
+
+@pytest.mark.parametrize("columns", ["80", "100", "120"])
+def test_table(nvml, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    assert "3 GPUs, driver 580.65.06" in text
+    assert "60.0/80.0 GiB" in text
+    assert "GPU 1 does not answer: GPU is lost." in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= int(columns)
+
+
+def test_json(nvml, capsys):
+    assert main(["gpus", "--json"]) == 0
+    gpus = json.loads(capsys.readouterr().out)
+    assert [(gpu["memory_used"], gpu["error"]) for gpu in gpus] == [(60 << 30, None), (None, "GPU is lost"), (0, None)]
+    assert main(["gpus", "--json", "--query", "memory.used,memory_used", "--id", "0"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"memory.used": 60 << 10, "memory_used": 60 << 30}]
+
+
+def test_csv(nvml, capsys):
+    assert main(["gpus", "--csv"]) == 0
+    first, lost, last = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (first["memory.used [MiB]"], first["utilization.gpu [%]"]) == ("61440", "93")
+    assert {*lost.values()} == {"1", "[N/A]"}
+    assert last["temperature.gpu"] == "40"
+    assert main(["gpus", "--csv", "--query", "name,utilization.gpu", "--id", "2,0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "name,utilization.gpu [%]",
+        "NVIDIA H100 80GB HBM3,0",
+        "NVIDIA H100 80GB HBM3,93",
+    ]
+
+
+def test_query_as_a_table(nvml, capsys):
+    assert main(["gpus", "--query", "index,utilization.gpu", "--id", "GPU-00000000"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [["0", "93"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--query", "memory.usd"], "Did you mean 'memory.used'?"),
+        (["--query", ""], "must name at least one field"),
+        (["--id", "7"], "id must name GPUs of this machine, got '7'. It has 0 (GPU-00000000"),
+        (["--json", "--csv"], "not allowed with argument"),
+        (["--watch", "0"], "must be seconds from 0.1 to 86400, got '0'"),
+        (["--watch", "nan"], "must be seconds"),
+        (["--watch", "inf"], "must be seconds"),
+        (["--watch", "fast"], "must be seconds"),
+        (["--format", "devices"], "--format says how to choose GPUs: add --select N"),
+        (["--max-utilization", "0"], "--max-utilization says how to choose GPUs: add --select N"),
+        (["--select", "2", "--json"], "--select prints nothing but its choice: leave out --json"),
+        (["--select", "2", "--query", "name"], "leave out --query"),
+        (["--select", "two"], "invalid int value: 'two'"),
+        (["--select", "1", "--format", "uuid"], "invalid choice: 'uuid'"),
+    ],
+)
+def test_bad_arguments(nvml, arguments, words, capsys):
+    assert words in _error(["gpus", *arguments], capsys)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--csv"], ["--watch"], ["--id", "0"]])
+def test_without_a_driver(arguments, capsys):
+    with FakeNvml(init_error="LIBRARY_NOT_FOUND"):
+        error = _error(["gpus", *arguments], capsys)
+    assert "this machine has no NVIDIA driver, or the container was started without its GPUs." in error
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "needs nvidia-ml-py, from the extra 'devices'" in _error(["gpus"], capsys)
+
+
+def test_a_driver_without_gpus(capsys):
+    with FakeNvml():
+        assert main(["gpus"]) == 0
+        assert capsys.readouterr().out == "There is a driver, and no GPU.\n"
+        assert main(["gpus", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == []
+
+
+# gpus --watch
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Replaces waiting: the third time somebody presses Ctrl+C. Returns how long was waited."""
+
+    def wait(seconds):
+        waited.append(seconds)
+        if len(waited) == 3:
+            raise KeyboardInterrupt
+
+    waited = []
+    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    return waited
+
+
+def test_watch_shows_what_changes_until_it_is_interrupted(nvml, ctrl_c, capsys, monkeypatch):
+    readings = iter([41, 42, 43])
+    monkeypatch.setattr(FakeGpu, "temperature", property(lambda gpu: next(readings), lambda gpu, value: None))
+    del nvml.gpus[1:]
+    threads = threading.enumerate()
+    assert main(["gpus", "--watch", "0.5"]) == 0
+    captured = capsys.readouterr()
+    assert re.findall(r"(\d+) °C", captured.out) == ["41", "42", "43"]
+    assert captured.err == ""
+    assert ctrl_c == [0.5] * 3
+    assert threading.enumerate() == threads
+    assert nvml.calls.count("nvmlInit") == nvml.calls.count("nvmlShutdown")
+
+
+def test_watch_json_prints_a_line_each_time(nvml, ctrl_c, capsys):
+    assert main(["gpus", "--watch", "--json", "--query", "index"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [[{"index": 0}, {"index": 1}, {"index": 2}]] * 3
+    assert ctrl_c == [1.0] * 3
+
+
+def test_watch_csv_names_the_columns_once(nvml, ctrl_c, capsys):
+    assert main(["gpus", "--watch", "2", "--csv", "--query", "index", "--id", "0"]) == 0
+    assert capsys.readouterr().out == "index\n0\n0\n0\n"
+
+
+def test_a_driver_that_fails_while_it_is_watched(nvml, capsys, monkeypatch):
+    def wait(seconds):
+        nvml.fails = {"nvmlDeviceGetCount": "UNKNOWN"}
+
+    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=wait))
+    with pytest.raises(SystemExit) as stopped:
+        main(["gpus", "--watch"])
+    assert stopped.value.code == 2
+    assert "NVML does not tell how many GPUs there are (Unknown Error)" in capsys.readouterr().err
+
+
+_SCRIPT = """
+import sys, threading
+from lightning_tricks.cli import main
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+with FakeNvml([FakeGpu(), FakeGpu()]):
+    status = main(sys.argv[1:])
+assert threading.active_count() == 1
+sys.exit(status)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a pseudo terminal is needed")
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
+def test_watch_in_a_terminal_leaves_it_as_it_was(environment):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", _SCRIPT, "gpus", "--watch", "0.1"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", **environment}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        text = b""
+        while text.count(b"2 GPUs, driver") < 2:
+            text += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        while chunk := _read(ours):
+            text += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    text = text.decode()
+    assert "Traceback" not in text
+    assert "KeyboardInterrupt" not in text
+    assert text.rfind("\x1b[?25h") >= text.rfind("\x1b[?25l"), "the cursor is visible"
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # Linux: the other end is closed
+        return b""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell with pipes")
+@pytest.mark.parametrize("form", [[], ["--csv"], ["--json"]])
+def test_who_reads_may_stop_reading(form):
+    command = [sys.executable, "-c", _SCRIPT, "gpus", "--watch", "0.1", *form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+# gpus --select
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """What a stand-in for `select_gpus` was called with."""
+
+    def select_gpus(n=1, **limits):
+        calls.append((n, limits))
+        if n > 2:
+            raise RuntimeError("2 of 3 GPUs are free.")
+        numbers = [0, 2][:n]
+        uuids = ",".join(f"GPU-{number}" for number in numbers)
+        return SimpleNamespace(accelerator="gpu", devices=numbers, cuda_visible_devices=uuids)
+
+    calls = []
+    monkeypatch.setattr(devices, "select_gpus", select_gpus, raising=False)
+    return calls
+
+
+def test_select_prints_uuids_and_nothing_else(chosen, capsys):
+    assert main(["gpus", "--select", "2"]) == 0
+    assert main(["gpus", "--select", "1", "--format", "cuda_visible_devices"]) == 0
+    assert capsys.readouterr().out == "GPU-0,GPU-2\nGPU-0\n"
+    assert chosen == [(2, {}), (1, {})]
+
+
+def test_select_prints_devices_as_the_trainer_takes_them(chosen, capsys):
+    from lightning.fabric.utilities.device_parser import _normalize_parse_gpu_string_input as parsed
+
+    for n, devices_ in ((1, [0]), (2, [0, 2])):
+        assert main(["gpus", "--select", str(n), "--format", "devices"]) == 0
+        assert parsed(capsys.readouterr().out.strip()) == devices_
+
+
+def test_select_passes_the_limits_on(chosen):
+    limits = ["--min-free-memory", "12GiB", "--max-utilization", "5", "--max-temperature", "70", "--prefer", "cool"]
+    assert main(["gpus", "--select", "1", *limits, "--timeout", "60"]) == 0
+    assert chosen == [
+        (
+            1,
+            {
+                "min_free_memory": "12GiB",
+                "max_utilization": 5.0,
+                "max_temperature": 70.0,
+                "prefer": "cool",
+                "timeout": 60.0,
+            },
+        )
+    ]
+
+
+def test_select_that_finds_too_few_is_an_error(chosen, capsys):
+    assert "2 of 3 GPUs are free." in _error(["gpus", "--select", "3"], capsys)
+
+
+@pytest.mark.skipif("select_gpus" not in dir(devices), reason="there is no select_gpus")
+def test_select_with_the_real_one(nvml, capsys, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["gpus", "--select", "1"]) == 0
+    assert capsys.readouterr().out == "GPU-00000002-0000-4000-8000-000000000000\n"
+    assert "min_free_memory" in _error(["gpus", "--select", "1", "--min-free-memory", "much"], capsys)
+
+
+def test_the_help_says_that_a_choice_in_the_script_is_safer(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["gpus", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "reserved only until the command ends" in text
+    assert "It is safer to call select_gpus in the script itself" in text
+
+
+# env
+
+
+def test_env(nvml, capsys):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^NVIDIA driver: +580\.65\.06, for CUDA up to 13\.0$", text, re.MULTILINE)
+    assert re.search(r"^GPUs: +2 x NVIDIA H100 80GB HBM3, 80 GiB$", text, re.MULTILINE)
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"][0] == "2 x NVIDIA H100 80GB HBM3, 80 GiB"

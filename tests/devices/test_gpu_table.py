@@ -1,0 +1,297 @@
+"""GPUs as a table, as JSON values and as CSV."""
+
+import csv
+import io
+import json
+import os
+from dataclasses import fields
+
+import pytest
+from rich.console import Console
+
+from lightning_tricks.devices import Gpu, GpuProcess, list_gpus
+from lightning_tricks.devices.core.gpu_fields import FIELDS, cell_text, csv_text, gpu_fields, plain_values, printable
+from lightning_tricks.devices.core.gpu_ids import pick_gpus
+from lightning_tricks.devices.core.gpu_table import GpuTable, QueryTable, gpu_remarks
+from lightning_tricks.devices.testing import (
+    CONSUMER_BOARD,
+    LOST,
+    MIG_ENABLED,
+    UNIFIED_MEMORY,
+    FakeGpu,
+    FakeMigSlice,
+    FakeNvml,
+    FakeProcess,
+)
+
+_BUSY = FakeGpu(
+    memory_used="79.2GiB",
+    utilization=100,
+    memory_utilization=41,
+    temperature=71,
+    power=690,
+    throttle_reasons=0x5,
+    processes=[FakeProcess(os.getpid(), "79GiB"), FakeProcess(2**31 - 1, "512MiB", "G")],
+)
+_DESKTOP = FakeGpu(
+    name="NVIDIA GeForce RTX 4090",
+    memory_total="24GiB",
+    memory_used="1.1GiB",
+    temperature=45,
+    power=20,
+    power_limit=450,
+    performance_state=8,
+    persistence_mode=False,
+    display_active=True,
+    fails=CONSUMER_BOARD,
+)
+_SLICED = FakeGpu(
+    name="NVIDIA A100-SXM4-40GB",
+    mig_mode=True,
+    memory_total="40GiB",
+    mig_slices=[FakeMigSlice("MIG-f1e2", name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", memory_total="5GiB")],
+    fails=MIG_ENABLED,
+)
+_SHARED = FakeGpu(name="NVIDIA GB10", fails={**UNIFIED_MEMORY, "nvmlDeviceGetPowerUsage": "UNKNOWN"})
+_HOT = FakeGpu(temperature=90, throttle_reasons=0x68, compute_mode=3, ecc_errors=3)
+
+
+@pytest.fixture
+def gpus():
+    return list_gpus(nvml=FakeNvml([_BUSY, _DESKTOP, FakeGpu(fails=LOST), _SHARED, _SLICED, _HOT]))
+
+
+def _printed(renderable, width=100, **options):
+    console = Console(file=io.StringIO(), width=width, **{"color_system": None, **options})
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_fits_and_tells_all(gpus, width):
+    text = _printed(GpuTable(gpus), width)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert max(map(len, lines[:9])) <= 100
+    assert lines[0] == "6 GPUs, driver 580.65.06"
+    wide = width >= 100
+    busy = "  0  NVIDIA H100 80GB HBM3    79.2/80.0 GiB  ━━━━━━━━━╸  100 %  71 °C  690/700 W  P0 throttled"
+    assert lines[3] == (busy if wide else "  0  H100 80GB HBM3    79.2/80.0 GiB  100 %  71 °C  690/700 W  P0 throttled")
+    assert lines[4].split()[-6:] == ["%", "45", "°C", "20/450", "W", "P8"]
+    assert lines[5].split() == ["2", "-", "-", "-", "-", "-", "no", "answer"]
+    assert "MIG 1g.5gb" in lines[8]
+    assert "0.0/5.0 GiB" in lines[8]
+    for remark in (
+        "GPU 0 is throttled: power cap.",
+        "GPU 1 drives a display.",
+        "GPU 2 does not answer: GPU is lost.",
+        "GPU 3 could not be read: power: Unknown Error.",
+        "GPU 4, MIG slice 0: MIG-f1e2",
+        "GPU 5 is in compute mode Exclusive_Process.",
+        "GPU 5 had 3 uncorrected memory errors since its start.",
+    ):
+        assert remark in lines
+    assert not [line for line in lines if "…" in line and str(os.getpid()) not in line], "nothing else is cut off"
+
+
+def test_processes_stand_below(gpus):
+    lines = _printed(GpuTable(gpus), 120).splitlines()
+    (mine,) = [line for line in lines if line.split()[1:2] == [str(os.getpid())]]
+    assert mine.split()[3:6] == ["79", "GiB", "C"]
+    (other,) = [line for line in lines if str(2**31 - 1) in line]
+    assert other.split() == ["0", str(2**31 - 1), "-", "512", "MiB", "G", "-"]
+    assert "Command" not in _printed(GpuTable([Gpu(index=0, processes=())]))
+
+
+def test_a_narrow_terminal_keeps_the_figures(gpus):
+    lines = _printed(GpuTable(gpus), 60).splitlines()
+    assert "79.2/80.0 GiB" in lines[3]
+    assert max(map(len, lines)) <= 60
+
+
+def test_colours_only_where_there_are_colours(gpus):
+    assert "\x1b[" not in _printed(GpuTable(gpus))
+    coloured = _printed(GpuTable(gpus), force_terminal=True, color_system="standard")
+    assert "\x1b[31m90 °C" in coloured
+    assert "\x1b[33m71 °C" in coloured
+    assert "\x1b[3" not in _printed(
+        GpuTable(gpus), force_terminal=True, no_color=True, color_system="standard"
+    ).replace(
+        "\x1b[3m",
+        "",  # the title is slanted
+    )
+
+
+def test_no_gpus():
+    assert _printed(GpuTable([])) == "There is a driver, and no GPU.\n"
+
+
+def test_nothing_is_known():
+    assert list(gpu_remarks(Gpu(index=3))) == ["GPU 3 does not tell its processes."]
+    assert _printed(GpuTable([Gpu(index=3)])).splitlines()[3].split() == ["3", *["-"] * 6]
+
+
+def test_mig_mode_without_slices():
+    assert list(gpu_remarks(Gpu(index=0, mig_mode=True, processes=()))) == ["GPU 0 is in MIG mode and has no slices."]
+
+
+@pytest.mark.parametrize(
+    "text", ["[red]train[/red].py [/]", "a\x1b[2Jb\nc\rd", "caf\udce9.py", "\u202egnp.py", "\x07\x00", "学习.py"]
+)
+def test_text_of_others_is_shown_and_not_acted_on(text):
+    process = GpuProcess(pid=1, kind="C", command=text, user=text)
+    gpu = Gpu(index=0, name=text, processes=(process,), unreadable=(text,))
+    printed = _printed(GpuTable([gpu]), 200, force_terminal=True, color_system="standard")
+    printed.encode()
+    assert printable(text) in printed
+    assert "\x1b[2J" not in printed
+    assert not {"\x07", "\r", "\u202e"} & {*printed}
+    csv_text([gpu], "name,processes").encode()
+    assert "\n" not in cell_text(FIELDS["processes"].read(gpu))
+
+
+# Fields
+
+
+def test_names_of_nvidia_smi_have_its_units_and_spelling(gpus):
+    text = csv_text(
+        gpus[:1],
+        "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,utilization.gpu,utilization.memory,"
+        "temperature.gpu,power.draw,power.limit,fan.speed,pstate,persistence_mode,compute_mode,display_active,"
+        "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.mem,driver_version,vbios_version,mig.mode.current,"
+        "clocks_throttle_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown",
+    )
+    ((title, *values),) = [list(zip(*csv.reader(text.splitlines()), strict=True))]
+    assert dict([title, *values]) == {
+        "index": "0",
+        "name": "NVIDIA H100 80GB HBM3",
+        "uuid": "GPU-00000000-0000-4000-8000-000000000000",
+        "pci.bus_id": "00000000:01:00.0",
+        "memory.total [MiB]": "81920",
+        "memory.used [MiB]": "81100",
+        "memory.free [MiB]": "819",
+        "utilization.gpu [%]": "100",
+        "utilization.memory [%]": "41",
+        "temperature.gpu": "71",
+        "power.draw [W]": "690.00",
+        "power.limit [W]": "700.00",
+        "fan.speed [%]": "0",
+        "pstate": "P0",
+        "persistence_mode": "Enabled",
+        "compute_mode": "Default",
+        "display_active": "Disabled",
+        "ecc.errors.uncorrected.volatile.total": "0",
+        "clocks.sm [MHz]": "1980",
+        "clocks.mem [MHz]": "2619",
+        "driver_version": "580.65.06",
+        "vbios_version": "96.00.74.00.01",
+        "mig.mode.current": "Disabled",
+        "clocks_throttle_reasons.sw_power_cap": "Active",
+        "clocks_event_reasons.hw_slowdown": "Not Active",
+    }
+
+
+def test_what_is_not_known_is_not_available(gpus):
+    lost = gpus[2]
+    names = [name for name in FIELDS if name not in ("index", "timestamp", "driver_version", "error")]
+    values = plain_values([lost], names)[0]
+    told = {name for name, value in values.items() if value is not None}
+    assert told <= {"mig_slices", "unreadable"}
+    (row,) = csv.reader([csv_text([lost], names, header=False)])
+    assert {*row} == {"[N/A]", ""}
+
+
+def test_own_names_have_plain_values(gpus):
+    assert {field.name for field in fields(Gpu)} <= {*FIELDS}
+    (values,) = plain_values(gpus[:1], "memory_used,persistence_mode,throttle_reasons,processes,performance_state")
+    assert values["memory_used"] == gpus[0].memory_used
+    assert (values["persistence_mode"], values["performance_state"]) == (True, 0)
+    assert values["throttle_reasons"] == ["power cap"]
+    assert values["processes"][0]["memory"] == 79 << 30
+    assert csv_text(gpus[:1], "memory_used,energy").splitlines()[0] == "memory_used [B],energy [J]"
+    assert csv_text(gpus[:1], "persistence_mode,mig_mode", header=False) == "Enabled,Disabled\n"
+    rows = csv_text(gpus, "index,throttle_reasons,mig_slices,processes").splitlines()
+    assert rows[5].startswith("4,,MIG-f1e2 0 B,")
+    assert rows[6] == "5,hardware slowdown; software thermal slowdown; hardware thermal slowdown,,"
+
+
+def test_json_is_plain(gpus):
+    plain = json.loads(json.dumps(plain_values(gpus)))
+    assert [gpu["index"] for gpu in plain] == list(range(6))
+    assert {*plain[0]} == {field.name for field in fields(Gpu)}
+    assert (plain[2]["name"], plain[2]["error"]) == (None, "GPU is lost")
+    assert plain[0]["power"] == 690.0
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_plain_for_every_gpu(gpus, name):
+    for gpu in [*gpus, Gpu(index=9)]:
+        value = FIELDS[name].read(gpu)
+        assert json.loads(json.dumps(value)) == value
+        assert "\n" not in cell_text(value)
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("memory.usd", "got 'memory.usd'. Did you mean 'memory.used'?"),
+        ("name,Temperature", "got 'Temperature'. Did you mean 'temperature'?"),
+        ("zzz", "got 'zzz'. Known are index, "),
+        ("", "must name at least one field, such as 'name,memory.used', got ''"),
+        (" , ", "must name at least one field"),
+    ],
+)
+def test_a_name_that_is_not_known(query, words):
+    with pytest.raises(ValueError, match="query must") as raised:
+        gpu_fields(query)
+    assert words in str(raised.value)
+
+
+def test_query_table(gpus):
+    text = _printed(QueryTable(gpus, "index, memory.used ,processes"), 60)
+    assert "memory.used [MiB]" in text
+    assert str(2**31 - 1) in text.replace("\n", "")
+    assert text.endswith("\nGPU 2 does not answer: GPU is lost.\n")
+    assert "answer" not in _printed(QueryTable(gpus[:1], "index"))
+
+
+# Which GPUs
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ("0", [0]),
+        ("5,0,5", [5, 0]),
+        (" 1 , 4 ", [1, 4]),
+        ("GPU-00000004", [4]),
+        ("gpu-00000005-0000-4000-8000-000000000000,0", [5, 0]),
+        ("MIG-f1", [4]),
+        ("00000000:02:00.0", [1]),
+        ("2", [2]),
+    ],
+)
+def test_ids(gpus, ids, found):
+    assert [gpu.index for gpu in pick_gpus(gpus, ids)] == found
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ("6", "got '6'. It has 0 (GPU-00000000-"),
+        ("-1", "got '-1'"),
+        ("GPU-7", "got 'GPU-7'"),
+        ("GPU-", "got 'GPU-', which fits 0 (GPU-00000000"),
+        ("0,x", "got 'x'"),
+        (",", "must be indices or UUIDs of GPUs, such as '0,1', got ','"),
+    ],
+)
+def test_ids_that_name_none_or_several(gpus, ids, words):
+    with pytest.raises(ValueError, match="id must") as raised:
+        pick_gpus(gpus, ids)
+    assert words in str(raised.value)
+
+
+def test_ids_where_there_is_no_gpu():
+    with pytest.raises(ValueError, match="It has none"):
+        pick_gpus([], "0")
