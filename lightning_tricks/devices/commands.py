@@ -102,6 +102,7 @@ def _select(n: int, form: str, limits: dict[str, Any]) -> int:
     else:
         text = ",".join(map(str, selection.devices)) + "," * (len(selection.devices) == 1)  # "1" would mean one GPU
     sys.stdout.write(f"{text}\n")
+    selection.release()
     return 0
 
 
