@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -11,11 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from lightning_tricks import cli, devices
 from lightning_tricks.devices import Gpu, GpuProcess, commands
-from lightning_tricks.devices.core import gpu_reading
 from lightning_tricks.devices.core.gpu_fields import FIELDS
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
 from tests.architecture.test_readme import _RUN_EACH
@@ -55,8 +56,9 @@ def _machine():
 
 @pytest.fixture
 def machine(monkeypatch):
-    owner = {"user": "jane", "command": "python train.py --config resnet50.yaml"}
-    monkeypatch.setattr(gpu_reading, "_owner", lambda pid: owner)
+    command = "python train.py --config resnet50.yaml".split()
+    process = SimpleNamespace(name=lambda: "python", cmdline=lambda: command, username=lambda: "jane")
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
     monkeypatch.setenv("COLUMNS", "100")
     with _machine() as nvml:
         yield nvml
@@ -75,7 +77,8 @@ def runs(tmp_path_factory):
     """Code -> the folder with what it printed."""
     folders = {code: tmp_path_factory.mktemp("block") for code, _ in _PYTHON}
     blocks = json.dumps([(code, str(folder)) for code, folder in folders.items()])
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _RUN_EACH, blocks], check=True)
+    environment = {**os.environ, "LIGHTNING_TRICKS_LOCK_DIR": str(tmp_path_factory.mktemp("locks"))}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _RUN_EACH, blocks], env=environment, check=True)
     return folders
 
 
