@@ -17,8 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_tricks.devices.core.sizes import parse_size
 from lightning_tricks.devices.fake_errors import CONSTANTS, FakeNvmlError
+from lightning_tricks.devices.fake_readings import OF_SLICES, OF_SLICES_ONLY, READINGS, UNVERSIONED
 
 # What kinds of boards and drivers do not tell: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {
@@ -228,9 +228,9 @@ class FakeNvml:
         def function(handle: FakeGpu | FakeMigSlice, *arguments: Any, **keywords: Any) -> Any:
             version = "_v2" if name == "nvmlDeviceGetMemoryInfo" and (arguments or keywords) else ""
             self._check(name + version, handle)
-            if isinstance(handle, FakeMigSlice) and name not in _OF_SLICES:
+            if isinstance(handle, FakeMigSlice) and name not in OF_SLICES:
                 raise FakeNvmlError("NOT_SUPPORTED")
-            if isinstance(handle, FakeGpu) and name in _OF_SLICES_ONLY:
+            if isinstance(handle, FakeGpu) and name in OF_SLICES_ONLY:
                 raise FakeNvmlError("INVALID_ARGUMENT")
             return READINGS[name](self, handle, *arguments, **keywords)
 
@@ -243,7 +243,7 @@ class FakeNvml:
         if name in self.missing:
             raise FakeNvmlError("FUNCTION_NOT_FOUND")
         fails = {**self.fails, **getattr(device, "fails", {})}
-        for failing in (name, _UNVERSIONED.get(name, name)):
+        for failing in (name, UNVERSIONED.get(name, name)):
             if failing in fails:
                 raise FakeNvmlError(fails[failing])
 
@@ -255,77 +255,3 @@ class FakeNvml:
 
     def _bus(self, device: FakeGpu) -> SimpleNamespace:
         return SimpleNamespace(busId=device.bus_id or f"00000000:{self._number(device) + 1:02X}:00.0")
-
-
-def _memory(device: Any, version: int | None = None) -> SimpleNamespace:
-    total, used = parse_size("memory_total", device.memory_total), parse_size("memory_used", device.memory_used)
-    more = {"reserved": 0, "version": version} if version else {}
-    return SimpleNamespace(total=total, used=used, free=total - used, **more)
-
-
-def _slice(gpu: FakeGpu, index: int) -> FakeMigSlice:
-    if index >= len(gpu.mig_slices):
-        raise FakeNvmlError("NOT_FOUND")
-    return gpu.mig_slices[index]
-
-
-def _running(kind: str) -> Any:
-    def running(fake: FakeNvml, gpu: FakeGpu) -> list[SimpleNamespace]:
-        return [
-            SimpleNamespace(
-                pid=process.pid,
-                usedGpuMemory=None if process.memory is None else parse_size("memory", process.memory),
-                gpuInstanceId=0xFFFFFFFF if process.gpu_instance is None else process.gpu_instance,
-            )
-            for process in gpu.processes
-            if kind in process.kind.split("+")
-        ]
-
-    return running
-
-
-READINGS: dict[str, Any] = {
-    "nvmlDeviceGetPciInfo": lambda fake, gpu: fake._bus(gpu),
-    "nvmlDeviceGetPciInfo_v3": lambda fake, gpu: fake._bus(gpu),
-    "nvmlDeviceGetUUID": lambda fake, device: fake._uuid(device),
-    "nvmlDeviceGetName": lambda fake, device: device.name,
-    "nvmlDeviceGetVbiosVersion": lambda fake, gpu: gpu.vbios_version,
-    "nvmlDeviceGetMemoryInfo": lambda fake, device, version=None: _memory(device, version),
-    "nvmlDeviceGetUtilizationRates": lambda fake, gpu: SimpleNamespace(
-        gpu=gpu.utilization, memory=gpu.memory_utilization
-    ),
-    "nvmlDeviceGetTemperature": lambda fake, gpu, sensor: gpu.temperature,
-    "nvmlDeviceGetTemperatureV": lambda fake, gpu, sensor, version=0: gpu.temperature,
-    "nvmlDeviceGetPowerUsage": lambda fake, gpu: round(gpu.power * 1000),
-    "nvmlDeviceGetEnforcedPowerLimit": lambda fake, gpu: round(gpu.power_limit * 1000),
-    "nvmlDeviceGetTotalEnergyConsumption": lambda fake, gpu: round(gpu.energy * 1000),
-    "nvmlDeviceGetFanSpeed": lambda fake, gpu: gpu.fan,
-    "nvmlDeviceGetPerformanceState": lambda fake, gpu: gpu.performance_state,
-    "nvmlDeviceGetPersistenceMode": lambda fake, gpu: int(gpu.persistence_mode),
-    "nvmlDeviceGetComputeMode": lambda fake, gpu: gpu.compute_mode,
-    "nvmlDeviceGetDisplayActive": lambda fake, gpu: int(gpu.display_active),
-    "nvmlDeviceGetTotalEccErrors": lambda fake, gpu, kind, counter: gpu.ecc_errors,
-    "nvmlDeviceGetClockInfo": lambda fake, gpu, clock: gpu.memory_clock if clock == 2 else gpu.sm_clock,
-    "nvmlDeviceGetCurrentClocksEventReasons": lambda fake, gpu: gpu.throttle_reasons,
-    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda fake, gpu: gpu.throttle_reasons,
-    "nvmlDeviceGetMigMode": lambda fake, gpu: [int(gpu.mig_mode)] * 2,
-    "nvmlDeviceGetMaxMigDeviceCount": lambda fake, gpu: 7,
-    "nvmlDeviceGetMigDeviceHandleByIndex": lambda fake, gpu, index: _slice(gpu, index),
-    "nvmlDeviceGetGpuInstanceId": lambda fake, device: device.gpu_instance,
-    "nvmlDeviceGetComputeInstanceId": lambda fake, device: device.compute_instance,
-    "nvmlDeviceGetComputeRunningProcesses_v3": _running("C"),
-    "nvmlDeviceGetComputeRunningProcesses_v2": _running("C"),
-    "nvmlDeviceGetGraphicsRunningProcesses_v3": _running("G"),
-    "nvmlDeviceGetGraphicsRunningProcesses_v2": _running("G"),
-}
-_OF_SLICES_ONLY = ("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
-_OF_SLICES = (*_OF_SLICES_ONLY, "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo")
-_UNVERSIONED = {  # what fails by its plain name fails in all versions
-    "nvmlDeviceGetMemoryInfo_v2": "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetPciInfo_v3": "nvmlDeviceGetPciInfo",
-    **{
-        f"nvmlDeviceGet{kind}RunningProcesses_{version}": f"nvmlDeviceGet{kind}RunningProcesses"
-        for kind in ("Compute", "Graphics")
-        for version in ("v2", "v3")
-    },
-}

@@ -185,26 +185,38 @@ sys.exit(status)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a pseudo terminal is needed")
-@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
-def test_watch_in_a_terminal_leaves_it_as_it_was(environment):
+def _watched_in_a_terminal(enough, *arguments, **environment):
+    """Watch in a pseudo terminal, press Ctrl+C once `enough` stands there twice, and return all that was printed."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", _SCRIPT, "gpus", "--watch", "0.1"]
+    command = [sys.executable, "-c", _SCRIPT, "gpus", "--watch", "0.1", *arguments]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", **environment}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         text = b""
-        while text.count(b"2 GPUs, driver") < 2:
+        while text.count(enough) < 2:
             text += os.read(ours, 4096)
         process.send_signal(signal.SIGINT)
         while chunk := _read(ours):
             text += chunk
     os.close(ours)
     assert process.returncode == 0
-    text = text.decode()
-    assert "Traceback" not in text
-    assert "KeyboardInterrupt" not in text
+    assert b"Traceback" not in text
+    assert b"KeyboardInterrupt" not in text
+    return text.decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a pseudo terminal is needed")
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
+def test_watch_in_a_terminal_leaves_it_as_it_was(environment):
+    text = _watched_in_a_terminal(b"2 GPUs, driver", **environment)
     assert text.rfind("\x1b[?25h") >= text.rfind("\x1b[?25l"), "the cursor is visible"
+    assert ("\x1b[?25l" in text) == (environment != {"TERM": "dumb"})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a pseudo terminal is needed")
+def test_watch_csv_in_a_terminal_prints_plain_lines():
+    text = _watched_in_a_terminal(b"0,NVIDIA", "--csv", "--query", "index,name", "--id", "0")
+    assert {*text.splitlines()} - {"^C"} == {"index,name", "0,NVIDIA H100 80GB HBM3"}
 
 
 def _read(descriptor):

@@ -56,7 +56,7 @@ def _machine():
 
 @pytest.fixture
 def machine(monkeypatch):
-    command = "python train.py --config resnet50.yaml".split()
+    command = ["python", "train.py", "--config", "resnet50.yaml"]
     process = SimpleNamespace(name=lambda: "python", cmdline=lambda: command, username=lambda: "jane")
     monkeypatch.setattr(psutil, "Process", lambda pid: process)
     monkeypatch.setenv("COLUMNS", "100")
