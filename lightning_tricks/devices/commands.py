@@ -100,7 +100,8 @@ def _select(n: int, form: str, limits: dict[str, Any]) -> int:
     if form == "cuda_visible_devices":
         text = selection.cuda_visible_devices
     else:
-        text = ",".join(map(str, selection.devices)) + "," * (len(selection.devices) == 1)  # "1" would mean one GPU
+        numbers = selection.devices if isinstance(selection.devices, list) else [selection.devices]
+        text = ",".join(map(str, numbers)) + "," * (len(numbers) == 1)  # "1" would mean one GPU
     sys.stdout.write(f"{text}\n")
     selection.release()
     return 0

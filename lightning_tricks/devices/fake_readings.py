@@ -72,9 +72,11 @@ READINGS: dict[str, Any] = {
 }
 OF_SLICES_ONLY = ("nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
 OF_SLICES = (*OF_SLICES_ONLY, "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo")
-UNVERSIONED = {  # what fails by its plain name fails in all versions
+UNVERSIONED = {  # what fails by one name fails by the others of the function
     "nvmlDeviceGetMemoryInfo_v2": "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetPciInfo_v3": "nvmlDeviceGetPciInfo",
+    "nvmlDeviceGetTemperatureV": "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "nvmlDeviceGetCurrentClocksEventReasons",
     **{
         f"nvmlDeviceGet{kind}RunningProcesses_{version}": f"nvmlDeviceGet{kind}RunningProcesses"
         for kind in ("Compute", "Graphics")

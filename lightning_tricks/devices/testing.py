@@ -20,6 +20,8 @@ from typing import Any
 from lightning_tricks.devices.fake_errors import CONSTANTS, FakeNvmlError
 from lightning_tricks.devices.fake_readings import OF_SLICES, OF_SLICES_ONLY, READINGS, UNVERSIONED
 
+_ABSENT = object()  # None in sys.modules stands for a module that must not be imported
+
 # What kinds of boards and drivers do not tell: function -> error, for `FakeGpu(fails=...)`
 CONSUMER_BOARD = {
     "nvmlDeviceGetTotalEccErrors": "NOT_SUPPORTED",
@@ -181,13 +183,15 @@ class FakeNvml:
 
     def __enter__(self) -> FakeNvml:
         """Let `import pynvml` find this object."""
-        self._replaced.append(sys.modules.get("pynvml"))
+        self._replaced.append(sys.modules.get("pynvml", _ABSENT))
         sys.modules["pynvml"] = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.modules.pop("pynvml", None)
-        if (replaced := self._replaced.pop()) is not None:
+        replaced = self._replaced.pop()
+        if replaced is _ABSENT:
+            sys.modules.pop("pynvml", None)
+        else:
             sys.modules["pynvml"] = replaced
 
     def nvmlInit(self) -> None:  # noqa: N802, D102

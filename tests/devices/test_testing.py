@@ -206,10 +206,10 @@ def test_processes_by_kind(nvml):
 # In the place of the module
 
 
-@pytest.fixture(params=["imported", "not imported"])
+@pytest.fixture(params=["imported", "not to be imported", "not imported"])
 def modules(request, monkeypatch):
-    if request.param == "imported":
-        monkeypatch.setitem(sys.modules, "pynvml", object())
+    if request.param != "not imported":
+        monkeypatch.setitem(sys.modules, "pynvml", object() if request.param == "imported" else None)
     else:
         monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     return dict(sys.modules)
