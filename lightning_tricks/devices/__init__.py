@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from lightning_tricks.devices.core.gpu import GpuProcess as GpuProcess
     from lightning_tricks.devices.core.gpu import MigSlice as MigSlice
     from lightning_tricks.devices.core.gpu_reading import list_gpus as list_gpus
+    from lightning_tricks.devices.core.gpu_selection import select_gpus as select_gpus
+    from lightning_tricks.devices.core.lock_files import GpuLockError as GpuLockError
     from lightning_tricks.devices.core.memory_limit import limit_memory as limit_memory
     from lightning_tricks.devices.core.memory_report import MemoryReport as MemoryReport
     from lightning_tricks.devices.core.memory_report import TensorMemory as TensorMemory
     from lightning_tricks.devices.core.memory_report import memory_report as memory_report
     from lightning_tricks.devices.core.nvml import NvmlUnavailableError as NvmlUnavailableError
+    from lightning_tricks.devices.core.selection import NoGpuAvailableError as NoGpuAvailableError
+    from lightning_tricks.devices.core.selection import Selection as Selection
+    from lightning_tricks.devices.core.selection_ranks import RankError as RankError
     from lightning_tricks.devices.cuda_memory import CudaMemory as CudaMemory
     from lightning_tricks.devices.device_monitor import DeviceMonitor as DeviceMonitor
     from lightning_tricks.devices.nvtx_ranges import NvtxRanges as NvtxRanges
@@ -35,15 +40,20 @@ if TYPE_CHECKING:
         "DeviceMonitor",
         "DeviceSummary",
         "Gpu",
+        "GpuLockError",
         "GpuProcess",
         "MemoryReport",
         "MigSlice",
+        "NoGpuAvailableError",
         "NvmlUnavailableError",
         "NvtxRanges",
+        "RankError",
+        "Selection",
         "TensorMemory",
         "limit_memory",
         "list_gpus",
         "memory_report",
+        "select_gpus",
     ]
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
@@ -54,9 +64,13 @@ else:  # or a type checker would take any name for one of the package
             "core.device_summary": ("DeviceSummary",),
             "core.gpu": ("Gpu", "GpuProcess", "MigSlice"),
             "core.gpu_reading": ("list_gpus",),
+            "core.gpu_selection": ("select_gpus",),
+            "core.lock_files": ("GpuLockError",),
             "core.memory_limit": ("limit_memory",),
             "core.memory_report": ("MemoryReport", "TensorMemory", "memory_report"),
             "core.nvml": ("NvmlUnavailableError",),
+            "core.selection": ("NoGpuAvailableError", "Selection"),
+            "core.selection_ranks": ("RankError",),
             "cuda_memory": ("CudaMemory",),
             "device_monitor": ("DeviceMonitor",),
             "nvtx_ranges": ("NvtxRanges",),

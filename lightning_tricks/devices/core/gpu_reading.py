@@ -206,13 +206,15 @@ def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
             if memory is not None:  # both lists tell all of a process
                 entry["memory"] = max(entry["memory"] or 0, memory)
     processes = [
-        GpuProcess(pid=pid, kind="+".join(entry["kinds"]), memory=entry["memory"], gpu_instance=instance, **_owner(pid))
+        GpuProcess(
+            pid=pid, kind="+".join(entry["kinds"]), memory=entry["memory"], gpu_instance=instance, **owner_of(pid)
+        )
         for (pid, instance), entry in found.items()
     ]
     return tuple(sorted(processes, key=lambda process: (-(process.memory or 0), process.pid)))
 
 
-def _owner(pid: int) -> dict[str, str]:
+def owner_of(pid: int) -> dict[str, str]:
     """Return the user and the command of a process, as far as this user may see it, and it runs."""
     psutil = require("psutil", "psutil", "Naming the processes of a GPU")
     found: dict[str, str] = {}

@@ -1,0 +1,249 @@
+"""Select GPUs that are free, and keep other processes from selecting them too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_tricks.devices.core.gpu_choice import Request, describe_owner, in_order, refusal
+from lightning_tricks.devices.core.lock_files import (
+    choosing,
+    existing_lock_folder,
+    holder,
+    is_locked,
+    lock_folder,
+    lock_path,
+    try_lock,
+    unlock,
+)
+from lightning_tricks.devices.core.nvml import NvmlUnavailableError
+from lightning_tricks.devices.core.selection import NoGpuAvailableError, Selection, state
+from lightning_tricks.devices.core.selection_ranks import (
+    CPU,
+    RankError,
+    await_choice,
+    find_launch,
+    inherited_choice,
+    is_rank,
+    publish_choice,
+)
+from lightning_tricks.devices.core.visible_devices import VisibleDevice
+from lightning_tricks.devices.core.visible_machine import Machine, hidden_gpus, see_machine
+
+_log = logging.getLogger("lightning.pytorch.tricks.devices")
+_REMEDY = "Relax the limits that are named, wait by timeout=<seconds>, or train without a GPU by fallback='cpu'."
+
+
+def select_gpus(
+    n: int = 1,
+    *,
+    min_free_memory: int | str = "8GiB",
+    max_utilization: float | None = 10,
+    max_temperature: float | None = None,
+    prefer: Literal["free_memory", "idle", "cool"] = "free_memory",
+    timeout: float = 0,
+    fallback: Literal["cpu"] | None = None,
+    lock: bool = True,
+    nvml: Any = None,
+) -> Selection:
+    """Select GPUs that are free, for this process alone.
+
+    NVML is read and no CUDA context is created. CUDA_VISIBLE_DEVICES is honoured; CUDA_DEVICE_ORDER is set to
+    PCI_BUS_ID, if CUDA is not initialized yet. A lock keeps other processes that call this function from selecting the
+    same GPUs. It lasts until this process ends, however it ends, or until `Selection.release`. A second call in one
+    process replaces the selection of the first.
+
+    The ranks of one training run share a selection: that of the process that Lightning, torchrun, srun or mpirun
+    started first on the machine. A process in which CUDA is not initialized may select one slice of a GPU in MIG mode;
+    then CUDA_VISIBLE_DEVICES is set to it.
+
+    Args:
+        n: How many GPUs.
+        min_free_memory: The memory that must be free on each, in bytes or as text such as "8GiB"; 0 for no limit.
+        max_utilization: How busy each may be, in percent; None for no limit.
+        max_temperature: How hot each may be, in degrees Celsius; None for no limit. A limit on something that a GPU
+            does not tell does not apply to it, but such GPUs are selected last.
+        prefer: Which GPUs are selected first: those with most free memory ("free_memory"), those that are least busy
+            and have fewest processes ("idle"), or the coolest ("cool"). Those that drive a display are last among equals.
+        timeout: How many seconds to wait until enough GPUs are free.
+        fallback: "cpu" to select the CPU where there is no driver, no GPU, or none is free; None to raise an error.
+        lock: Whether to lock the GPUs. Those that other processes have locked are not selected in either case.
+        nvml: What is used as the module `pynvml`, such as a `FakeNvml`; None imports it.
+
+    Returns:
+        The selection, for `Trainer(accelerator=selection.accelerator, devices=selection.devices)`.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument is out of range, CUDA would drop a part of CUDA_VISIBLE_DEVICES, or CUDA_DEVICE_ORDER
+            asks for another order than NVML's.
+        NoGpuAvailableError: If too few GPUs are free; the message says of each one why.
+        GpuLockError: If the folder of the locks cannot be used. LIGHTNING_TRICKS_LOCK_DIR sets another one.
+        RankError: If this rank cannot use what the first rank has selected.
+        ModuleNotFoundError: If a package of the extra `devices` is missing.
+
+    Example:
+        >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        >>> gpus = [FakeGpu(memory_used="79GiB"), FakeGpu(utilization=97), FakeGpu()]
+        >>> select_gpus(lock=False, nvml=FakeNvml(gpus))
+        Selection(accelerator='cuda', devices=[2]: GPU 2 (NVIDIA H100 80GB HBM3))
+    """
+    request = Request.of(
+        n=n,
+        min_free_memory=min_free_memory,
+        max_utilization=max_utilization,
+        max_temperature=max_temperature,
+        prefer=prefer,
+        timeout=timeout,
+        fallback=fallback,
+        lock=bool(lock),
+    )
+    return select(request, nvml)
+
+
+def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = time.sleep) -> Selection:
+    """Do what `select_gpus` does, with a function that waits for some seconds."""
+    launch = find_launch(os.environ)
+    if state.choice is not None and is_rank(os.environ):
+        return _use(state.choice, request, nvml)
+    choice = inherited_choice(os.environ)
+    if choice is None and launch is not None and launch.local_rank > 0:
+        choice = await_choice(launch, request.timeout, sleep)
+    if choice is not None:
+        return _use(choice, request, nvml)
+    try:
+        selection = _choose(request, nvml, sleep)
+    except Exception as error:
+        if launch is not None:
+            publish_choice(launch, [], str(error))
+        raise
+    if launch is not None:
+        publish_choice(launch, state.choice or [])
+    return selection
+
+
+def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+    deadline = time.monotonic() + request.timeout
+    said = False
+    while True:
+        try:
+            return _choose_now(request, nvml, sleep)
+        except NoGpuAvailableError as error:
+            left = deadline - time.monotonic()
+            if error.final or left <= 0:
+                if request.fallback is None:
+                    raise
+                _log.warning("select_gpus selects the CPU. %s", error)
+                return state.take(Selection("cpu", 1))
+            if not said:
+                _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
+                said = True
+        sleep(min(1.0, left))
+
+
+def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
+    try:
+        machine = see_machine(state.visible_value(), nvml)
+    except NvmlUnavailableError as error:
+        raise NoGpuAvailableError(f"No GPU can be selected: {error}", final=True) from error
+    used = state.locks if machine.cuda_initialized else {}  # what this process may have memory on
+    problems = {device.key: refusal(device, request, device.key in used) for device in machine.devices}
+    qualified = [device for device in machine.devices if problems[device.key] is None]
+    if len(qualified) < request.n:
+        raise _shortage(machine, problems, request)
+    folder = lock_folder() if request.lock else existing_lock_folder()
+    with ExitStack() as taken, choosing(folder, sleep) if folder else nullcontext():
+        chosen: list[VisibleDevice] = []
+        locks: dict[str, int] = {}
+        for device in in_order(qualified, request, used):
+            if len(chosen) == request.n:
+                break
+            problems[device.key] = _take(device.key, folder, request.lock, taken, locks)
+            if problems[device.key] is None:
+                chosen.append(device)
+        if len(chosen) < request.n:
+            raise _shortage(machine, problems, request)
+        taken.pop_all()
+    return _commit(chosen, machine, locks)
+
+
+def _take(key: str, folder: Path | None, lock: bool, taken: ExitStack, locks: dict[str, int]) -> str | None:
+    """Lock a device, if it is to be, and return None, or say who has locked it."""
+    if folder is None:
+        return None
+    path = lock_path(folder, key)
+    if key in state.locks:
+        if lock:
+            locks[key] = state.locks[key]
+        return None
+    if not lock:
+        locked = is_locked(path)
+    else:
+        descriptor = try_lock(path)
+        locked = descriptor is None
+        if descriptor is not None:
+            taken.callback(unlock, descriptor)
+            locks[key] = descriptor
+    pid = holder(path) if locked else None
+    return f"is selected by {describe_owner(pid)}" if locked else None
+
+
+def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:
+    chosen = sorted(chosen, key=lambda device: (machine.numbers[device.key], device.gpu.index))
+    indices, visible = machine.address(chosen)
+    uuids = ",".join(device.key for device in chosen)
+    selection = Selection("cuda", indices, tuple(device.gpu for device in chosen), uuids)
+    return state.take(selection, [device.key for device in chosen], locks, visible, leads)
+
+
+def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
+    """Select what the first rank has chosen, whatever limits say: the other ranks use it already."""
+    leads = state.leads and state.choice is not None
+    if list(choice) == [CPU]:
+        return state.take(Selection("cpu", 1), leads=leads)
+    if len(choice) != request.n:
+        raise RankError(
+            f"The ranks of this run use {len(choice)} selected GPUs ({', '.join(choice)}), and n={request.n}. All "
+            "calls of select_gpus in a script that runs on several ranks have to ask for the same number."
+        )
+    try:
+        machine = see_machine(state.visible_value(), nvml)
+    except NvmlUnavailableError as error:
+        raise RankError(f"This rank cannot use the selected GPUs: {error}") from error
+    known = {device.key: device for device in machine.devices}
+    missing = [key for key in choice if key not in known]
+    if missing:
+        raise RankError(
+            f"The first rank of this machine has selected {', '.join(missing)}, which this rank does not see."
+            f"{hidden_gpus(machine)} All ranks have to see the same GPUs; where a launcher gives one to each rank, "
+            "devices='auto' replaces select_gpus."
+        )
+    locks: dict[str, int] = {}
+    if leads and request.lock:
+        folder = lock_folder()
+        with ExitStack() as taken:
+            for key in choice:
+                problem = _take(key, folder, True, taken, locks)
+                if problem is not None:
+                    raise NoGpuAvailableError(f"{known[key].label}, which the ranks of this run use, {problem}.")
+            taken.pop_all()
+    return _commit([known[key] for key in choice], machine, locks, leads)
+
+
+def _shortage(machine: Machine, problems: Mapping[str, str | None], request: Request) -> NoGpuAvailableError:
+    possible = [device for device in machine.devices if device.part is None or request.n == 1]
+    good = sum(problem is None for problem in problems.values())
+    if not machine.gpus:
+        return NoGpuAvailableError("No GPU can be selected: the NVIDIA driver knows of none.", final=True)
+    if not machine.devices:
+        return NoGpuAvailableError(f"No GPU can be selected.{hidden_gpus(machine)}", final=True)
+    lines = [f"  {device.label}: {problems[device.key] or 'qualifies'}" for device in machine.devices]
+    message = "\n".join(
+        [f"{good} of {len(lines)} GPUs qualify, and n={request.n}.{hidden_gpus(machine)}", *lines, _REMEDY]
+    )
+    return NoGpuAvailableError(message, final=len(possible) < request.n)
