@@ -69,7 +69,8 @@ def select_gpus(
         max_temperature: How hot each may be, in degrees Celsius; None for no limit. A limit on something that a GPU
             does not tell does not apply to it, but such GPUs are selected last.
         prefer: Which GPUs are selected first: those with most free memory ("free_memory"), those that are least busy
-            and have fewest processes ("idle"), or the coolest ("cool"). Those that drive a display are last among equals.
+            and have fewest processes ("idle"), or the coolest ("cool"); GPUs that drive a display are the last of
+            equals.
         timeout: How many seconds to wait until enough GPUs are free.
         fallback: "cpu" to select the CPU where there is no driver, no GPU, or none is free; None to raise an error.
         lock: Whether to lock the GPUs. Those that other processes have locked are not selected in either case.
@@ -168,8 +169,9 @@ def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> 
                 chosen.append(device)
         if len(chosen) < request.n:
             raise _shortage(machine, problems, request)
+        selection = _commit(chosen, machine, locks)
         taken.pop_all()
-    return _commit(chosen, machine, locks)
+    return selection
 
 
 def _take(key: str, folder: Path | None, lock: bool, taken: ExitStack, locks: dict[str, int]) -> str | None:
@@ -196,8 +198,10 @@ def _take(key: str, folder: Path | None, lock: bool, taken: ExitStack, locks: di
 def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:
     chosen = sorted(chosen, key=lambda device: (machine.numbers[device.key], device.gpu.index))
     indices, visible = machine.address(chosen)
-    uuids = ",".join(device.key for device in chosen)
-    selection = Selection("cuda", indices, tuple(device.gpu for device in chosen), uuids)
+    names = [device.uuid for device in chosen]
+    if None in names:
+        names = [str(device.gpu.index) for device in chosen]
+    selection = Selection("cuda", indices, tuple(device.gpu for device in chosen), ",".join(map(str, names)))
     return state.take(selection, [device.key for device in chosen], locks, visible, leads)
 
 
@@ -223,16 +227,18 @@ def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
             f"{hidden_gpus(machine)} All ranks have to see the same GPUs; where a launcher gives one to each rank, "
             "devices='auto' replaces select_gpus."
         )
-    locks: dict[str, int] = {}
     if leads and request.lock:
         folder = lock_folder()
+        locks: dict[str, int] = {}
         with ExitStack() as taken:
             for key in choice:
                 problem = _take(key, folder, True, taken, locks)
                 if problem is not None:
                     raise NoGpuAvailableError(f"{known[key].label}, which the ranks of this run use, {problem}.")
+            selection = _commit([known[key] for key in choice], machine, locks, leads)
             taken.pop_all()
-    return _commit([known[key] for key in choice], machine, locks, leads)
+        return selection
+    return _commit([known[key] for key in choice], machine, {}, leads)
 
 
 def _shortage(machine: Machine, problems: Mapping[str, str | None], request: Request) -> NoGpuAvailableError:

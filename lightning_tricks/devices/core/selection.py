@@ -37,8 +37,8 @@ class Selection:
         accelerator: "cuda" or "cpu".
         devices: CUDA's indices in this process, ascending; 1 on the CPU.
         gpus: The state of the GPUs when they were selected, in the same order.
-        cuda_visible_devices: What CUDA_VISIBLE_DEVICES has to be for another program that is to use them: UUIDs, or
-            "-1" on the CPU.
+        cuda_visible_devices: What CUDA_VISIBLE_DEVICES has to be for another program that is to use them: UUIDs
+            (indices in the order of the PCI bus where a driver tells none), or "-1" on the CPU.
     """
 
     accelerator: Literal["cuda", "cpu"]

@@ -77,9 +77,9 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
     for part in value.split(","):
         matches = list(_MATCHES[kind](part, gpus)) if _kind(part) == kind else []
         if len(matches) != 1:
-            _refuse(value, part, _what_is_wrong(part, kind, matches), found, gpus)
+            _refuse(value, part, *_what_is_wrong(part, kind, matches, found), gpus)
         if matches[0] in found:
-            _refuse(value, part, f"names {matches[0].label} again", [], gpus)
+            _refuse(value, part, f"names {matches[0].label} again", _would_see([]), gpus)
         found.append(matches[0])
     return found
 
@@ -95,7 +95,7 @@ def _kind(part: str) -> str:
 
 
 def _by_index(part: str, gpus: Sequence[Gpu]) -> Iterator[VisibleDevice]:
-    if re.fullmatch(r"\s*[0-9]+\s*", part):
+    if re.fullmatch(r"\s*\+?[0-9]+\s*", part):
         yield from (VisibleDevice(gpu) for gpu in gpus if gpu.index == int(part))
 
 
@@ -120,20 +120,30 @@ _MATCHES: dict[str, Callable[[str, Sequence[Gpu]], Iterator[VisibleDevice]]] = {
 }
 
 
-def _what_is_wrong(part: str, kind: str, matches: Sequence[VisibleDevice]) -> str:
+def _what_is_wrong(
+    part: str, kind: str, matches: Sequence[VisibleDevice], before: Sequence[VisibleDevice]
+) -> tuple[str, str]:
+    """Return the problem with a part, and what CUDA would do."""
     if matches:
-        return f"is ambiguous: it begins the UUIDs of {' and '.join(match.label for match in matches)}"
+        names = " and ".join(match.label for match in matches)
+        return f"is ambiguous, as the UUIDs of {names} begin with it", _would_see(before)
     if _kind(part) != kind:
-        return f"is not {kind}, as the first part is"
-    if kind == "an index" and not re.fullmatch(r"\s*[0-9]+\s*", part):
-        return "is neither an index nor a UUID"
-    return "is no GPU of this machine"
+        return f"is not {kind}, as the first part is", _would_see(before)
+    number = re.match(r"\s*\+?[0-9]+", part)
+    if kind == "an index" and number is None:
+        return "is neither an index nor a UUID", _would_see(before)
+    if kind == "an index" and number and number[0].strip() != part.strip():
+        return "is no index", f"read it as {int(number[0])}"
+    return "is no GPU of this machine", _would_see(before)
 
 
-def _refuse(value: str, part: str, problem: str, seen: Sequence[VisibleDevice], gpus: Sequence[Gpu]) -> NoReturn:
-    sees = " and ".join(device.label for device in seen) or "no GPU"
+def _would_see(devices: Sequence[VisibleDevice]) -> str:
+    return f"see {' and '.join(device.label for device in devices) or 'no GPU'}"
+
+
+def _refuse(value: str, part: str, problem: str, consequence: str, gpus: Sequence[Gpu]) -> NoReturn:
     known = list_names((f"{gpu.index} is {gpu.uuid or 'a GPU without a UUID'}" for gpu in gpus), most=16)
     raise ValueError(
-        f"{VARIABLE}={value!r}: the part {part!r} {problem}. CUDA would silently see {sees}. Name each GPU once, all "
-        f"by their indices or all by their UUIDs (here, {known}), write -1 for no GPU, or unset the variable."
+        f"{VARIABLE}={value!r}: the part {part!r} {problem}. CUDA would silently {consequence}. Name each GPU once, "
+        f"all by their indices or all by their UUIDs (here, {known}), write -1 for no GPU, or unset the variable."
     )

@@ -1,0 +1,380 @@
+"""Locks: between processes, users and forks, in killed processes and notebooks, and in folders that refuse them."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, Selection, select_gpus
+from lightning_tricks.devices.core import lock_files
+from lightning_tricks.devices.core.lock_files import FOLDER_VARIABLE, choosing, holder, lock_path, try_lock, unlock
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or has users")
+ROOT = pytest.mark.skipif(getattr(os, "getuid", int)() != 0, reason="only root can become another user")
+
+
+def nvml(count):
+    return FakeNvml([FakeGpu() for _ in range(count)])
+
+
+def python(code, *arguments, **options):
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return out.split()
+
+
+def in_fork(function):
+    """Return what a forked child, which ends without cleaning up, exits with."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+HOLD = """
+    from lightning_tricks.devices import select_gpus
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+    print(select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices[0], flush=True)
+    input()
+"""
+RACE = """
+    import os, sys, time
+    from pathlib import Path
+    from lightning_tricks.devices.core.gpu_choice import Request
+    from lightning_tricks.devices.core.gpu_selection import select
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+    folder, n, gpus, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    request = Request(n, 0, None, None, "free_memory", 250.0, None, True)
+    input()
+    for _ in range(rounds):
+        with select(request, FakeNvml([FakeGpu() for _ in range(gpus)]), lambda seconds: time.sleep(0.001)) as found:
+            assert len(found.devices) == n
+            for device in found.devices:
+                os.close(os.open(folder / str(device), os.O_CREAT | os.O_EXCL))  # fails if another process has it
+            time.sleep(0)
+            for device in found.devices:
+                (folder / str(device)).unlink()
+    print("done")
+"""
+
+
+# Between processes
+
+
+@pytest.mark.trap("devices: two jobs in one second get two GPUs")
+def test_two_jobs_that_start_at_once_get_two_gpus_and_the_third_is_told_who_has_them():
+    jobs = [python(HOLD) for _ in range(2)]
+    assert sorted(job.stdout.readline() for job in jobs) == ["0\n", "1\n"]
+    with pytest.raises(NoGpuAvailableError) as error:
+        select_gpus(nvml=nvml(2))
+    assert str(error.value).count("is selected by ") == 2
+    if sys.platform == "linux":
+        assert all(f"is selected by process {job.pid} of " in str(error.value) for job in jobs)
+    assert select_gpus(nvml=nvml(2), fallback="cpu").accelerator == "cpu"
+    for job in jobs:
+        job.communicate("\n", timeout=300)
+    assert select_gpus(2, nvml=nvml(2)).devices == [0, 1]
+
+
+@pytest.mark.parametrize(("jobs", "n", "gpus"), [(4, 1, 1), (4, 1, 3), (3, 2, 2), (4, 2, 3)])
+def test_no_gpu_ever_has_two_holders_and_all_jobs_get_theirs(jobs, n, gpus, tmp_path):
+    racers = [python(RACE, tmp_path, n, gpus, 15) for _ in range(jobs)]
+    for racer in racers:
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    assert [finish(racer) for racer in racers] == [["done"]] * jobs
+
+
+@pytest.mark.parametrize("end", ["kill", "terminate"])
+def test_the_lock_of_a_killed_job_ends(end):
+    job = python(HOLD)
+    assert job.stdout.readline() == "0\n"
+    assert select_gpus(nvml=nvml(2)).devices == [1]
+    with pytest.raises(NoGpuAvailableError):
+        select_gpus(2, nvml=nvml(2))
+    getattr(job, end)()
+    job.communicate()
+    assert select_gpus(2, nvml=nvml(2)).devices == [0, 1]
+
+
+def test_without_locks_nothing_is_written_and_those_of_others_are_respected(lock_folder):
+    select_gpus(nvml=nvml(1), lock=False)
+    assert not lock_folder.exists()
+    job = python(HOLD)
+    assert job.stdout.readline() == "0\n"
+    assert select_gpus(nvml=nvml(2), lock=False).devices == [1]
+    job.communicate("\n")
+    assert select_gpus(nvml=nvml(2), lock=False).devices == [0]
+
+
+def test_who_cannot_choose_for_a_minute_is_told_who_chooses(monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr("lightning_tricks.devices.core.lock_files.time.monotonic", lambda: now[0])
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    with choosing(tmp_path):
+        with pytest.raises(GpuLockError, match="has been choosing GPUs for 60 s"), choosing(tmp_path, sleep):
+            pass
+        assert sys.platform != "linux" or holder(tmp_path / "choosing.lock") == os.getpid()
+    with choosing(tmp_path, sleep):
+        pass
+
+
+# In one process
+
+
+def taken(device):
+    """Return whether another process finds a GPU of `nvml` locked."""
+    code = f"""
+        from lightning_tricks.devices.core.lock_files import is_locked, lock_folder, lock_path
+        print(is_locked(lock_path(lock_folder(), "GPU-{device:08x}-0000-4000-8000-000000000000")))
+    """
+    return finish(python(code)) == ["True"]
+
+
+def test_a_lock_lasts_though_the_selection_is_dropped():
+    assert select_gpus(nvml=nvml(1)).devices == [0]
+    assert taken(0)
+
+
+def test_a_lock_ends_with_release_or_the_with_statement():
+    with select_gpus(nvml=nvml(1)) as selection:
+        assert isinstance(selection, Selection)
+        assert taken(0)
+    assert not taken(0)
+    selection = select_gpus(nvml=nvml(1))
+    selection.release()
+    selection.release()
+    assert not taken(0)
+
+
+def test_a_second_call_replaces_the_first_selection():
+    first = select_gpus(2, nvml=nvml(3))
+    assert (first.devices, taken(0), taken(1)) == ([0, 1], True, True)
+    second = select_gpus(nvml=FakeNvml([FakeGpu(utilization=50), FakeGpu(), FakeGpu()]))
+    assert (second.devices, taken(0), taken(1)) == ([1], False, True)
+    first.release()  # no longer the selection of this process
+    assert taken(1)
+    with pytest.raises(NoGpuAvailableError):
+        select_gpus(4, nvml=nvml(3))
+    assert taken(1)
+    select_gpus(nvml=nvml(0), fallback="cpu")
+    assert not taken(1)
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 1 << 22], ids=["own", "hidden by a container"])
+def test_a_cell_that_is_run_again_selects_the_gpu_that_its_model_lies_on(pid, monkeypatch):
+    gpus = [FakeGpu(memory_used="1GiB"), FakeGpu()]
+    assert select_gpus(nvml=FakeNvml(gpus)).devices == [1]
+    gpus[1] = FakeGpu(memory_used="79GiB", utilization=99, processes=[FakeProcess(pid, "79GiB")], compute_mode=3)
+    assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]  # CUDA is not initialized: it is the load of others
+    gpus[0], gpus[1] = gpus[1], FakeGpu()
+    seen = [f"0000000{index}-0000-4000-8000-000000000000" for index in range(2)]
+    monkeypatch.setattr("lightning_tricks.devices.core.visible_machine.uuids_seen_by_cuda", lambda: seen)
+    assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]
+    with pytest.raises(NoGpuAvailableError, match="less than min_free_memory=90 GiB"):
+        select_gpus(nvml=FakeNvml(gpus), min_free_memory="90GiB")
+
+
+# Forks
+
+
+@POSIX
+@pytest.mark.parametrize("act", ["ends", "releases", "is finalized"])
+def test_a_forked_child_leaves_the_lock_to_its_parent(act):
+    code = f"""
+        import os, sys
+        from lightning_tricks.devices import select_gpus
+        from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        selection = select_gpus(nvml=FakeNvml([FakeGpu()]))
+        child = os.fork()
+        if child == 0:
+            if {act!r} == "releases":
+                selection.release()
+            if {act!r} == "is finalized":
+                sys.exit()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print("held", flush=True)
+        input()
+    """
+    job = python(code)
+    assert job.stdout.readline() == "held\n"
+    assert taken(0)
+    job.communicate("\n", timeout=300)
+    assert not taken(0)
+
+
+@POSIX
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent():
+    code = """
+        import os, signal, sys
+        from lightning_tricks.devices import select_gpus
+        from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+        select_gpus(nvml=FakeNvml([FakeGpu()]))
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.write(write, b"1")
+            sys.stdin.read()
+            os._exit(0)
+        os.read(read, 1)
+        print("held", flush=True)
+        signal.pause()
+    """
+    job = python(code)
+    assert job.stdout.readline() == "held\n"
+    assert taken(0)
+    job.kill()
+    job.wait()
+    assert not taken(0)
+    job.communicate("")
+
+
+@POSIX
+def test_a_forked_child_selects_for_itself():
+    assert select_gpus(nvml=nvml(2)).devices == [0]
+    assert in_fork(lambda: select_gpus(nvml=nvml(2)).devices[0]) == 1
+    assert taken(0)
+    assert not taken(1)
+
+
+@POSIX
+def test_workers_of_a_loader_leave_the_lock_alone():
+    select_gpus(nvml=nvml(1))
+    loader = DataLoader(torch.arange(4), num_workers=2, multiprocessing_context="fork")
+    assert len(list(loader)) == 4
+    assert taken(0)
+
+
+# Folders
+
+
+@POSIX
+def test_everybody_may_use_the_folder_whatever_the_umask(lock_folder):
+    before = os.umask(0o077)
+    try:
+        select_gpus(nvml=nvml(1))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(lock_folder.stat().st_mode) == 0o1777
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in lock_folder.iterdir()}
+    assert modes == {0o666}
+
+
+@POSIX
+@ROOT
+def test_a_second_user_meets_the_locks_of_the_first(monkeypatch):
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o755)
+        (Path(root) / "sticky").mkdir()
+        (Path(root) / "sticky").chmod(0o1777)
+        monkeypatch.setenv(FOLDER_VARIABLE, f"{root}/sticky/locks")
+
+        def as_nobody(n):
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            return select_gpus(n, nvml=nvml(2), fallback="cpu").gpus[-1:] != () and n
+
+        selection = select_gpus(nvml=nvml(2))
+        assert in_fork(lambda: as_nobody(1)) == 1
+        assert in_fork(lambda: as_nobody(2)) == 0  # the CPU
+        selection.release()
+        assert in_fork(lambda: as_nobody(2)) == 2
+        select_gpus(2, nvml=nvml(2)).release()
+
+
+@POSIX
+def test_a_symbolic_link_in_the_folder_is_not_followed(lock_folder, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    lock_folder.mkdir()
+    (lock_folder / "GPU-00000000-0000-4000-8000-000000000000.lock").symlink_to(victim)
+    with pytest.raises(GpuLockError, match="cannot be used"):
+        select_gpus(nvml=nvml(1))
+    assert victim.read_text() == "text"
+    assert not taken(0)
+
+
+@POSIX
+def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
+    path, flock = tmp_path / "a.lock", lock_files._lock
+    calls = []
+
+    def lock(descriptor):
+        if not calls:
+            path.unlink()  # someone tidies up between opening and locking
+        calls.append(descriptor)
+        return flock(descriptor)
+
+    monkeypatch.setattr(lock_files, "_lock", lock)
+    descriptor = try_lock(path)
+    assert len(calls) == 2
+    assert os.fstat(descriptor).st_ino == path.stat().st_ino
+    unlock(descriptor)
+
+
+@pytest.mark.parametrize("problem", ["a file", "below a file", "read-only", "no locks"])
+def test_a_folder_that_cannot_be_used_is_named_with_the_variable(problem, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    path = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "folder"}.get(problem, tmp_path / "locks")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(path))
+
+    def fails(*_, **__):
+        raise OSError(30 if problem == "read-only" else 38, "Read-only file system or Function not implemented")
+
+    if problem == "read-only":
+        monkeypatch.setattr(lock_files.os, "open", fails)
+        path.mkdir()
+    if problem == "no locks":
+        monkeypatch.setattr(lock_files, "_lock", fails)
+    with pytest.raises(GpuLockError, match=f"Set {FOLDER_VARIABLE} to a local folder"):
+        select_gpus(nvml=nvml(1))
+    assert lock_files._open_locks == set()
+    monkeypatch.undo()
+
+
+def test_one_failing_lock_gives_back_those_taken_before(lock_folder, monkeypatch):
+    lock_folder.mkdir()
+    lock_path(lock_folder, "GPU-00000001-0000-4000-8000-000000000000").mkdir()
+    with pytest.raises(GpuLockError):
+        select_gpus(2, nvml=nvml(2))
+    assert not taken(0)
+    assert lock_files._open_locks == set()
+
+
+def test_an_interrupted_choice_holds_nothing(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_tricks.devices.core.gpu_selection._commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        select_gpus(nvml=nvml(1))
+    assert lock_files._open_locks == set()
+
+
+def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch, tmp_path):
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder, _ = lock_files._folder()
+    assert os.name != "posix" or folder == Path("/tmp/lightning-tricks-gpus")
