@@ -6,12 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks.devices.core.gpu_choice import Request, describe_owner, in_order, refusal
 from lightning_tricks.devices.core.lock_files import (
+    GpuLockError,
     choosing,
     existing_lock_folder,
     holder,
@@ -121,10 +122,16 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
         selection = _choose(request, nvml, sleep)
     except Exception as error:
         if launch is not None:
-            publish_choice(launch, [], str(error))
+            with suppress(GpuLockError):  # the other ranks then wait in vain
+                publish_choice(launch, [], str(error))
         raise
     if launch is not None:
-        publish_choice(launch, state.choice or [])
+        try:
+            publish_choice(launch, state.choice or [])
+        except BaseException:
+            state.release()
+            state.forget()
+            raise
     return selection
 
 
