@@ -1,21 +1,24 @@
 """Locks of the tests' own, and no selection that an earlier test has left."""
 
+import os
+
 import pytest
 
-from lightning_tricks.devices.core import lock_files, selection_ranks
-from lightning_tricks.devices.core.selection import state
+from lightning_tricks.devices.core import lock_files, selection, selection_ranks, visible_machine
 
-_LAUNCHERS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
 
 @pytest.fixture(autouse=True)
 def lock_folder(monkeypatch, tmp_path):
-    """Give a test a folder of locks of its own."""
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", *_LAUNCHERS):
-        monkeypatch.delenv(name, raising=False)
+    """Give a test a folder of locks of its own, and no launcher, nor CUDA, which other tests may have initialized."""
+    for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+        monkeypatch.delenv(name)
+    for module in (selection, visible_machine):
+        monkeypatch.setattr(module, "uuids_seen_by_cuda", lambda: None)
     monkeypatch.setenv(lock_files.FOLDER_VARIABLE, str(tmp_path / "locks"))
-    state.release()
+    selection.state.release()
     monkeypatch.delenv(selection_ranks.VARIABLE, raising=False)
     yield tmp_path / "locks"
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    state.release()
+    selection.state.release()

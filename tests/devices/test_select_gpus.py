@@ -328,6 +328,21 @@ def test_where_cuda_is_initialized_the_driver_tells_its_order(initialized, expec
         assert result.stdout.strip() == expected, result.stderr
 
 
+def test_where_cuda_sees_a_part_of_the_gpus_only_those_are_selected(monkeypatch):
+    seen = ["00000002-0000-4000-8000-000000000000", "2"]
+    monkeypatch.setattr("lightning_tricks.devices.core.visible_machine.uuids_seen_by_cuda", lambda: seen)
+    gpus = [split_gpu(*SLICES), FakeGpu(), FakeGpu(utilization=50)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # too late
+    with select_gpus(nvml=FakeNvml(gpus)) as selection:
+        assert (selection.devices, selection.gpus[0].index) == ([1], 0)
+    gpus[2].utilization = 0
+    selection = select_gpus(nvml=FakeNvml(gpus))
+    assert (selection.devices, selection.gpus[0].index) == ([0], 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    seen[:] = ["of another machine, as NVML is a fake"]
+    assert select_gpus(nvml=FakeNvml([FakeGpu(utilization=50), FakeGpu()])).devices == [1]
+
+
 @pytest.mark.trap("devices: `find_usable_cuda_devices` opens a CUDA context on each GPU")
 def test_nothing_of_torch_is_loaded():
     code = textwrap.dedent(ASK).replace('ctypes.CDLL(os.environ["FAKE_DRIVER"])', "import sys")
@@ -403,7 +418,7 @@ def test_a_real_gpu_is_selected_without_a_context():
         assert uuids_seen_by_cuda() is None
         import torch
         assert not torch.cuda.is_initialized()
-        found = str(torch.cuda.get_device_properties(selection.devices[0]).uuid)
+        found = str(torch.cuda.get_device_properties(selection.devices[0]).uuid).removeprefix("GPU-")
         assert selection.gpus[0].uuid == f"GPU-{found}", (selection.gpus[0].uuid, found)
         torch.zeros(1, device=f"cuda:{selection.devices[0]}")
         assert uuids_seen_by_cuda()[selection.devices[0]] == found
@@ -421,6 +436,7 @@ def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
         from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
         seen = uuids_seen_by_cuda()
         assert not torch.cuda.is_initialized()
-        assert seen == [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
+        told = [torch.cuda.get_device_properties(n).uuid for n in range(torch.cuda.device_count())]
+        assert seen == [str(uuid).removeprefix("GPU-") for uuid in told], (seen, told)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -149,6 +149,13 @@ def test_a_wrong_value_is_named_with_what_cuda_makes_of_it_and_the_remedy(value,
     assert "unset the variable" in message
 
 
+def test_a_gpu_that_does_not_answer_is_named():
+    gpus = [*machine(1), Gpu(index=1, error="GPU is lost"), Gpu(index=2)]
+    assert [device.gpu.index for device in visible_devices("1,0", gpus)] == [1, 0]
+    with pytest.raises(ValueError, match=r"here, 0 is GPU-aa11, 1 does not answer \(GPU is lost\), 2 is a GPU without"):
+        visible_devices("GPU-aa22", gpus)
+
+
 @pytest.mark.trap("devices: torch's NVML index: `MIG-` UUIDs raise")
 @pytest.mark.parametrize("name", ["MIG-2222", "MIG-GPU-aa22/7/1"])
 def test_slices_are_named_by_their_uuid_or_by_their_place_on_the_gpu(name):

@@ -61,8 +61,9 @@ def lock_folder() -> Path:
 
 def existing_lock_folder() -> Path | None:
     """Return the folder of the locks, or None if there is none that this user can write to."""
-    folder, _ = _folder()
-    return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+    folder, chosen = _folder()
+    usable = folder.is_dir() and os.access(folder, os.W_OK) and (chosen or not folder.is_symlink())
+    return folder if usable else None
 
 
 def _folder() -> tuple[Path, bool]:

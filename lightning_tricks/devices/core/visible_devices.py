@@ -142,8 +142,14 @@ def _would_see(devices: Sequence[VisibleDevice]) -> str:
 
 
 def _refuse(value: str, part: str, problem: str, consequence: str, gpus: Sequence[Gpu]) -> NoReturn:
-    known = list_names((f"{gpu.index} is {gpu.uuid or 'a GPU without a UUID'}" for gpu in gpus), most=16)
+    known = list_names((f"{gpu.index} {_name(gpu)}" for gpu in gpus), most=16)
     raise ValueError(
         f"{VARIABLE}={value!r}: the part {part!r} {problem}. CUDA would silently {consequence}. Name each GPU once, "
         f"all by their indices or all by their UUIDs (here, {known}), write -1 for no GPU, or unset the variable."
     )
+
+
+def _name(gpu: Gpu) -> str:
+    if gpu.error is not None:
+        return f"does not answer ({gpu.error})"
+    return f"is {gpu.uuid or 'a GPU without a UUID'}"

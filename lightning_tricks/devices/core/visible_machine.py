@@ -58,8 +58,9 @@ def see_machine(value: str | None, nvml: Any = None) -> Machine:
     """
     gpus = list_gpus(nvml=nvml)
     seen = uuids_seen_by_cuda()
-    if seen is not None:  # CUDA has read its variables, and they do not matter any more
-        known = {_bare(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
+    known = {_bare(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
+    # CUDA has read its variables, and they do not matter any more; unless NVML, a fake, tells of another machine
+    if seen is not None and any(uuid in known for uuid in seen):
         numbered = [(number, known[uuid]) for number, uuid in enumerate(seen) if uuid in known]
         devices = [device for _, device in numbered]
         return Machine(gpus, devices, {device.key: number for number, device in numbered}, True)
