@@ -339,6 +339,7 @@ def test_where_cuda_sees_a_part_of_the_gpus_only_those_are_selected(monkeypatch)
     selection = select_gpus(nvml=FakeNvml(gpus))
     assert (selection.devices, selection.gpus[0].index) == ([0], 2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     seen[:] = ["of another machine, as NVML is a fake"]
     assert select_gpus(nvml=FakeNvml([FakeGpu(utilization=50), FakeGpu()])).devices == [1]
 
