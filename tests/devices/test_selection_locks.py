@@ -398,3 +398,51 @@ def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder, _ = lock_files._folder()
     assert os.name != "posix" or folder == Path("/tmp/lightning-tricks-gpus")
+
+
+WINDOWS = """
+    import ctypes, os, psutil, pathlib, subprocess, sys, tempfile, types, logging, json, hashlib, platform, uuid
+
+    platform.node()
+    for name in ("fchmod", "O_NOFOLLOW", "O_NONBLOCK", "getuid", "register_at_fork", "major"):
+        delattr(os, name)
+    held = {}
+
+    class GetModuleHandleW:
+        def __call__(self, name):
+            return None
+
+    def locking(descriptor, mode, count):
+        file = os.fstat(descriptor).st_ino
+        if mode == 0:
+            assert held.pop(file) == descriptor
+        elif held.setdefault(file, descriptor) != descriptor:
+            raise PermissionError
+
+    sys.modules["fcntl"] = None
+    sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, LK_UNLCK=0, locking=locking)
+    ctypes.windll = types.SimpleNamespace(kernel32=types.SimpleNamespace(GetModuleHandleW=GetModuleHandleW()))
+    sys.platform = "win32"
+    from lightning_tricks.devices import select_gpus
+    from lightning_tricks.devices.core.lock_files import is_locked, lock_folder, lock_path
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+    assert select_gpus(fallback="cpu", nvml=FakeNvml(init_error="LIBRARY_NOT_FOUND")).devices == 1
+    selection = select_gpus(nvml=FakeNvml([FakeGpu()]))
+    path = lock_path(lock_folder(), selection.gpus[0].uuid)
+    assert is_locked(path)
+    selection.release()
+    assert not is_locked(path) and not held
+    os.environ.update(LOCAL_RANK="0")
+    select_gpus(nvml=FakeNvml([FakeGpu()]))
+    from lightning_tricks.devices.core.selection_ranks import await_choice, find_launch
+    del os.environ["LIGHTNING_TRICKS_SELECTED_GPUS"]
+    assert await_choice(find_launch(os.environ), 0) == [selection.gpus[0].uuid]
+    print("done")
+"""
+
+
+@POSIX
+def test_nothing_is_needed_that_windows_lacks():
+    """Run what Windows would run, with what Python has there."""
+    assert finish(python(WINDOWS)) == ["done"]
