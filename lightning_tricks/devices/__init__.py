@@ -7,7 +7,8 @@ What it does that nvidia-smi and Lightning do not: a choice takes a lock, so tha
 GPUs; it honours CUDA_VISIBLE_DEVICES and creates no CUDA context on a card that is not used; what is logged is a few
 keys with units, sampled beside the steps, and a sentence at the end that says what the run waited for.
 
-Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share a temporary folder.
+Caveats: NVIDIA GPUs only, as NVML tells of no others. Locks hold between processes that share their folder, which is
+/tmp/lightning-tricks-gpus or what LIGHTNING_TRICKS_LOCK_DIR names: containers have to mount it.
 Persistence and compute mode are set by the administrator of a machine, never by this package.
 
 `lightning_tricks.devices.testing.FakeNvml` stands in for NVML, to test scripts on machines without GPUs.

@@ -57,7 +57,8 @@ def select_gpus(
     NVML is read and no CUDA context is created. CUDA_VISIBLE_DEVICES is honoured; CUDA_DEVICE_ORDER is set to
     PCI_BUS_ID, if CUDA is not initialized yet. A lock keeps other processes that call this function from selecting the
     same GPUs. It lasts until this process ends, however it ends, or until `Selection.release`. A second call in one
-    process replaces the selection of the first.
+    process replaces the selection of the first. The locks are files in /tmp/lightning-tricks-gpus (on Windows, in the
+    temporary folder of the user), or in the folder that LIGHTNING_TRICKS_LOCK_DIR names.
 
     The ranks of one training run share a selection: that of the process that Lightning, torchrun, srun or mpirun
     started first on the machine. A process in which CUDA is not initialized may select one slice of a GPU in MIG mode;
