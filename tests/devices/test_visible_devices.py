@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_tricks.devices.core.gpu import Gpu, MigSlice
@@ -81,6 +81,7 @@ def test_every_value_of_up_to_three_parts_means_what_cuda_makes_of_it_or_is_an_e
     check(None, count)
 
 
+@example("+0", 1)
 @given(st.text("0123 -+,GPU-MIGab/", max_size=12), st.integers(0, 3))
 def test_any_text_means_what_cuda_makes_of_it_or_is_an_error(value, count):
     gpus = machine(count)
@@ -131,6 +132,7 @@ def test_what_is_accepted_is_what_torch_sees(count, monkeypatch):
         ("0,-1", "-1", "is neither an index nor a UUID", "see GPU 0 (H100)."),
         ("1,", "", "is neither an index nor a UUID", "see GPU 1 (H100)."),
         ("1gpu", "1gpu", "is no index", "read it as 1"),
+        ("+1", "+1", "is no index", "read it as 1"),
         ("none", "none", "is neither an index nor a UUID", "see no GPU"),
         ("GPU-x", "GPU-x", "is no GPU of this machine", "see no GPU"),
         ("GPU-aa", "GPU-aa", "is ambiguous, as the UUIDs of GPU 0 (H100) and GPU 1 (H100) begin", "see no GPU"),

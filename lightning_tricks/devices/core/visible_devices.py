@@ -95,7 +95,7 @@ def _kind(part: str) -> str:
 
 
 def _by_index(part: str, gpus: Sequence[Gpu]) -> Iterator[VisibleDevice]:
-    if re.fullmatch(r"\s*\+?[0-9]+\s*", part):
+    if re.fullmatch(r"\s*[0-9]+\s*", part):
         yield from (VisibleDevice(gpu) for gpu in gpus if gpu.index == int(part))
 
 
@@ -132,7 +132,7 @@ def _what_is_wrong(
     number = re.match(r"\s*\+?[0-9]+", part)
     if kind == "an index" and number is None:
         return "is neither an index nor a UUID", _would_see(before)
-    if kind == "an index" and number and number[0].strip() != part.strip():
+    if kind == "an index" and number and not part.strip().isdecimal():
         return "is no index", f"read it as {int(number[0])}"
     return "is no GPU of this machine", _would_see(before)
 
