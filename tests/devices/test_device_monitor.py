@@ -6,6 +6,7 @@ import threading
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -291,9 +292,11 @@ def test_without_nvml_the_host_is_measured(on_gpus):
 
 
 @pytest.mark.parametrize("name", ["psutil", "pynvml"])
-def test_a_missing_package_is_named_before_training(name, on_gpus, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r"from the extra 'devices': pip install \"\.\[devices\]\""):
+def test_a_missing_package_is_named_before_training(name, on_gpus):
+    with (
+        patch.dict(sys.modules, {name: None}),
+        pytest.raises(ModuleNotFoundError, match=r"from the extra 'devices': pip install \"\.\[devices\]\""),
+    ):
         fit(DeviceMonitor())
     assert not threads()
 

@@ -42,7 +42,7 @@ class HostLoad:
             "host/ram_used_gib": (memory.total - memory.available) / GIB,
             "host/process_ram_gib": self._process.memory_info().rss / GIB,
         }
-        return values | ({"host/cpu_utilization": 100 * busy / all_} if all_ > 0 else {})
+        return values | ({"host/cpu_utilization": min(100.0, 100 * busy / all_)} if all_ > 0 else {})
 
     def _cpu_times(self) -> tuple[float, float]:
         """Return the CPU time in which the machine worked, and that in which it could have."""
