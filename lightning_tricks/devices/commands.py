@@ -94,7 +94,7 @@ def _gpus(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
 
 def _select(n: int, form: str, limits: dict[str, Any]) -> int:
-    from lightning_tricks.devices import select_gpus  # type: ignore[attr-defined,unused-ignore]
+    from lightning_tricks.devices import select_gpus
 
     selection = select_gpus(n, **limits)
     if form == "cuda_visible_devices":

@@ -20,7 +20,7 @@ import tempfile
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +49,8 @@ from lightning_tricks import (
     summarize_model,
 )
 from lightning_tricks.cli import main
+from lightning_tricks.devices import Gpu
+from lightning_tricks.devices.core.quantities import QUANTITIES
 from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
 from tests.contract.cases import CASES
 from tests.contract.checks import Interrupts
@@ -379,6 +381,8 @@ def _files(folder: Path) -> Iterator[str]:
     yield from paths_in(counted.to_dict(), "FlopsCount")
     yield f"FlopsCount.to_csv(): {counted.to_csv().splitlines()[0]}"
     yield from paths_in(summarize_model(model, torch.ones(1, 4)).to_dict(), "ModelSummary")
+    yield from (f"DeviceMonitor: logs {key}" for key in QUANTITIES)
+    yield from paths_in(asdict(Gpu(index=0)), "gpus --json")
     source = {"model.fc.weight": torch.ones(4, 2), "model.fc.bias": torch.ones(2), "other": torch.ones(1)}
     align(model, source).save(folder / "rules" / "rules.yaml")
     align(model, {f"module.a.{name}": value for name, value in model.state_dict().items()}).save(folder / "prefix.yaml")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_tricks
-from tests.architecture.test_readme import _of
+from tests.architecture.test_readme import _BLOCK, _of
 
 _PACKAGE = Path(lightning_tricks.__file__).parent
 
@@ -88,6 +88,9 @@ def complaints(tmp_path_factory):
     (folder / "mypy.ini").write_text(_CONFIG)
     files = {"forms": _FORMS}
     files |= {f"readme_{i}": code for i, (code, _) in enumerate(_of("python"))}
+    pages = [page.read_text() for page in sorted((_PACKAGE.parent / "docs").glob("*.md"))]
+    blocks = [match[2] for page in pages for match in _BLOCK.finditer(page) if match[1] == "python"]
+    files |= {f"docs_{i}": code for i, code in enumerate(blocks)}
     files |= {f"docstring_{name}": code for name, code in _examples()}
     files |= {f"mistake_{i}": code for i, code in enumerate(_MISTAKES)}
     for name, code in files.items():
