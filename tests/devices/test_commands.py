@@ -294,7 +294,7 @@ def test_select_that_finds_too_few_is_an_error(chosen, capsys):
 
 
 def test_select_with_the_real_one(nvml, capsys, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["gpus", "--select", "1"]) == 0
     assert capsys.readouterr().out == "GPU-00000002-0000-4000-8000-000000000000\n"
     assert "min_free_memory" in _error(["gpus", "--select", "1", "--min-free-memory", "much"], capsys)
