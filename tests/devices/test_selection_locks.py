@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, Selection, select_gpus
 from lightning_tricks.devices.core import lock_files
 from lightning_tricks.devices.core.lock_files import FOLDER_VARIABLE, choosing, holder, lock_path, try_lock, unlock
+from lightning_tricks.devices.core.selection import state
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml, FakeProcess
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or has users")
@@ -393,6 +395,133 @@ def test_an_interrupted_choice_holds_nothing(monkeypatch):
     assert lock_files._open_locks == set()
 
 
+INTERRUPT = """
+    import fcntl, json, os, sys
+    from lightning_tricks.devices import select_gpus
+    from lightning_tricks.devices.core import lock_files
+    from lightning_tricks.devices.core.selection import state
+    from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+
+    FILES = ("gpu_selection.py", "lock_files.py", "selection.py", "selection_ranks.py", "visible_machine.py")
+    fake = FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])
+    lock_files._LONGEST_CHOICE = 0.0
+    sys.unraisablehook = lambda _: None  # an interrupt while a generator is closed
+
+    def locked():
+        found = set()
+        for path in lock_files.lock_folder().glob("*.lock"):
+            with path.open("r+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.add(path.stem)
+        return found
+
+    def interrupted(call, at):
+        steps, place = 0, None
+
+        def trace(frame, event, _):
+            nonlocal steps, place
+            if os.path.basename(frame.f_code.co_filename) not in FILES:
+                return None
+            steps += event in ("line", "return")
+            if steps == at and place is None:
+                place = (frame.f_code.co_filename, frame.f_lineno, event)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        return place
+
+    def second():
+        return select_gpus(2, nvml=fake)
+
+    def release():
+        state.release()
+
+    for held, call in ((False, second), (True, second), (True, release)):
+        at = 1
+        while True:
+            if held:
+                select_gpus(1, nvml=fake)
+            place = interrupted(call, at)
+            assert set(state.locks) <= locked(), place  # it has what it believes to have
+            with second() as selection:
+                assert [gpu.index for gpu in selection.gpus] == [1, 2], place
+                assert locked() == set(state.locks), place
+            assert locked() == set() and "CUDA_VISIBLE_DEVICES" not in os.environ, place
+            if place is None:
+                break
+            at += 1
+        assert at > 10
+    print("done")
+"""
+
+
+@POSIX
+def test_a_selection_that_is_interrupted_anywhere_leaves_neither_locks_nor_a_belief_in_them():
+    assert finish(python(INTERRUPT)) == ["done"]
+
+
+@POSIX
+def test_a_folder_of_a_process_that_was_killed_while_it_made_it_shuts_nobody_out(lock_folder, monkeypatch):
+    def kill(*_):
+        os._exit(0)
+
+    def make():
+        monkeypatch.setattr(Path, "chmod", kill)
+        return lock_files.lock_folder()
+
+    assert in_fork(make) == 0
+    assert not lock_folder.exists()
+    assert stat.S_IMODE(lock_files.lock_folder().stat().st_mode) == 0o1777
+
+
+@POSIX
+def test_who_makes_the_folder_a_moment_later_leaves_it_alone(lock_folder, monkeypatch):
+    rename = Path.rename
+
+    def other_is_faster(path, target):
+        Path(target).mkdir()
+        (Path(target) / "choosing.lock").touch()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", other_is_faster)
+    assert select_gpus(nvml=nvml(1)).devices == [0]
+    assert [path.name for path in lock_folder.parent.iterdir()] == [lock_folder.name]
+
+
+def test_a_thread_that_selects_or_releases_while_another_selects_leaves_the_locks_whole(lock_folder):
+    """Threads share the selection of their process; what is believed to be locked is locked at every moment."""
+    failed = []
+
+    def work(n):
+        try:
+            for _ in range(40):
+                selection = select_gpus(n, nvml=nvml(3))
+                with state.guard:
+                    for descriptor in state.locks.values():
+                        os.fstat(descriptor)
+                        assert descriptor in lock_files._open_locks
+                selection.release()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert lock_files._open_locks == set()
+
+
 def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch, tmp_path):
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -401,7 +530,8 @@ def test_the_folder_does_not_depend_on_the_temporary_folder_of_a_job(monkeypatch
 
 
 WINDOWS = """
-    import ctypes, os, psutil, pathlib, subprocess, sys, tempfile, types, logging, json, hashlib, platform, uuid
+    import ctypes, hashlib, json, logging, multiprocessing, os, pathlib, platform, psutil, subprocess, sys, tempfile
+    import types, uuid
 
     platform.node()
     for name in ("fchmod", "O_NOFOLLOW", "O_NONBLOCK", "getuid", "register_at_fork", "major"):

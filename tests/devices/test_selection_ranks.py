@@ -33,9 +33,16 @@ def new_process(monkeypatch, **environment):
         monkeypatch.setenv(name, value)
 
 
+def told(*choice, leader=None):
+    """Return what a process, by default the parent of this one, tells those that it starts."""
+    return f"{leader or os.getppid()}:{','.join(choice)}"
+
+
 def run(*command, **environment):
     environment = {**os.environ, **environment}
-    return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=110
+    )
 
 
 def written(folder):
@@ -86,16 +93,16 @@ def test_ranks_that_lightning_launches_use_the_selection_of_the_first(tmp_path):
 
 
 def test_a_rank_finds_the_selected_gpus_by_uuid_whatever_limits_say(monkeypatch):
-    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: f"{UUIDS[0]},{UUIDS[2]}"}, CUDA_VISIBLE_DEVICES="2,1,0")
+    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: told(UUIDS[0], UUIDS[2])}, CUDA_VISIBLE_DEVICES="2,1,0")
     busy = FakeNvml([FakeGpu(memory_used="80GiB", utilization=100) for _ in range(3)])
     selection = select_gpus(2, nvml=busy)
     assert selection.devices == [0, 2]
     assert [gpu.index for gpu in selection.gpus] == [2, 0]
-    assert os.environ[VARIABLE] == f"{UUIDS[0]},{UUIDS[2]}"
+    assert os.environ[VARIABLE] == told(UUIDS[2], UUIDS[0], leader=os.getpid())
 
 
 def test_a_rank_of_the_cpu_uses_the_cpu(monkeypatch):
-    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: "cpu"})
+    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: told("cpu")})
     assert select_gpus(2, nvml=nvml()).accelerator == "cpu"
 
 
@@ -109,7 +116,7 @@ def test_a_rank_names_beside_a_lost_gpu_what_the_first_rank_named(monkeypatch):
 
 
 def test_another_number_or_a_hidden_gpu_is_an_error_of_the_rank(monkeypatch):
-    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: UUIDS[3]})
+    new_process(monkeypatch, LOCAL_RANK="1", **{VARIABLE: told(UUIDS[3])})
     with pytest.raises(RankError, match=f"use 1 selected GPUs .{UUIDS[3]}., and n=2"):
         select_gpus(2, nvml=nvml())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -121,9 +128,9 @@ def test_another_number_or_a_hidden_gpu_is_an_error_of_the_rank(monkeypatch):
 
 @pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "0"}])
 def test_a_job_that_a_script_starts_selects_for_itself(environment, monkeypatch):
-    new_process(monkeypatch, **{VARIABLE: UUIDS[3]}, **environment)
+    new_process(monkeypatch, **{VARIABLE: told(UUIDS[3])}, **environment)
     assert select_gpus(nvml=nvml()).devices == [0]
-    assert os.environ[VARIABLE] == UUIDS[0]
+    assert os.environ[VARIABLE] == told(UUIDS[0], leader=os.getpid())
 
 
 def test_the_first_rank_keeps_its_selection_when_it_has_launched_others(monkeypatch):
@@ -185,7 +192,7 @@ def test_ranks_that_torchrun_starts_share_a_selection_and_a_restarted_group_sele
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TORCHRUN))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
-    result = run(*launcher, script, tmp_path, **{VARIABLE: UUIDS[3]})  # started by a script that has a GPU itself
+    result = run(*launcher, script, tmp_path, **{VARIABLE: told(UUIDS[3])})  # started by a script that has a GPU itself
     assert result.returncode == 0, result.stderr
     assert written(tmp_path) == [
         {"start": 0, "rank": "0", "first": [1, 2], "again": [1, 2]},
@@ -217,10 +224,9 @@ def test_the_first_rank_leaves_its_selection_to_the_others(launch, monkeypatch):
     new_process(monkeypatch, **of_rank(launch, 0))
     gpus = [FakeGpu(utilization=50), FakeGpu(), FakeGpu()]
     assert select_gpus(nvml=FakeNvml(gpus)).devices == [1]
-    monkeypatch.delenv(VARIABLE)  # the others were started before
     new_process(monkeypatch, **of_rank(launch, 1))
+    monkeypatch.delenv(VARIABLE)  # it was started before
     assert select_gpus(nvml=nvml()).devices == [1]
-    assert VARIABLE not in os.environ
     assert select_gpus(nvml=nvml()).devices == [1]
     assert find_launch(of_rank(launch, 0)).key == find_launch(of_rank(launch, 1)).key
 
@@ -233,7 +239,7 @@ def test_the_first_rank_leaves_its_selection_to_the_others(launch, monkeypatch):
         {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_LOCALID": "0"},
         {"LOCAL_RANK": "first"},
-        {"LOCAL_RANK": "0", VARIABLE: "cpu"},
+        {"LOCAL_RANK": "0", VARIABLE: told("cpu")},
     ],
     ids=str,
 )
@@ -264,6 +270,141 @@ def test_the_cpu_is_left_to_the_other_ranks_too(monkeypatch):
     select_gpus(nvml=FakeNvml([]), fallback="cpu")
     new_process(monkeypatch, **of_rank(LAUNCHES[0], 1))
     assert select_gpus(nvml=nvml()).accelerator == "cpu"
+
+
+# Processes that another one started which has selected
+
+
+WORKERS = """
+    import multiprocessing, os, sys
+    from lightning_tricks.devices import select_gpus
+    from lightning_tricks.devices.core.selection import state
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+    selection = select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()]))  # at the top level, as scripts do it
+
+    def again(_):
+        return selection.devices, list(state.locks), select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+            print(selection.devices, *pool.map(again, [0]))
+"""
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_spawned_worker_that_imports_the_script_again_leaves_the_other_gpus_alone(method, gpus, tmp_path):
+    if method == "forkserver" and os.name != "posix":
+        pytest.skip("has no such start method")
+    script = tmp_path / "train.py"
+    text = textwrap.dedent(WORKERS)
+    if gpus == 1:  # nothing is left for a worker to select
+        text = text.replace("[FakeGpu(), FakeGpu()]", "[FakeGpu()]", 1).replace(
+            ", select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices", ""
+        )
+    script.write_text(text)
+    result = run(script, method)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[0] == "[0] ([0], []" + (")" if gpus == 1 else ", [1])")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_a_launcher_that_an_older_ancestor_started_share_a_selection_of_their_own(rank, monkeypatch):
+    launch = {"LOCAL_RANK": "{}", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    relic = {VARIABLE: told(UUIDS[3], leader=1 << 22)}  # a sweep's driver has UUIDS[3], and has started the launcher
+    assert find_launch({**of_rank(launch, rank), **relic}).local_rank == rank
+    new_process(monkeypatch, **of_rank(launch, 0), **relic)
+    assert select_gpus(nvml=nvml()).devices == [0]
+    new_process(monkeypatch, **of_rank(launch, 1))
+    monkeypatch.setenv(VARIABLE, relic[VARIABLE])
+    assert select_gpus(nvml=nvml()).devices == [0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+def test_ranks_of_a_forked_child_find_the_selection_of_its_parent():
+    select_gpus(2, nvml=nvml())
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            command = (
+                "from lightning_tricks.devices import select_gpus; from lightning_tricks.devices.testing import *; "
+                "assert select_gpus(2, nvml=FakeNvml([FakeGpu() for _ in range(4)])).devices == [0, 1]"
+            )
+            code = run("-c", command, LOCAL_RANK="1").returncode
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("before", [None, "1,2"])
+def test_a_job_sees_what_its_parent_saw_before_it_selected(before, monkeypatch):
+    fake = "FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])"
+    code = f"""
+import os
+from lightning_tricks.devices import select_gpus
+from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
+before = os.environ["CUDA_VISIBLE_DEVICES"]
+selection = select_gpus(nvml={fake})
+print(before, selection.gpus[0].index, os.environ["CUDA_VISIBLE_DEVICES"] == selection.gpus[0].uuid)
+selection.release()
+print(os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with select_gpus(nvml=FakeNvml([FakeGpu(fails=LOST), FakeGpu(), FakeGpu()])) as selection:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == UUIDS[1] == selection.cuda_visible_devices
+        job = run("-c", code)
+    assert job.stdout.split("\n")[:2] == [f"{UUIDS[1]} 2 True", str(before)], job.stderr
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+WRAPPED = """
+    import os, sys, time
+    from pathlib import Path
+    from lightning_tricks.devices import select_gpus
+    from lightning_tricks.devices.testing import FakeGpu, FakeNvml
+
+    out, rank = Path(sys.argv[1]), os.environ["LOCAL_RANK"]
+    gpus = [FakeGpu(), FakeGpu(utilization=50 if rank == "0" else 0), FakeGpu()]
+    (out / f"{rank}.json").write_text(str(select_gpus(2, nvml=FakeNvml(gpus)).devices))
+    while len(list(out.glob("*.json"))) < 2:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_ranks_that_torchrun_starts_in_a_shell_share_a_selection(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(WRAPPED))
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f"#!/bin/sh\n{sys.executable} {script} {tmp_path}\nexit $?\n")
+    wrapper.chmod(0o755)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", wrapper]
+    result = run(*launcher)
+    assert result.returncode == 0, result.stderr
+    assert written(tmp_path) == [[0, 2], [0, 2]]
+
+
+def test_a_program_that_the_first_rank_starts_does_not_change_what_the_others_use(monkeypatch):
+    new_process(monkeypatch, **of_rank(LAUNCHES[1], 0))
+    assert select_gpus(nvml=nvml()).devices == [0]
+    code = "from lightning_tricks.devices import select_gpus; from lightning_tricks.devices.testing import *; "
+    code += "print(select_gpus(nvml=FakeNvml([FakeGpu(), FakeGpu()])).devices)"
+    job = run("-c", code)
+    assert job.stdout == "[1]\n", job.stderr
+    launch = find_launch(of_rank(LAUNCHES[1], 1))
+    assert await_choice(launch, 0.0, no_sleep) == UUIDS[:1]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: " ".join(launch)[:30])
+def test_the_first_rank_selects_the_same_gpus_after_a_release(launch, monkeypatch):
+    new_process(monkeypatch, **of_rank(launch, 0))
+    gpus = [FakeGpu(), FakeGpu()]
+    select_gpus(nvml=FakeNvml(gpus)).release()
+    gpus[0].utilization = 50  # the other ranks use it
+    assert select_gpus(nvml=FakeNvml(gpus)).devices == [0]
 
 
 # Files that are not to be believed

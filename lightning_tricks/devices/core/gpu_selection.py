@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,10 @@ from lightning_tricks.devices.core.lock_files import (
     existing_lock_folder,
     holder,
     is_locked,
+    keep_locks,
     lock_folder,
     lock_path,
     try_lock,
-    unlock,
 )
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError
 from lightning_tricks.devices.core.selection import NoGpuAvailableError, Selection, state
@@ -31,7 +32,9 @@ from lightning_tricks.devices.core.selection_ranks import (
     find_launch,
     inherited_choice,
     is_rank,
+    leave_choice,
     publish_choice,
+    repeated_choice,
 )
 from lightning_tricks.devices.core.visible_devices import VisibleDevice
 from lightning_tricks.devices.core.visible_machine import Machine, hidden_gpus, see_machine
@@ -111,6 +114,9 @@ def select_gpus(
 
 def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = time.sleep) -> Selection:
     """Do what `select_gpus` does, with a function that waits for some seconds."""
+    repeated = repeated_choice(os.environ)
+    if repeated is not None:
+        return _use(repeated, replace(request, n=len(repeated)), nvml)
     launch = find_launch(os.environ)
     if state.choice is not None and is_rank(os.environ):
         return _use(state.choice, request, nvml)
@@ -131,7 +137,8 @@ def select(request: Request, nvml: Any = None, sleep: Callable[[float], None] = 
             publish_choice(launch, state.choice or [])
         except BaseException:
             state.release()
-            state.forget()
+            state.choice = None  # nobody uses it
+            leave_choice()
             raise
     return selection
 
@@ -141,18 +148,31 @@ def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Sele
     said = False
     while True:
         try:
-            return _choose_now(request, nvml, sleep)
+            with _keeping_only_what_is_selected():
+                return _choose_now(request, nvml, sleep)
         except NoGpuAvailableError as error:
             left = deadline - time.monotonic()
             if error.final or left <= 0:
                 if request.fallback is None:
                     raise
                 _log.warning("select_gpus selects the CPU. %s", error)
-                return state.take(Selection("cpu", 1))
+                with _keeping_only_what_is_selected():
+                    return state.take(Selection("cpu", 1))
             if not said:
                 _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
                 said = True
         sleep(min(1.0, left))
+
+
+@contextmanager
+def _keeping_only_what_is_selected() -> Iterator[None]:
+    """Let one thread choose, and leave no lock that belongs to no selection, wherever an exception interrupts it."""
+    with state.guard:
+        keep_locks(state.locks.values())  # the exception may also have interrupted what is below
+        try:
+            yield
+        finally:
+            keep_locks(state.locks.values())
 
 
 def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
@@ -166,23 +186,21 @@ def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> 
     if len(qualified) < request.n:
         raise _shortage(machine, problems, request)
     folder = lock_folder() if request.lock else existing_lock_folder()
-    with ExitStack() as taken, choosing(folder, sleep) if folder else nullcontext():
+    with choosing(folder, sleep) if folder else nullcontext():
         chosen: list[VisibleDevice] = []
         locks: dict[str, int] = {}
         for device in in_order(qualified, request, used):
             if len(chosen) == request.n:
                 break
-            problems[device.key] = _take(device.key, folder, request.lock, taken, locks)
+            problems[device.key] = _take(device.key, folder, request.lock, locks)
             if problems[device.key] is None:
                 chosen.append(device)
         if len(chosen) < request.n:
             raise _shortage(machine, problems, request)
-        selection = _commit(chosen, machine, locks)
-        taken.pop_all()
-    return selection
+        return _commit(chosen, machine, locks)
 
 
-def _take(key: str, folder: Path | None, lock: bool, taken: ExitStack, locks: dict[str, int]) -> str | None:
+def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> str | None:
     """Lock a device, if it is to be, and return None, or say who has locked it."""
     if folder is None:
         return None
@@ -197,7 +215,6 @@ def _take(key: str, folder: Path | None, lock: bool, taken: ExitStack, locks: di
         descriptor = try_lock(path)
         locked = descriptor is None
         if descriptor is not None:
-            taken.callback(unlock, descriptor)
             locks[key] = descriptor
     pid = holder(path) if locked else None
     return f"is selected by {describe_owner(pid)}" if locked else None
@@ -214,6 +231,11 @@ def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, 
 
 
 def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
+    with _keeping_only_what_is_selected():
+        return _use_now(choice, request, nvml)
+
+
+def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
     """Select what the first rank has chosen, whatever limits say: the other ranks use it already."""
     leads = state.leads and state.choice is not None
     if list(choice) == [CPU]:
@@ -235,18 +257,14 @@ def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
             f"{hidden_gpus(machine)} All ranks have to see the same GPUs; where a launcher gives one to each rank, "
             "devices='auto' replaces select_gpus."
         )
+    locks: dict[str, int] = {}
     if leads and request.lock:
         folder = lock_folder()
-        locks: dict[str, int] = {}
-        with ExitStack() as taken:
-            for key in choice:
-                problem = _take(key, folder, True, taken, locks)
-                if problem is not None:
-                    raise NoGpuAvailableError(f"{known[key].label}, which the ranks of this run use, {problem}.")
-            selection = _commit([known[key] for key in choice], machine, locks, leads)
-            taken.pop_all()
-        return selection
-    return _commit([known[key] for key in choice], machine, {}, leads)
+        for key in choice:
+            problem = _take(key, folder, True, locks)
+            if problem is not None:
+                raise NoGpuAvailableError(f"{known[key].label}, which the ranks of this run use, {problem}.")
+    return _commit([known[key] for key in choice], machine, locks, leads)
 
 
 def _shortage(machine: Machine, problems: Mapping[str, str | None], request: Request) -> NoGpuAvailableError:

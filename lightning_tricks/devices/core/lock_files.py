@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -75,11 +75,19 @@ def _folder() -> tuple[Path, bool]:
 
 
 def _make_shared(folder: Path, parents: bool) -> None:
-    try:
-        folder.mkdir(parents=parents)
-    except FileExistsError:
+    if folder.exists():
         return
-    folder.chmod(0o1777)  # others may add files, and remove none but their own
+    if parents:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    # moved there when all may use it: a process that is killed in between leaves no folder that shuts others out
+    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        staged.chmod(0o1777)  # others may add files, and remove none but their own
+        staged.rename(folder)
+    except OSError:
+        staged.rmdir()
+        if not folder.exists():  # or another process was faster
+            raise
 
 
 def lock_path(folder: Path, key: str) -> Path:
@@ -121,6 +129,12 @@ def unlock(descriptor: int) -> None:
         with suppress(OSError):
             _unlock(descriptor)
         _close(descriptor)
+
+
+def keep_locks(descriptors: Iterable[int]) -> None:
+    """Release all locks of this process but these, also those that an interrupted call has left behind."""
+    for descriptor in _open_locks - set(descriptors):
+        unlock(descriptor)
 
 
 def is_locked(path: Path) -> bool:

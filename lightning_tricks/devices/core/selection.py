@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_tricks.devices.core.cuda_state import uuids_seen_by_cuda
 from lightning_tricks.devices.core.gpu import Gpu
-from lightning_tricks.devices.core.lock_files import unlock
-from lightning_tricks.devices.core.selection_ranks import CPU
-from lightning_tricks.devices.core.selection_ranks import VARIABLE as SELECTED_VARIABLE
+from lightning_tricks.devices.core.lock_files import keep_locks, unlock
+from lightning_tricks.devices.core.selection_ranks import CPU, is_rank, leave_choice, tell_choice
 from lightning_tricks.devices.core.visible_devices import VARIABLE as VISIBLE_VARIABLE
+
+# CUDA_VISIBLE_DEVICES as it was set here, and before; in the environment, as the programs that are started inherit both
+_REPLACED_VARIABLE = "LIGHTNING_TRICKS_REPLACED_DEVICES"
 
 
 class NoGpuAvailableError(RuntimeError):
@@ -70,19 +74,24 @@ class _State:
         choice: The keys of its devices, or "cpu" alone, which other ranks use; it outlives `release` if there are any.
         leads: Whether this process has chosen itself.
         locks: The descriptors of its locks by the keys of the devices.
+        guard: Held by the thread that reads or changes all this.
     """
 
     def __init__(self) -> None:
+        self.guard = threading.RLock()
         self.selection: Selection | None = None
         self.choice: list[str] | None = None
         self.leads = False
         self.locks: dict[str, int] = {}
-        self._replaced: tuple[str, str | None] | None = None  # CUDA_VISIBLE_DEVICES: as set here, and before
 
     def visible_value(self) -> str | None:
-        """Return CUDA_VISIBLE_DEVICES as it was before a selection of this process changed it."""
+        """Return CUDA_VISIBLE_DEVICES as it was before a selection changed it, of this process or one before it."""
         value = os.environ.get(VISIBLE_VARIABLE)
-        return self._replaced[1] if self._replaced and value == self._replaced[0] else value
+        replaced = os.environ.get(_REPLACED_VARIABLE)
+        if replaced is None:
+            return value
+        new, before = json.loads(replaced)
+        return before if value == new else value
 
     def take(
         self,
@@ -101,42 +110,49 @@ class _State:
             visible: What CUDA_VISIBLE_DEVICES has to be for it; None if that does not matter.
             leads: Whether this process has chosen it.
         """
-        locks = locks or {}
-        for key in self.locks.keys() - locks.keys():
-            unlock(self.locks[key])
-        self._restore_visible()
-        if visible is not None:
-            self._replaced = (visible, os.environ.get(VISIBLE_VARIABLE))
-            os.environ[VISIBLE_VARIABLE] = visible
-        if leads:
-            os.environ[SELECTED_VARIABLE] = ",".join(choice)
-        self.selection, self.choice, self.locks, self.leads = selection, list(choice), locks, leads
+        self._show(visible)
+        tell_choice(choice)
+        self.selection, self.choice, self.locks, self.leads = selection, list(choice), locks or {}, leads
+        keep_locks(self.locks.values())  # last: an interrupt before this leaves too many locks, and none too few
         return selection
 
     def release(self) -> None:
         """Give up the selection."""
-        for descriptor in self.locks.values():
-            unlock(descriptor)
-        self.selection, self.locks = None, {}
-        self._restore_visible()
-        if "LOCAL_RANK" not in os.environ:  # other ranks do not know that it was released
-            self.choice = None
-            os.environ.pop(SELECTED_VARIABLE, None)
+        with self.guard:
+            locks = self.locks
+            self.selection, self.locks = None, {}
+            for descriptor in locks.values():
+                unlock(descriptor)
+            self._show(None)
+            if not is_rank(os.environ):  # other ranks do not know that it was released
+                self.choice = None
+                leave_choice()
 
     def forget(self) -> None:
         """Let a forked child begin without a selection; the locks are its parent's."""
+        if self.choice is not None:
+            tell_choice(self.choice)  # what it launches finds the selection under its number
+        self.guard = threading.RLock()  # a thread that the child does not have may hold that of the parent
         self.selection, self.choice, self.locks, self.leads = None, None, {}, False
 
-    def _restore_visible(self) -> None:
-        value = self.visible_value()
-        changed = self._replaced is not None and value != os.environ.get(VISIBLE_VARIABLE)
-        self._replaced = None
-        if not changed or uuids_seen_by_cuda() is not None:
-            return
-        if value is None:
-            del os.environ[VISIBLE_VARIABLE]
-        else:
-            os.environ[VISIBLE_VARIABLE] = value
+    def _show(self, visible: str | None) -> None:
+        """Set CUDA_VISIBLE_DEVICES, or restore it with None; interrupted anywhere, `visible_value` stays the same."""
+        before = self.visible_value()
+        if visible is not None:
+            if os.environ.get(VISIBLE_VARIABLE) != before:
+                _set_visible(before)
+            os.environ[_REPLACED_VARIABLE] = json.dumps([visible, before])
+            os.environ[VISIBLE_VARIABLE] = visible
+        elif uuids_seen_by_cuda() is None:  # else CUDA has read it
+            _set_visible(before)
+            os.environ.pop(_REPLACED_VARIABLE, None)
+
+
+def _set_visible(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(VISIBLE_VARIABLE, None)
+    else:
+        os.environ[VISIBLE_VARIABLE] = value
 
 
 state = _State()

@@ -1,17 +1,20 @@
 """How the processes of one training run come to use the GPUs that the first of them has selected.
 
-Lightning starts the other ranks itself, with the environment of the first: that has a variable. torchrun, srun, mpirun
-and others start all ranks at once: the first of each machine leaves a file in the folder of the locks.
+Lightning starts the other ranks itself, with the environment of the first: that has a variable, with the number of the
+process that has selected. torchrun, srun, mpirun and others start all ranks at once: the first of each machine leaves a
+file in the folder of the locks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +30,7 @@ CPU = "cpu"
 _GRACE = 120.0  # seconds that the ranks of one run may start one after another
 _LARGEST_FILE = 1 << 16
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_REPORTS = "TORCHELASTIC_ERROR_FILE"
 
 
 class RankError(RuntimeError):
@@ -52,7 +56,7 @@ class _Launcher:
     rank: str
     size: str
     names: tuple[str, ...]  # variables that tell one launch from another
-    parent: bool = False  # whether all ranks of a machine are children of one process
+    parent: bool = False  # whether all ranks of a machine are children of one process, where nothing else tells
 
 
 _LAUNCHERS = (
@@ -78,9 +82,52 @@ def inherited_choice(environment: Mapping[str, str]) -> list[str] | None:
 
     Other programs that a script starts inherit the variable too, but with the local rank 0, or without one.
     """
-    if VARIABLE not in environment or _TORCHRUN in environment or _number(environment.get("LOCAL_RANK")) < 1:
+    if _TORCHRUN in environment or _number(environment.get("LOCAL_RANK")) < 1 or not _follows_a_choice(environment):
         return None
-    return environment[VARIABLE].split(",")
+    return _told_choice(environment)
+
+
+def repeated_choice(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the choice that is in force if this process only imports the main module of its parent once more.
+
+    multiprocessing does so in each process that it spawns, those of a DataLoader and of ddp_spawn among them: a call of
+    `select_gpus` at the top level of a script is repeated there, and has to return what it has returned before.
+    """
+    # what multiprocessing itself asks to refuse a new process meanwhile
+    repeats = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return _told_choice(environment) if repeats else None
+
+
+def tell_choice(choice: Sequence[str]) -> None:
+    """Tell the processes that this one starts what it has selected."""
+    os.environ[VARIABLE] = f"{os.getpid()}:{','.join(choice)}"
+
+
+def leave_choice() -> None:
+    """Tell them nothing any more."""
+    os.environ.pop(VARIABLE, None)
+
+
+def _told_choice(environment: Mapping[str, str]) -> list[str] | None:
+    _, colon, choice = environment.get(VARIABLE, "").partition(":")
+    return choice.split(",") if colon else None
+
+
+def _follows_a_choice(environment: Mapping[str, str]) -> bool:
+    """Return whether this process or its parent has selected.
+
+    Where an older ancestor has, the variable is only a relic: that process was the driver of a sweep, say, and has
+    started a launcher or workers, whose ranks have nothing to do with its selection.
+    """
+    leader = _number(environment.get(VARIABLE, "").partition(":")[0])
+    if leader in (os.getpid(), os.getppid()):
+        return True
+    if sys.platform != "win32" or leader < 0:
+        return False
+    psutil = require("psutil", "psutil", "Selecting GPUs for several ranks")
+    with suppress(psutil.Error, OSError):  # the python.exe of a virtual environment starts another one
+        return bool(psutil.Process(os.getppid()).ppid() == leader)
+    return False
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
@@ -89,10 +136,13 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
         rank = _number(environment.get(launcher.rank))
         if launcher.sign not in environment or rank < 0 or environment.get(launcher.size) == "1":
             continue
-        if launcher.sign == "LOCAL_RANK" and VARIABLE in environment:
+        if launcher.sign == "LOCAL_RANK" and _follows_a_choice(environment):
             return None  # started by a script that has selected GPUs for itself
         named = [environment.get(variable) for variable in launcher.names]
-        if launcher.parent:
+        reports = environment.get(_TORCHRUN_REPORTS) if launcher.sign == _TORCHRUN else None
+        if reports:
+            named.append(str(Path(reports).parent.parent))  # <folder of the launch>/<rank>/error.json
+        elif launcher.parent:
             named += [str(os.getppid()), _started(os.getppid())]
         text = json.dumps([launcher.sign, named, platform.node(), _user()])
         return Launch(rank, hashlib.sha256(text.encode()).hexdigest()[:32])
@@ -113,6 +163,9 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
     path = _path(launch)
     content = {"pid": os.getpid(), "started": _started(os.getpid()), "choice": list(choice), "error": error}
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    known = _read(path)
+    if known is not None and known["error"] is None and known["pid"] != os.getpid():
+        return  # this is no rank, but a program that the first rank has started
     try:
         _remove_old(path.parent)
         descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
