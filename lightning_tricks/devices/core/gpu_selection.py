@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from lightning_tricks.devices.core.lock_files import (
     existing_lock_folder,
     holder,
     is_locked,
-    keep_locks,
     lock_folder,
     lock_path,
     try_lock,
@@ -60,12 +59,14 @@ def select_gpus(
     NVML is read and no CUDA context is created. CUDA_VISIBLE_DEVICES is honoured; CUDA_DEVICE_ORDER is set to
     PCI_BUS_ID, if CUDA is not initialized yet. A lock keeps other processes that call this function from selecting the
     same GPUs. It lasts until this process ends, however it ends, or until `Selection.release`. A second call in one
-    process replaces the selection of the first. The locks are files in /tmp/lightning-tricks-gpus (on Windows, in the
-    temporary folder of the user), or in the folder that LIGHTNING_TRICKS_LOCK_DIR names.
+    process, also in another thread, replaces the selection of the first. The locks are files in
+    /tmp/lightning-tricks-gpus (on Windows, in the temporary folder of the user), or in the folder that
+    LIGHTNING_TRICKS_LOCK_DIR names.
 
     The ranks of one training run share a selection: that of the process that Lightning, torchrun, srun or mpirun
-    started first on the machine. A process in which CUDA is not initialized may select one slice of a GPU in MIG mode;
-    then CUDA_VISIBLE_DEVICES is set to it.
+    started first on the machine. Processes that multiprocessing spawns, and which import the script again, repeat its
+    selection; other programs that a script starts select for themselves. A process in which CUDA is not initialized may
+    select one slice of a GPU in MIG mode; then CUDA_VISIBLE_DEVICES is set to it.
 
     Args:
         n: How many GPUs.
@@ -148,7 +149,7 @@ def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Sele
     said = False
     while True:
         try:
-            with _keeping_only_what_is_selected():
+            with state.changing():
                 return _choose_now(request, nvml, sleep)
         except NoGpuAvailableError as error:
             left = deadline - time.monotonic()
@@ -156,23 +157,12 @@ def _choose(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Sele
                 if request.fallback is None:
                     raise
                 _log.warning("select_gpus selects the CPU. %s", error)
-                with _keeping_only_what_is_selected():
+                with state.changing():
                     return state.take(Selection("cpu", 1))
             if not said:
                 _log.warning("select_gpus waits up to %g s. %s", request.timeout, error)
                 said = True
         sleep(min(1.0, left))
-
-
-@contextmanager
-def _keeping_only_what_is_selected() -> Iterator[None]:
-    """Let one thread choose, and leave no lock that belongs to no selection, wherever an exception interrupts it."""
-    with state.guard:
-        keep_locks(state.locks.values())  # the exception may also have interrupted what is below
-        try:
-            yield
-        finally:
-            keep_locks(state.locks.values())
 
 
 def _choose_now(request: Request, nvml: Any, sleep: Callable[[float], None]) -> Selection:
@@ -231,7 +221,7 @@ def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, 
 
 
 def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
-    with _keeping_only_what_is_selected():
+    with state.changing():
         return _use_now(choice, request, nvml)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,16 @@ class _State:
         self.choice: list[str] | None = None
         self.leads = False
         self.locks: dict[str, int] = {}
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let one thread choose, and leave no lock that belongs to no selection, wherever an exception interrupts."""
+        with self.guard:
+            keep_locks(self.locks.values())  # the exception may also have interrupted what is below
+            try:
+                yield
+            finally:
+                keep_locks(self.locks.values())
 
     def visible_value(self) -> str | None:
         """Return CUDA_VISIBLE_DEVICES as it was before a selection changed it, of this process or one before it."""
