@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.errors import observe_errors
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
 from lightning_tricks._shared.units import format_bytes
@@ -136,6 +137,7 @@ class CudaMemory(TrickCallback):
         """Forget the peak of sanity checking."""
         if self._peaks is not None:
             self._peaks.take()
+        self._enter("train")  # where training resumes in the middle of an epoch, no epoch starts
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to look for the peak of training."""
@@ -233,8 +235,8 @@ class CudaMemory(TrickCallback):
     def _on_error(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
         """Report what the memory is used for if it has run out, once; this raises nothing."""
         owner = memory_that_ran_out(error)
-        if not owner or self._has_reported:
-            return
+        if not owner or self._has_reported or not any(one is self for one in callbacks_of(trainer)):
+            return  # a Tuner takes the callbacks away while it tries whether the memory suffices
         self._has_reported = True
         device = torch.device("cpu") if owner == "host" else trainer.strategy.root_device
         is_cuda = device.type == "cuda"

@@ -97,8 +97,9 @@ class DeviceMonitor(TrickCallback):
         self._run = MonitoredRun(trainer, check_keys(self.keys), self.interval, self.warn_temperature)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember where training starts, or resumes."""
+        """Measure training from now on: where it resumes in the middle of an epoch, no epoch starts."""
         self._last_step = trainer.global_step
+        self._running.wait.enter("train")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training from now on."""
@@ -109,8 +110,9 @@ class DeviceMonitor(TrickCallback):
     ) -> None:
         """Log what was measured since the last log, if it is time."""
         step = trainer.global_step
-        if step != self._last_step and step % self.every_n_train_steps == 0:
-            self._last_step = step
+        is_due = step // self.every_n_train_steps > self._last_step // self.every_n_train_steps
+        self._last_step = step  # a batch may have several, as with several optimizers
+        if is_due:
             self._log(trainer, "train")
         self._tell_alerts()
 
@@ -151,10 +153,12 @@ class DeviceMonitor(TrickCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop to measure, and show the table of this rank if the run was interrupted on purpose."""
         run = self._run
-        if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
-            self.summary = [run.summarize(trainer, "train", None)]
-            self._show(trainer)
-        self._close()
+        try:
+            if run is not None and not isinstance(exception, Exception) and "train" in run.wait.totals:
+                self.summary = [run.summarize(trainer, "train", None)]
+                self._show(trainer)
+        finally:
+            self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop to measure."""
@@ -182,7 +186,7 @@ class DeviceMonitor(TrickCallback):
         values = self._running.take(stage)
         if stage != "train":
             values = {key.replace("/", f"/{stage}_"): value for key, value in values.items()}
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and values:
             step = logger_step(trainer)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
@@ -193,13 +197,14 @@ class DeviceMonitor(TrickCallback):
             warnings.warn(alerts.popleft(), stacklevel=2)
 
     def _finish(self, trainer: Trainer, stage: str) -> None:
-        self._tell_alerts()
         if stage not in self._running.wait.totals:  # no epoch ran, on no rank
+            self._tell_alerts()
             return
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]), "sequential").flattened
         own = self._running.summarize(trainer, stage, loader_settings(loaders))
         self.summary = gather_objects(own)
         self._show(trainer)
+        self._tell_alerts()
 
     def _show(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.summary:

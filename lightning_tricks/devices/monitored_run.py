@@ -47,12 +47,13 @@ class MonitoredRun:
         self._own_name = "" if self._own is None else f"gpu{self._own.index}"
         self._host = HostLoad()
         self.wait = DataWait(None if self._own is None else IdleClock(self._own))
-        self._sampler = BackgroundSampler(self.sample, interval)
-        with ExitStack() as stack:
-            self._gpus = self._open_gpus(trainer, stack)
+        self._has_failed = False
+        with ExitStack() as nvml, ExitStack() as stack:
+            self._gpus = self._open_gpus(trainer, nvml)
             fetches = observe_fetches(trainer, self.wait.fetch_started, self.wait.fetch_ended, "DeviceMonitor")
             stack.enter_context(fetches)
-            self.sample()  # so that there are values even if it is over before the thread's first ones
+            self.sample()  # so that utilization is that of the run
+            self._sampler = BackgroundSampler(self.sample, interval, finish=nvml.pop_all().close)
             self._sampler.start()
             stack.callback(self._sampler.stop)
             self._installed = stack.pop_all()
@@ -62,19 +63,31 @@ class MonitoredRun:
         self._installed.close()
 
     def sample(self) -> None:
-        """Measure the load of all devices once; the values belong to the stage that runs."""
+        """Measure the load of all devices once; the values belong to the stage that runs. It does not raise."""
         self._measure()
         stage = self.wait.stage
         if stage is not None:
             self._recorder.add(stage, self._latest)
 
     def _measure(self) -> None:
-        values = self._host.measure()
+        values: dict[str, float] = {}
+        measures = [self._host.measure, *(gpu.measure for gpu in self._gpus)]
+        for measure in measures:
+            try:
+                values |= measure()
+            except Exception as error:  # such as too many open files: it may work the next time
+                self._tell_failure(error)
         for gpu in self._gpus:
-            values |= gpu.measure()
             if gpu.name == self._own_name:
                 self._alert(gpu, values.get(f"{gpu.name}/temperature"))
         self._latest = values
+
+    def _tell_failure(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self.alerts.append(
+                f"DeviceMonitor could not measure everything, and leaves out what it could not: {error!r}."
+            )
 
     def take(self, stage: str) -> dict[str, float]:
         """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
@@ -88,8 +101,7 @@ class MonitoredRun:
 
     def summarize(self, trainer: Trainer, stage: str, loader: LoaderSettings | None) -> DeviceSummary:
         """Stop the thread, and return what was measured in a stage, all in all."""
-        self._sampler.stop()
-        self._measure()  # for the energy, and because a short run has no other values
+        has_ended = self._sampler.stop()  # after a last measurement, for the energy
         self.take(stage)
         means, maxima = dict(self._latest), dict(self._latest)
         for key, statistics in self._recorder.whole(stage).items():
@@ -108,7 +120,7 @@ class MonitoredRun:
             means={key: means[key] for key in chosen},
             maxima={key: maxima[key] for key in chosen},
             energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in self._gpus if gpu.energy is not None},
-            verdict=self._judge(wait, means, loader, trainer.num_devices),
+            verdict=[*self._judge(wait, means, loader, trainer.num_devices), *self._problems(has_ended)],
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
@@ -132,6 +144,8 @@ class MonitoredRun:
             return []
         indices = trainer.device_ids if trainer.is_global_zero else [self._own.index]
         handles = find_cuda_handles(nvml, indices)
+        if missing := [f"gpu{index}" for index in indices if index not in handles]:
+            self.alerts.append(f"DeviceMonitor does not measure {', '.join(missing)}: NVML tells nothing about it.")
         return [GpuLoad(nvml, handle, f"gpu{index}") for index, handle in handles.items()]
 
     def _alert(self, gpu: GpuLoad, temperature: float | None) -> None:
@@ -149,14 +163,18 @@ class MonitoredRun:
     def _judge(
         self, wait: WaitTotals, means: Mapping[str, float], loader: LoaderSettings | None, ranks_here: int
     ) -> list[str]:
-        said = judge_wait(wait, loader, max(1, available_cores() // ranks_here))
+        cores = max(1, available_cores() // ranks_here)
+        said = judge_wait(wait, loader, cores, means.get("host/cpu_utilization"))
         sentences = [said] if said else []
         for gpu in self._gpus:
             utilization = means.get(f"{gpu.name}/utilization")
             sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
-        if self._sampler.error is not None:
-            sentences.append(f"The measurements ended early: {self._sampler.error!r}.")
         return sentences
+
+    def _problems(self, has_ended: bool) -> list[str]:
+        if not has_ended:
+            return ["The measurements ended early: the driver does not answer."]
+        return [] if self._sampler.error is None else [f"The measurements ended early: {self._sampler.error!r}."]
 
 
 def cuda_device_of(trainer: Trainer) -> torch.device | None:

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.devices.core.memory_advice import OutOfMemory, advise
 from lightning_tricks.devices.core.memory_report import MemoryReport
-from lightning_tricks.devices.core.out_of_memory import describe_batch, requested_bytes
+from lightning_tricks.devices.core.out_of_memory import describe_batch, is_of_worker, requested_bytes
 from lightning_tricks.devices.core.out_of_memory_file import out_of_memory_text, write_files
 
 _log = logging.getLogger("lightning.pytorch")
@@ -68,7 +68,7 @@ def report_out_of_memory(
     """
     stage = str(trainer.state.stage.value) if trainer.state.stage is not None else str(trainer.state.fn)
     precision, requested = str(trainer.precision), requested_bytes(error)
-    advice = advise(OutOfMemory(report, stage, requested, precision, limit))
+    advice = advise(OutOfMemory(report, stage, requested, precision, limit, is_of_worker(error)))
     where = _where(trainer, stage, step)
     note = [f"CudaMemory: memory of {report.device} ran out on rank {trainer.global_rank}, {where}.", *advice]
     if folder is not None:

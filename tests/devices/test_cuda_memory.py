@@ -8,16 +8,19 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices.core.memory_report import MemoryReport
 from lightning_tricks.devices.cuda_memory import CudaMemory
 from lightning_tricks.devices.out_of_memory_report import report_folder
-from tests.contract.lab import QUIET, EvaluatedNet, Net, loader, real_fp16
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader, real_fp16
 
 GIB = 2**30
 
@@ -347,6 +350,48 @@ def test_a_second_fit_and_a_pickle_in_the_middle(tmp_path):
     assert "batch 5" in second
 
 
+def test_a_tuner_that_tries_batch_sizes_is_not_reported(tmp_path):
+    class Tuned(EvaluatedNet):
+        batch_size = 2
+
+        def train_dataloader(self):
+            return DataLoader(digits(), batch_size=self.batch_size)
+
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return super().training_step(batch, batch_idx)
+
+        def val_dataloader(self):
+            return loader()
+
+    module, callback = Tuned(), CudaMemory(dirpath=tmp_path / "reports")
+    options = {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path, "num_sanity_val_steps": 0}
+    trainer = Trainer(callbacks=[callback], **options)
+    assert Tuner(trainer).scale_batch_size(module, steps_per_trial=2) == 8
+    assert not (tmp_path / "reports").exists()
+    module.batch_size = 16
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(module)
+    assert (tmp_path / "reports" / "out_of_memory-rank0.txt").exists()
+
+
+def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
+    data = DataLoader(Refused(), num_workers=1)
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(callbacks=[CudaMemory(dirpath=tmp_path)], max_epochs=1, **QUIET).fit(Net(), data)
+    assert "more than all memory" in told(caught.value)
+    assert "8192 TiB were asked for" in (tmp_path / "out_of_memory-rank0.txt").read_text()
+
+
+class Refused(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.zeros(1 << 50)
+
+
 def test_bad_arguments_are_named():
     for arguments, words in (
         ({"empty_cache_every_n_epochs": 0}, "empty_cache_every_n_epochs must be a whole number >= 1, got 0"),
@@ -479,6 +524,21 @@ def test_peaks_of_training_and_validation_apart(gpu, tmp_path):
     assert (report.device, report.allocated, report.peak_allocated) == ("cuda:1", GIB, 51 * GIB)
     assert report.growth_per_epoch == 0
     assert "synchronize" not in gpu.calls
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_the_peak_of_an_epoch_that_resumes_in_the_middle(gpu, tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    options = {**QUIET, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(callbacks=[Saves()], **options).fit(Uses(gpu), loader(), loader())
+    logger = CSVLogger(tmp_path, version=0)
+    trainer = Trainer(callbacks=[Pretends(gpu)], **{**options, "logger": logger, "log_every_n_steps": 1})
+    trainer.fit(Uses(gpu), loader(), loader(), ckpt_path=tmp_path / "middle.ckpt")
+    assert [row["train_peak_gib"] for row in logged(tmp_path)] == [4.0]
 
 
 @pytest.mark.parametrize(("function", "key"), [("validate", "val_peak_gib"), ("test", "test_peak_gib")])

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_tricks.devices.core import verdict
 from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
 from lightning_tricks.devices.core.verdict import (
     LoaderSettings,
+    available_cores,
     judge_gpu,
     judge_wait,
     loader_settings,
@@ -236,6 +238,14 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
             "Waited for data 43 % of the time: the loader is the bottleneck; try num_workers=1, now 0.",
         ),
         (
+            WaitTotals(seconds=1, waited=0.4, n_batches=800),  # measured: a worker makes such a run twice as slow
+            LoaderSettings(0, False),
+            8,
+            "Waited for data 40 % of the time: the loader is the bottleneck; loading a batch takes only 0.5 ms, which "
+            "worker processes would not make faster; use larger batches, or take each batch out of tensors in memory "
+            "at once.",
+        ),
+        (
             WaitTotals(seconds=100, waited=80, n_batches=50),
             LoaderSettings(0, False),
             2,
@@ -293,6 +303,28 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
 )
 def test_the_verdict_in_words(wait, loader, cores, words):
     assert judge_wait(wait, loader, cores) == words
+
+
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [
+        (20.0, "try num_workers=8, now 4: the CPU is not busy, so the workers wait for a disk or a network."),
+        (90.0, "4 workers on 4 cores are not enough"),
+    ],
+)
+def test_workers_that_only_wait_may_be_more_than_cores(busy, words):
+    wait = WaitTotals(seconds=100, waited=50, n_batches=50)
+    assert words in judge_wait(wait, LoaderSettings(4, False), 4, busy)
+    assert "try num_workers=1, now 0." in judge_wait(wait, LoaderSettings(0, False), 4, busy)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("10000 100000", 1), ("", 8)])
+def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(verdict.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(verdict, "_CONTAINER_QUOTA", tmp_path / "cpu.max")
+    assert available_cores() == 8
+    (tmp_path / "cpu.max").write_text(quota)
+    assert available_cores() == cores
 
 
 @pytest.mark.parametrize(

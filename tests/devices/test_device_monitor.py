@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks.devices import monitored_run
-from lightning_tricks.devices.core import cuda_devices, data_wait
+from lightning_tricks.devices import device_monitor, monitored_run
+from lightning_tricks.devices.core import background_sampler, cuda_devices, data_wait, load
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 from lightning_tricks.devices.testing import LOST, FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
@@ -52,6 +52,39 @@ def test_accumulation_logs_after_the_optimizer_steps(tmp_path):
     logger = CSVLogger(tmp_path)
     fit(DeviceMonitor(2), logger=logger, accumulate_grad_batches=4)  # 4, 8 and 10 of 10 batches
     assert [row["step"] for row in rows(logger) if "host/data_wait" in row] == [1, 3, 5]
+
+
+def test_several_optimizer_steps_in_a_batch_pass_over_no_log(tmp_path):
+    class Critic(Net):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            self.optimizers()[0].step()
+            return outputs
+
+    logger = CSVLogger(tmp_path)
+    fit(DeviceMonitor(4), module=Critic("manual"), logger=logger, max_epochs=1)  # steps 3, 6, ..., 30
+    assert [row["step"] for row in rows(logger)] == [1, 2, 3, 5, 6, 7, 9]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_fit_that_resumes_in_the_middle_of_an_epoch(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    fit(Saves(), max_epochs=1)
+    logger, monitor = CSVLogger(tmp_path), DeviceMonitor(1)
+    runner = Trainer(callbacks=[monitor], **{**QUIET, "max_epochs": 1, "logger": logger, "log_every_n_steps": 1})
+    runner.fit(Net(), loader(), ckpt_path=tmp_path / "middle.ckpt")
+    assert [row["step"] for row in rows(logger) if "host/data_wait" in row] == [6, 7, 8, 9]
+    assert monitor.summary[0].stage == "train"
+
+
+def test_nothing_measured_logs_nothing(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(DeviceMonitor(1, keys=["gpu/fan"]), logger=logger)
+    assert not (Path(logger.log_dir) / "metrics.csv").exists()
 
 
 @pytest.mark.trap("devices: in validation as well")
@@ -279,8 +312,84 @@ def test_a_gpu_that_is_lost_is_told_once(on_gpus):
 def test_a_gpu_that_is_lost_from_the_start(on_gpus):
     on_gpus.gpus[1].fails = LOST
     monitor = DeviceMonitor()
-    fit(monitor)
+    with pytest.warns(UserWarning, match="does not measure gpu1: NVML tells nothing about it"):
+        fit(monitor)
     assert monitor.summary[0].products == {"gpu0": "Fake A"}
+
+
+@pytest.mark.parametrize("error", ["GPU_IS_LOST", "UNKNOWN", "NOT_SUPPORTED"])
+@pytest.mark.parametrize("function", ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMaxMigDeviceCount"])
+def test_what_one_gpu_does_not_tell_takes_nothing_from_the_other(on_gpus, function, error):
+    on_gpus.gpus[1].fails = {function: error}
+    monitor = DeviceMonitor()
+    unknown = function == "nvmlDeviceGetUUID" or (error, "Mig" in function) == ("GPU_IS_LOST", True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(monitor)
+    said = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
+    assert said == ["DeviceMonitor does not measure gpu1: NVML tells nothing about it."] * unknown
+    assert monitor.summary[0].means["gpu0/utilization"] == 20
+
+
+def test_a_driver_that_hangs_holds_nothing_up(on_gpus, monkeypatch, capsys):
+    hangs, answers = threading.Event(), threading.Event()
+    monkeypatch.setattr(background_sampler, "_PATIENCE", 1e-3)
+    plain = monitored_run.GpuLoad.measure
+
+    def measure(self):
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            answers.wait()
+        return plain(self)
+
+    class Waits(Callback):
+        def on_train_epoch_end(self, *args):
+            assert hangs.wait(60)
+
+    monkeypatch.setattr(monitored_run.GpuLoad, "measure", measure)
+    monitor = DeviceMonitor(interval=1e-4)
+    fit(monitor, Waits())
+    (thread,) = [thread for thread in threading.enumerate() if "lightning_tricks" in thread.name]
+    answers.set()
+    thread.join()
+    assert monitor.summary[0].verdict[-1] == "The measurements ended early: the driver does not answer."
+    assert "the driver does not answer" in capsys.readouterr().out
+    assert on_gpus._users == 0
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_what_the_system_refuses_is_told_once_and_ends_nothing(monkeypatch, error, capsys):
+    def refuses(self):
+        raise OSError(24, "Too many open files")
+
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                monkeypatch.setattr(load.HostLoad, "measure", refuses)
+                if error is not None:
+                    raise error
+
+    monitor = DeviceMonitor()
+    words = r"could not measure everything, and leaves out what it could not: OSError\(24"
+    if error is None:
+        with pytest.warns(UserWarning, match=words):
+            fit(monitor, Breaks(), Samples(monitor))
+    else:
+        with pytest.raises(BaseException) as raised:  # noqa: PT011
+            fit(monitor, Breaks())
+        assert isinstance(raised.value, KeyboardInterrupt | SystemExit)
+    assert "host/data_wait" in monitor.summary[0].means
+    assert not threads()
+
+
+def test_a_table_that_cannot_be_shown_leaves_no_thread(monkeypatch):
+    def fails(ranks):
+        raise OSError("broken pipe")
+
+    monkeypatch.setattr(device_monitor, "device_report", fails)
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        fit(DeviceMonitor(), Raises(KeyboardInterrupt()))
+    assert not threads()
 
 
 def test_without_nvml_the_host_is_measured(on_gpus):
@@ -352,12 +461,12 @@ def test_a_thread_that_fails_does_not_stop_the_run(monkeypatch):
     raised = threading.Event()
 
     class Breaks:
-        def __init__(self, sample, interval):
+        def __init__(self, sample, interval, finish):
             def broken():
                 raised.set()
                 raise OSError("no such device")
 
-            self.sampler = monitored_run_sampler(broken, 1e-4)
+            self.sampler = monitored_run_sampler(broken, 1e-4, finish)
 
         def __getattr__(self, name):
             return getattr(self.sampler, name)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from lightning_tricks._shared.text import render_text
+from lightning_tricks.devices.core import background_sampler
 from lightning_tricks.devices.core.background_sampler import BackgroundSampler
 from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
 from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
@@ -36,6 +37,14 @@ def test_utilization_is_that_since_the_last_measurement(monkeypatch):
     assert load.measure()["host/cpu_utilization"] == pytest.approx(40.0)  # 4 of 10; guests' time is part of the user's
     times.append({"user": 13.0, "system": 6.0, "idle": 99.0, "iowait": 2.0, "guest": 7.0})
     assert load.measure()["host/cpu_utilization"] == 0.0
+
+
+def test_utilization_is_never_negative(monkeypatch):
+    times = [{"user": 10.0, "idle": 85.0, "iowait": 5.0}]
+    monkeypatch.setattr(psutil, "cpu_times", lambda: type("T", (), {"_asdict": lambda self: times[0]})())
+    load = HostLoad()
+    times[0] = {"user": 9.9, "idle": 86.0, "iowait": 5.0}  # the kernel's counters are no exact clocks
+    assert load.measure()["host/cpu_utilization"] == 0
 
 
 def test_without_psutil_the_error_names_the_extra(monkeypatch):
@@ -228,6 +237,44 @@ def test_the_thread_measures_until_it_is_stopped():
     assert set(calls) == {calls[0]} != {threading.main_thread()}
     assert calls[0].daemon, "it would keep a process that ends from ending"
     assert sampler.error is None
+
+
+def test_a_measurement_that_hangs_is_waited_for_once_and_nothing_is_released(monkeypatch):
+    monkeypatch.setattr(background_sampler, "_PATIENCE", 1e-3)
+    hangs, answers, released = threading.Event(), threading.Event(), threading.Event()
+
+    def sample():
+        hangs.set()
+        answers.wait()
+
+    sampler = BackgroundSampler(sample, 1e-4, finish=released.set)
+    sampler.start()
+    assert hangs.wait(60)
+    assert not sampler.stop()
+    monkeypatch.setattr(background_sampler, "_PATIENCE", 3600)
+    assert not sampler.stop()
+    assert not released.is_set(), "a driver that hangs may hang in nvmlShutdown, too"
+    answers.set()
+    assert released.wait(60)
+
+
+def test_a_thread_that_cannot_start_releases_everything(monkeypatch):
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    released = []
+    with pytest.raises(RuntimeError, match="can't start"):
+        BackgroundSampler(list, 1.0, finish=lambda: released.append(1)).start()
+    assert released == [1]
+
+
+def test_the_last_measurement_is_that_of_the_end():
+    measured, released = [], []
+    sampler = BackgroundSampler(lambda: measured.append(len(released)), 3600, finish=lambda: released.append(1))
+    sampler.start()
+    assert sampler.stop()
+    assert (measured, released) == ([0], [1])
 
 
 def test_the_thread_ends_with_an_error_and_keeps_it():

@@ -1,9 +1,11 @@
 """Peaks of stages, growth from epoch to epoch, and advice, from sizes that are given."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices.core.memory_advice import OutOfMemory, advise
 from lightning_tricks.devices.core.memory_peaks import EpochGrowth, StagePeaks
@@ -119,6 +121,9 @@ BATCH = "smaller batch_size and Trainer(accumulate_grad_batches=n)"
         ({"report": report(**TIGHT), "stage": "predict"}, ["return_predictions=False"], []),
         ({"report": report(**TIGHT), "requested": 25 * GIB}, ["more than all memory (24 GiB)"], [BATCH]),
         ({"report": report("cpu", allocated=0)}, [BATCH], []),
+        ({"report": report("cpu", allocated=1 << 20, reserved=GIB)}, [BATCH], ["recompute"]),
+        ({"report": report("cpu", allocated=8 * GIB, reserved=9 * GIB)}, [BATCH, "recompute"], []),
+        ({"report": report("cpu"), "is_of_worker": True}, ["num_workers or prefetch_factor"], ["accumulate"]),
     ],
 )
 def test_advice_follows_from_the_sizes(facts, words, other_words):
@@ -148,7 +153,17 @@ def caused_by(error):
 REFUSED = {
     "torch": lambda: really_refused(lambda: torch.empty(1 << 50)),
     "python": lambda: really_refused(lambda: bytearray(1 << 55)),
+    "numpy": lambda: really_refused(lambda: np.zeros(1 << 50)),
+    "numpy in a worker": lambda: really_refused(lambda: next(iter(DataLoader(Refused(), num_workers=1)))),
 }
+
+
+class Refused(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return np.zeros(1 << 50)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -161,6 +176,7 @@ def test_how_much_was_asked_for():
     assert requested_bytes(REFUSED["torch"]()) == 4 << 50
     assert requested_bytes(caused_by(REFUSED["torch"]())) == 4 << 50
     assert requested_bytes(REFUSED["python"]()) is None
+    assert requested_bytes(REFUSED["numpy"]()) == 8 << 50
     message = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 MiB"
     assert requested_bytes(torch.OutOfMemoryError(message)) == 2.5 * GIB
 
@@ -172,6 +188,14 @@ def test_how_much_was_asked_for():
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
+        (RuntimeError("CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling `cusolverDnCreate(handle)`"), "device"),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "device"),
+        (RuntimeError("CUDA driver error: out of memory"), "device"),
+        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."), "device"),
+        (RuntimeError("Worker 3 failed\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate"), "device"),
+        (RuntimeError("ncclUnhandledCudaError: Call failed.\nLast error:\nCuda failure 2 'out of memory'"), "device"),
+        (RuntimeError("Skipping batches on CUDA out of memory is not supported"), ""),
+        (RuntimeError("CUDA_RETRIES: the job ran out of memory budgets"), ""),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB"), "device"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: not enough memory: you tried"), "host"),
         (RuntimeError("CUDA error: device-side assert triggered"), ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,22 +15,27 @@ from lightning_tricks.devices.core.nvml import DeviceReader
 def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:
     """Return NVML's handles of CUDA devices by their index, without a context on them; CUDA has to be initialized.
 
-    Devices that NVML does not know are left out.
+    Devices that NVML does not know, or that do not answer, are left out.
     """
     by_uuid: dict[str, Any] = {}
     for handle in gpu_handles(nvml):
-        if isinstance(handle, nvml.NVMLError):
-            continue
-        reader = DeviceReader(nvml, handle)
-        parts = (
-            reader("MIG slice", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(number,))
-            for number in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0)
-        )
-        for device in (handle, *(part for part in parts if part is not None)):
-            uuid = DeviceReader(nvml, device)("UUID", "nvmlDeviceGetUUID")
-            by_uuid[_bare(uuid)] = device
+        if not isinstance(handle, nvml.NVMLError):
+            with suppress(nvml.NVMLError):  # it does not answer any more
+                by_uuid |= _uuids(nvml, handle)
     found = {index: by_uuid.get(_bare(cuda_uuid(index))) for index in indices}
     return {index: handle for index, handle in found.items() if handle is not None}
+
+
+def _uuids(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Return the handles of a GPU and of its MIG slices by their UUIDs, as far as these are told."""
+    reader = DeviceReader(nvml, handle)
+    slices = (
+        reader("MIG slice", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(number,))
+        for number in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0)
+    )
+    devices = (handle, *(part for part in slices if part is not None))
+    uuids = [DeviceReader(nvml, device)("UUID", "nvmlDeviceGetUUID") for device in devices]
+    return {_bare(uuid): device for uuid, device in zip(uuids, devices, strict=True) if uuid is not None}
 
 
 def cuda_uuid(index: int) -> str:

@@ -42,7 +42,7 @@ class HostLoad:
             "host/ram_used_gib": (memory.total - memory.available) / GIB,
             "host/process_ram_gib": self._process.memory_info().rss / GIB,
         }
-        return values | ({"host/cpu_utilization": min(100.0, 100 * busy / all_)} if all_ > 0 else {})
+        return values | ({"host/cpu_utilization": min(100.0, max(0.0, 100 * busy / all_))} if all_ > 0 else {})
 
     def _cpu_times(self) -> tuple[float, float]:
         """Return the CPU time in which the machine worked, and that in which it could have."""
@@ -83,7 +83,11 @@ class GpuLoad:
         self._clock = clock
         self._first_energy: float | None = None
         self._last_power: tuple[float, float] | None = None
-        self.product: str | None = self._reader("name", "nvmlDeviceGetName")
+        self.product: str | None = None
+        try:
+            self.product = self._reader("name", "nvmlDeviceGetName")
+        except nvml.NVMLError as error:
+            self.problem = str(error)
 
     def measure(self) -> dict[str, float]:
         """Return what the GPU tells now; nothing if it does not answer."""

@@ -22,6 +22,7 @@ class OutOfMemory:
         requested: How many bytes were asked for; None if that is unknown.
         precision: The Trainer's precision, such as "32-true".
         limit: The share of the device's memory that this process may use; None for all.
+        is_of_worker: Whether it ran out in a worker process of a DataLoader.
     """
 
     report: MemoryReport
@@ -29,6 +30,7 @@ class OutOfMemory:
     requested: int | None = None
     precision: str = ""
     limit: float | None = None
+    is_of_worker: bool = False
 
 
 def advise(facts: OutOfMemory) -> list[str]:
@@ -39,6 +41,11 @@ def advise(facts: OutOfMemory) -> list[str]:
         return [
             f"One tensor of {format_bytes(facts.requested)} was asked for, more than all memory "
             f"({format_bytes(total)}): look at the shapes in the line that failed."
+        ]
+    if facts.is_of_worker:
+        return [
+            "A worker process of the DataLoader ran out of memory: use a smaller batch_size, num_workers or "
+            "prefetch_factor, as each worker keeps prefetch_factor batches ready, or a Dataset that holds less."
         ]
     advice = [*_about_others(facts), *_about_leaks(facts), *_about_fragments(facts), *_about_batches(facts)]
     return [*advice, *_about_shares(facts), *_about_precision(facts)]
@@ -133,7 +140,8 @@ def _about_precision(facts: OutOfMemory) -> list[str]:
 
 
 def _is_large(size: int, report: MemoryReport) -> bool:
-    return bool(report.allocated) and size > _LARGE_SHARE * (report.allocated or 0)
+    whole = max(report.allocated or 0, 0 if _is_cuda(report) else report.reserved or 0)
+    return whole > 0 and size > _LARGE_SHARE * whole
 
 
 def _is_cuda(report: MemoryReport) -> bool:

@@ -12,10 +12,17 @@ from torch import Tensor
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks._shared.units import format_bytes
 
-_OF_DEVICE = re.compile(r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(CUDA|HIP|MPS|XPU).*out of memory")
-_OF_HOST = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
-_REQUESTED = re.compile(r"(?i)tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)")
-_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_OF_DEVICE = re.compile(
+    r"(^|: )(CUDA|HIP|XPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"
+    r"|\b(CU|HIP)[A-Z_]*_ALLOC_FAILED\b|Cuda failure (\d+ )?'out of memory'",  # of libraries, and of NCCL
+    re.MULTILINE,
+)
+_OF_HOST = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|Caught MemoryError in DataLoader worker"  # of NumPy, which torch cannot raise again as what it was
+)
+_REQUESTED = re.compile(r"(?i)(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
 _MOST_LINES = 40
 _DEEPEST = 5
 
@@ -39,6 +46,11 @@ def memory_that_ran_out(error: BaseException) -> Literal["device", "host", ""]:
                 return "device"
         cause = cause.__cause__
     return ""
+
+
+def is_of_worker(error: BaseException) -> bool:
+    """Whether an error was raised in a worker process of a DataLoader."""
+    return "in DataLoader worker process" in str(error)
 
 
 def requested_bytes(error: BaseException) -> int | None:

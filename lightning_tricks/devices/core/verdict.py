@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_tricks.devices.core.data_wait import WaitTotals
@@ -13,6 +14,8 @@ from lightning_tricks.devices.core.data_wait import WaitTotals
 _BOTTLENECK = 0.1  # the share of the time from which waiting is worth a remedy
 _FEWEST_BATCHES = 10  # below, a share of the time says nothing
 _BUSY = 50  # percent of utilization
+_HAND_OVER = 1e-3  # seconds: about what it takes to send a batch from a worker process
+_CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # in microseconds, of a period
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,18 @@ def loader_settings(loaders: Sequence[Any]) -> LoaderSettings | None:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many cores this process may use; a container may have a quota of the time of all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CONTAINER_QUOTA.read_text(encoding="ascii").split()
+        return min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # there is no such file, or its quota is "max"
+        return cores
 
 
-def judge_wait(wait: WaitTotals, loader: LoaderSettings | None, cores: int) -> str:
+def judge_wait(
+    wait: WaitTotals, loader: LoaderSettings | None, cores: int, cpu_utilization: float | None = None
+) -> str:
     """Say which share of the time a stage waited for data, and what to try if that is much.
 
     With a GPU it is the time in which the GPU had nothing to do meanwhile.
@@ -51,6 +59,7 @@ def judge_wait(wait: WaitTotals, loader: LoaderSettings | None, cores: int) -> s
         wait: What was measured.
         loader: The settings of the loader, if they are known.
         cores: The cores that the workers of this rank may use.
+        cpu_utilization: The mean utilization of all cores, in percent, if it is known.
 
     Returns:
         A sentence; "" if there were too few batches.
@@ -60,7 +69,7 @@ def judge_wait(wait: WaitTotals, loader: LoaderSettings | None, cores: int) -> s
     share = _percent(wait.lost / wait.seconds)
     if waits_for_data(wait):
         said = f"Waited for data {share} of the time: the loader is the bottleneck"
-        return f"{said}; {_remedy(wait, loader, cores)}."
+        return f"{said}; {_remedy(wait, loader, cores, cpu_utilization)}."
     if wait.idle is not None and wait.waited >= _BOTTLENECK * wait.seconds:
         return (
             f"The host waited for data {_percent(wait.waited / wait.seconds)} of the time, and the GPU had work "
@@ -74,13 +83,24 @@ def waits_for_data(wait: WaitTotals) -> bool:
     return wait.n_batches >= _FEWEST_BATCHES and wait.lost > 0 and wait.lost >= _BOTTLENECK * wait.seconds
 
 
-def _remedy(wait: WaitTotals, loader: LoaderSettings | None, cores: int) -> str:
+def _remedy(wait: WaitTotals, loader: LoaderSettings | None, cores: int, cpu_utilization: float | None) -> str:
     if loader is None:
         return "load in worker processes, or make loading cheaper"
     if wait.waited_first > wait.waited / 2 and loader.num_workers and not loader.persistent_workers:
         return "most of it was at the start of epochs, where the workers start anew; try persistent_workers=True"
+    per_batch = wait.waited / wait.n_batches
+    if loader.num_workers == 0 and per_batch < _HAND_OVER:
+        return (
+            f"loading a batch takes only {1000 * per_batch:.2g} ms, which worker processes would not make faster; use "
+            "larger batches, or take each batch out of tensors in memory at once"
+        )
     needed = num_workers_needed(wait, loader)
-    if loader.num_workers >= min(needed, cores):
+    if loader.num_workers >= cores:
+        if cpu_utilization is not None and cpu_utilization < _BUSY:  # it computes little: more can wait at once
+            return (
+                f"try num_workers={needed}, now {loader.num_workers}: the CPU is not busy, so the workers wait for a "
+                "disk or a network"
+            )
         return (
             f"{loader.num_workers} workers on {_count(cores)} are not enough, so make loading cheaper: decoded, "
             "smaller or cached data, fewer augmentations"
