@@ -414,3 +414,12 @@ def test_nothing_waits_for_a_gpu():
         memory_report(model=model)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_optimizers_whose_states_are_no_dicts():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.weight] = torch.zeros(1000, 1000)
+    report = memory_report("cpu", model=model, optimizers=optimizer)
+    assert report.found_by_kind["optimizer states"] == 4_000_000
+    assert report.largest[0].name == "state of weight"

@@ -61,7 +61,9 @@ def _of_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Na
             if not owner:
                 owner = f"parameter {index} of group {number}"
                 yield from _parameter(owner, parameter)
-            for key, value in optimizer.state.get(parameter, {}).items():
+            state = optimizer.state.get(parameter, {})
+            states = dict.items(state) if isinstance(state, dict) else [("state", state)]
+            for key, value in states:
                 for name, tensor in _tensors_in(value, str(key)):
                     yield NamedTensor(f"{name} of {owner}", "optimizer states", tensor)
 
