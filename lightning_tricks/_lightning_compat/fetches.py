@@ -44,6 +44,36 @@ def observe_fetches(
         yield
 
 
+@contextmanager
+def observe_iterators(
+    trainer: Trainer, started: Callable[[str], None], ended: Callable[[str], None], trick: str
+) -> Iterator[None]:
+    """Call functions right before and after the loaders' iterator for an epoch of a fit is made.
+
+    That is where worker processes start. A batch may be fetched in advance meanwhile. For the very first epoch it may
+    happen earlier, with nothing between the two calls. Arguments are those of `observe_fetches`.
+    """
+    with ExitStack() as stack:
+        with needs_private(trick):
+            epoch: Any = trainer.fit_loop.epoch_loop
+            for stage, loop, name in (("train", epoch, "on_run_start"), ("val", epoch.val_loop, "reset")):
+                stack.enter_context(overriding(loop, **{name: _calling(getattr(loop, name), stage, started, ended)}))
+        yield
+
+
+def _calling(
+    plain: Callable[..., Any], stage: str, started: Callable[[str], None], ended: Callable[[str], None]
+) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        started(stage)
+        try:
+            return plain(*args)
+        finally:
+            ended(stage)
+
+    return call
+
+
 def _reporting(
     loop: Any, stage: str, started: Callable[[str], None], ended: Callable[[str], None]
 ) -> dict[str, Callable[[], None]]:

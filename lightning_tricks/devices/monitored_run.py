@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
 from lightning_tricks.devices.core.background_sampler import BackgroundSampler
 from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
 from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
@@ -50,8 +51,10 @@ class MonitoredRun:
         self._has_failed = False
         with ExitStack() as nvml, ExitStack() as stack:
             self._gpus = self._open_gpus(trainer, nvml)
-            fetches = observe_fetches(trainer, self.wait.fetch_started, self.wait.fetch_ended, "DeviceMonitor")
-            stack.enter_context(fetches)
+            wait = self.wait
+            stack.enter_context(observe_fetches(trainer, wait.fetch_started, wait.fetch_ended, "DeviceMonitor"))
+            made = partial(wait.fetch_ended, is_batch=False)
+            stack.enter_context(observe_iterators(trainer, wait.fetch_started, made, "DeviceMonitor"))
             self.sample()  # so that utilization is that of the run
             self._sampler = BackgroundSampler(self.sample, interval, finish=nvml.pop_all().close)
             self._sampler.start()

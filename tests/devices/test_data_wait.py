@@ -70,6 +70,36 @@ def test_first_batches_of_later_epochs_are_told_apart(clock):
     assert wait.totals["train"].waited_first == 5 + 6
 
 
+def test_the_start_of_workers_is_a_wait_of_later_epochs(clock):
+    wait = DataWait(clock=clock)
+    for starting in (7.0, 3.0):
+        wait.enter("train")
+        wait.fetch_started("train")
+        fetch(wait, clock, "train", starting)  # in advance
+        wait.fetch_ended("train", is_batch=False)
+        fetch(wait, clock, "train", 2.0)
+        fetch(wait, clock, "train", 0.5)
+        clock.pass_(1.0)
+        wait.leave("train")
+    # nothing counts until the first batch of the run is there
+    expected = WaitTotals(seconds=0.5 + 1 + 3 + 2 + 0.5 + 1, waited=0.5 + 3 + 2 + 0.5, waited_first=3 + 2, n_batches=4)
+    assert wait.totals["train"] == expected
+
+
+def test_the_start_of_the_workers_of_validation_is_no_time_of_training(clock):
+    wait = DataWait(clock=clock)
+    wait.enter("train")
+    fetch(wait, clock, "train", 1.0)
+    clock.pass_(4.0)
+    wait.fetch_started("val")
+    clock.pass_(9.0)
+    wait.fetch_ended("val", is_batch=False)
+    wait.enter("val")
+    wait.leave("val")
+    wait.leave("train")
+    assert wait.totals["train"].seconds == 4.0
+
+
 def test_validation_inside_an_epoch_is_not_its_time(clock):
     wait = DataWait(clock=clock)
     wait.enter("train")

@@ -5,7 +5,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._lightning_compat.fetches import observe_fetches
+from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step
 from tests.contract.lab import BATCHES, QUIET, EvaluatedNet, Net, digits, loader
 
@@ -90,6 +90,32 @@ def test_a_fetch_that_fails_ends():
     with pytest.raises(ZeroDivisionError):
         Trainer(max_epochs=1, callbacks=[observer], **QUIET).fit(Net(), DataLoader(_FailingIn()))
     assert observer.events.count(("start", "train")) == observer.events.count(("end", "train")) > 0
+
+
+def test_iterators_are_made_between_the_calls():
+    events = []
+
+    class Data(IterableDataset):
+        def __init__(self, stage):
+            self.stage = stage
+
+        def __iter__(self):
+            events.append(("made", self.stage))
+            return iter([digits()[index] for index in range(8)])
+
+    class Observes(_Observes):
+        def setup(self, trainer, pl_module, stage):
+            began, ended = (lambda made, what=what: events.append((what, made)) for what in ("start", "end"))
+            self.context = observe_iterators(trainer, began, ended, "Probe")
+            self.context.__enter__()
+
+    data = [DataLoader(Data(stage), batch_size=4) for stage in ("train", "val")]
+    trainer = Trainer(max_epochs=2, callbacks=[Observes()], **QUIET)
+    trainer.fit(EvaluatedNet(), *data)
+    train, val = ([(what, stage) for what in ("start", "made", "end")] for stage in ("train", "val"))
+    assert events == [train[1], train[0], train[2], *val, *train, *val], "the first is made before the epoch starts"
+    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
+    assert not any({"on_run_start", "reset"} & vars(loop).keys() for loop in loops)
 
 
 def test_a_renamed_method_is_named(monkeypatch):

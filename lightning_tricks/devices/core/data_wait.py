@@ -17,7 +17,7 @@ class WaitTotals:
     Attributes:
         seconds: The time of the stage, without other stages inside it and without the wait for its very first batch.
         waited: The time in which the host waited for a batch.
-        waited_first: That part of it which was for the first batch of a later epoch.
+        waited_first: That part of it which was for the first batch of a later epoch, and for the start of its workers.
         idle: That part of it in which the GPU had nothing to do; None without a GPU.
         n_batches: How many batches were fetched.
     """
@@ -88,6 +88,7 @@ class DataWait:
         self._clock = clock
         self._stages: list[str] = []
         self._since = 0.0
+        self._waits = 0
         self._fetching_since = 0.0
         self._first_of_epoch = False
         self._taken: dict[str, tuple[float, float, float]] = {}
@@ -115,27 +116,34 @@ class DataWait:
             del self._stages[self._stages.index(stage) :]
 
     def fetch_started(self, stage: str) -> None:
-        """Note that a batch is fetched from now on."""
+        """Note that the loaders are waited for from now on."""
+        self._waits += 1
+        if self._waits > 1:  # a batch is fetched in advance while the iterator is made
+            return
         self._fetching_since = self._clock()
         if self._idle_clock is not None:
             self._idle_clock.start()
 
-    def fetch_ended(self, stage: str) -> None:
-        """Note that the batch is there."""
+    def fetch_ended(self, stage: str, is_batch: bool = True) -> None:
+        """Note that the batch is there, or only the iterator that will fetch it; other stages do not pay for it."""
+        self._waits -= 1
+        if self._waits:
+            return
         waited = self._clock() - self._fetching_since
         counts = stage == self.stage and self.totals[stage].n_batches > 0
         if self._idle_clock is not None:
             self._idle_clock.stop(counts)
-        if stage != self.stage:  # sanity checking
+        if stage != self.stage:  # sanity checking, or what happens before a stage
+            self._since += waited
             return
         totals = self.totals[stage]
-        totals.n_batches += 1
+        totals.n_batches += is_batch
         if not counts:  # the run's first batch, for which workers and caches start
             self._since += waited
         else:
             totals.waited += waited
             totals.waited_first += waited * self._first_of_epoch
-        self._first_of_epoch = False
+        self._first_of_epoch = self._first_of_epoch and not is_batch
 
     def take(self, stage: str) -> dict[str, float]:
         """Return which share of the time since this was last called was "waited" and, on a GPU, "idle", in percent."""
