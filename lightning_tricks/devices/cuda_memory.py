@@ -209,7 +209,10 @@ class CudaMemory(TrickCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the report of the fit."""
-        self.report = self._make_report(trainer, pl_module, trainer.strategy.root_device)
+        try:
+            self.report = self._make_report(trainer, pl_module, trainer.strategy.root_device)
+        except Exception as problem:  # of a module or an optimizer that is unlike others: the fit itself is fine
+            rank_zero_warn(f"CudaMemory could not report on the memory at the end of the fit: {problem!r}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what the memory is used for if it has run out outside of the loops, and undo what was installed."""

@@ -384,6 +384,17 @@ def test_a_worker_of_the_loader_that_runs_out(tmp_path, told):
     assert "8192 TiB were asked for" in (tmp_path / "out_of_memory-rank0.txt").read_text()
 
 
+def test_a_module_that_cannot_be_looked_into_ends_no_fit(tmp_path):
+    class Old(Net):
+        def named_parameters(self, prefix="", recurse=True):
+            return super().named_parameters(prefix, recurse)
+
+    callback = CudaMemory(dirpath=tmp_path)
+    with pytest.warns(UserWarning, match="could not report on the memory at the end of the fit: TypeError"):
+        Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(Old(), loader())
+    assert callback.report is None
+
+
 class Refused(Dataset):
     def __len__(self):
         return 4
