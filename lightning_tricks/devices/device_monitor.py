@@ -210,4 +210,7 @@ class DeviceMonitor(TrickCallback):
         if trainer.is_global_zero and self.summary:
             from rich.console import Console
 
-            Console().print(device_report(self.summary))
+            try:
+                Console().print(device_report(self.summary))
+            except (OSError, ValueError) as error:  # the output is closed, or cannot write a character
+                warnings.warn(f"DeviceMonitor could not print its table, see `summary`: {error}", stacklevel=2)

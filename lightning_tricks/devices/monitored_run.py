@@ -113,17 +113,19 @@ class MonitoredRun:
         for device, seconds in (("host", wait.waited), (self._own_name, wait.idle)):
             if seconds is not None and wait.seconds > 0:
                 means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
-        chosen = [key for key in means if generic_key(key) in self._keys]
+        gpus = [gpu for gpu in self._gpus if trainer.world_size == 1 or gpu.name == self._own_name]
+        of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # which their own ranks tell
+        chosen = [key for key in means if generic_key(key) in self._keys and key.partition("/")[0] not in of_others]
         chosen.sort(key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
         return DeviceSummary(
             rank=trainer.global_rank,
             node=trainer.node_rank,
             stage=stage,
-            products={gpu.name: gpu.product for gpu in self._gpus if gpu.product},
+            products={gpu.name: gpu.product for gpu in gpus if gpu.product},
             means={key: means[key] for key in chosen},
             maxima={key: maxima[key] for key in chosen},
-            energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in self._gpus if gpu.energy is not None},
-            verdict=[*self._judge(wait, means, loader, trainer.num_devices), *self._problems(has_ended)],
+            energy={gpu.name: joules_to_kwh(gpu.energy) for gpu in gpus if gpu.energy is not None},
+            verdict=[*self._judge(gpus, wait, means, loader, trainer.num_devices), *self._problems(has_ended)],
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
@@ -164,12 +166,17 @@ class MonitoredRun:
             )
 
     def _judge(
-        self, wait: WaitTotals, means: Mapping[str, float], loader: LoaderSettings | None, ranks_here: int
+        self,
+        gpus: Sequence[GpuLoad],
+        wait: WaitTotals,
+        means: Mapping[str, float],
+        loader: LoaderSettings | None,
+        ranks_here: int,
     ) -> list[str]:
         cores = max(1, available_cores() // ranks_here)
         said = judge_wait(wait, loader, cores, means.get("host/cpu_utilization"))
         sentences = [said] if said else []
-        for gpu in self._gpus:
+        for gpu in gpus:
             utilization = means.get(f"{gpu.name}/utilization")
             sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))
         return sentences

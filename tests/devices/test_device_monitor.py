@@ -1,6 +1,8 @@
 """DeviceMonitor in real Trainers."""
 
 import csv
+import io
+import json
 import sys
 import threading
 import warnings
@@ -380,6 +382,39 @@ def test_what_the_system_refuses_is_told_once_and_ends_nothing(monkeypatch, erro
         assert isinstance(raised.value, KeyboardInterrupt | SystemExit)
     assert "host/data_wait" in monitor.summary[0].means
     assert not threads()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", None])
+def test_an_output_that_takes_no_table_ends_no_run(on_gpus, monkeypatch, encoding):
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding or "utf-8")
+    if encoding is None:
+        output.close()
+    monkeypatch.setattr(sys, "stdout", output)
+    monitor = DeviceMonitor()
+    with pytest.warns(UserWarning, match="DeviceMonitor could not print its table, see `summary`: "):
+        fit(monitor)
+    assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
+
+
+def test_each_rank_tells_about_its_own_gpu(on_gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(monitored_run, "cuda_device_of", lambda trainer: torch.device("cuda", trainer.local_rank))
+    monkeypatch.setattr(NeverIdle, "__init__", lambda self, device: None)
+    logger = CSVLogger(tmp_path, version=0)
+
+    class Writes(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            if trainer.is_global_zero:
+                told = [[summary.rank, [*summary.products], summary.verdict[1:]] for summary in monitor.summary]
+                (tmp_path / "told.json").write_text(json.dumps(told))
+
+    monitor = DeviceMonitor(1)
+    fit(monitor, Writes(), logger=logger, strategy="ddp_fork", devices=2, max_epochs=4)
+    first, second = json.loads((tmp_path / "told.json").read_text())
+    assert first[:2] == [0, ["gpu0"]]
+    assert second == [1, ["gpu1"], []]
+    assert len(first[2]) == 1
+    assert "gpu0 worked 20 %" in first[2][0]
+    assert {"gpu0/utilization", "gpu1/utilization"} <= rows(logger)[0].keys(), "rank zero logs all"
 
 
 def test_a_table_that_cannot_be_shown_leaves_no_thread(monkeypatch):
