@@ -34,7 +34,7 @@ class DeviceMonitor(TrickCallback):
     * `gpu0/utilization` (%), `gpu0/memory_used_gib` (all processes), `gpu0/peak_memory_gib` (tensors of this process),
       `gpu0/temperature` (°C) and `gpu0/power_w`, for each GPU of the Trainer on rank zero's machine, by CUDA's index;
     * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
-      zero waited for batches.
+      zero waited for batches, and for worker processes that start. The wait for the very first batch does not count.
 
     Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out. At the end
     a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader was the bottleneck,
@@ -45,7 +45,7 @@ class DeviceMonitor(TrickCallback):
     Needs the extra `devices`. Without a GPU, only the keys of the host are logged.
 
     Args:
-        every_n_train_steps: Log every n-th optimizer step; at least 1.
+        every_n_train_steps: Log every n-th optimizer step, at the end of its batch; at least 1.
         keys: "default", or a list of names: those above, written "gpu/utilization" and "host/data_wait", and
             "gpu/data_wait" (% of the time in which the GPU was idle for want of data), "gpu/throttled" (% of the time),
             "gpu/memory_utilization", "gpu/sm_clock_mhz", "gpu/fan" and "host/process_ram_gib".
