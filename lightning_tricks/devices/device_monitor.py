@@ -36,11 +36,12 @@ class DeviceMonitor(TrickCallback):
     * `host/cpu_utilization` (%), `host/ram_used_gib` and `host/data_wait`: the share of the time, in %, in which rank
       zero waited for batches, and for worker processes that start. The wait for the very first batch does not count.
 
-    Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out. At the end
-    a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader was the bottleneck,
-    with the number of workers that would keep up, and whether GPUs were slowed down by heat or a power limit. On a GPU
-    the verdict counts the time in which the device had nothing to do while the host waited, measured by CUDA events
-    without any synchronization.
+    Those of validation are called `gpu0/val_utilization` and so on. What a driver does not tell is left out.
+
+    At the end of a fit a table shows mean and maximum of each rank, the energy in kWh and a verdict: whether the loader
+    was the bottleneck, with the number of workers that would keep up, and whether GPUs were slowed down by heat or a
+    power limit. On a GPU the verdict counts the time in which the device had nothing to do while the host waited,
+    measured by CUDA events without any synchronization.
 
     Needs the extra `devices`. Without a GPU, only the keys of the host are logged.
 
@@ -139,7 +140,7 @@ class DeviceMonitor(TrickCallback):
         self._running.wait.enter("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured, and show the table."""
+        """Log what was measured."""
         self._end_evaluation(trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -147,7 +148,7 @@ class DeviceMonitor(TrickCallback):
         self._running.wait.enter("predict")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured, and show the table."""
+        """Log what was measured."""
         self._end_evaluation(trainer, "predict")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -203,7 +204,8 @@ class DeviceMonitor(TrickCallback):
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage]), "sequential").flattened
         own = self._running.summarize(trainer, stage, loader_settings(loaders))
         self.summary = gather_objects(own)
-        self._show(trainer)
+        if stage == "train":
+            self._show(trainer)
         self._tell_alerts()
 
     def _show(self, trainer: Trainer) -> None:
