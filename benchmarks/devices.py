@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_tricks import seed_everything
-from lightning_tricks.devices.device_monitor import DeviceMonitor
+from lightning_tricks import DeviceMonitor, seed_everything
 
 LEAN = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
-STEPS = 2000
+STEPS = 1000
 MAKE: dict[str, Callable[[], list[Callback]]] = {
     "without": list,
     "DeviceMonitor()": lambda: [DeviceMonitor()],
