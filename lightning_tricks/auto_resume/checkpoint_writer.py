@@ -56,10 +56,10 @@ class CheckpointWriter:
             return False
         return time.monotonic() - self._saved_at >= self.settings.seconds_between_saves
 
-    def is_step_due(self, step: int) -> bool:
-        """Whether `every_n_train_steps` asks for a save at a step."""
+    def is_step_due(self, before: int, step: int) -> bool:
+        """Whether `every_n_train_steps` asks for a save after a batch with the steps from `before` to `step`."""
         interval = self.settings.every_n_train_steps
-        return interval is not None and step % interval == 0 and step != self._saved_step
+        return interval is not None and step // interval > before // interval and step != self._saved_step
 
     def is_epoch_due(self, epoch: int) -> bool:
         """Whether `every_n_epochs` asks for a save before an epoch."""

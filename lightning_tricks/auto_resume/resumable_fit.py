@@ -257,9 +257,10 @@ class ResumableFit(FitObserver):
         made_step = step != self._last_step or self.module.automatic_optimization
         if not is_at_step_boundary(self.trainer) or not made_step:
             return
-        self._last_step = step
+        # a batch may have several steps, as with several optimizers
+        before, self._last_step = self._last_step if self._last_step >= 0 else max(step - 1, 0), step
         stop_requested, time_over = self._ask_ranks()
-        if stop_requested or time_over or self.writer.is_step_due(step):
+        if stop_requested or time_over or self.writer.is_step_due(before, step):
             self._save(SavePoint.AFTER_BATCH)
         if stop_requested:
             self._stop()

@@ -16,7 +16,7 @@ def _memory(device: Any, version: int | None = None) -> SimpleNamespace:
 
 
 def _slice(gpu: Any, index: int) -> Any:
-    if index >= len(gpu.mig_slices):
+    if index >= len(gpu.mig_slices) or gpu.mig_slices[index] is None:
         raise FakeNvmlError("NOT_FOUND")
     return gpu.mig_slices[index]
 

@@ -104,7 +104,7 @@ class FakeGpu:
         throttle_reasons: NVML's bits.
         vbios_version: The version of the video BIOS.
         mig_mode: Whether it is split by MIG.
-        mig_slices: Its parts.
+        mig_slices: Its parts by their index; None where there is none of an index.
         processes: The processes that use it.
         fails: Which functions of NVML fail with which error, such as `{"nvmlDeviceGetPowerUsage": "NOT_SUPPORTED"}`;
             `CONSUMER_BOARD`, `PASSIVELY_COOLED`, `UNIFIED_MEMORY`, `MIG_ENABLED` and `LOST` are those of kinds of
@@ -133,7 +133,7 @@ class FakeGpu:
     throttle_reasons: int = 0
     vbios_version: str = "96.00.74.00.01"
     mig_mode: bool = False
-    mig_slices: Sequence[FakeMigSlice] = ()
+    mig_slices: Sequence[FakeMigSlice | None] = ()
     processes: Sequence[FakeProcess] = ()
     fails: Mapping[str, str] = field(default_factory=dict)
 

@@ -366,6 +366,15 @@ def test_cadence(tmp_path):
     assert [one.epoch for one in CheckpointFolder(tmp_path / "c").manifests()] == [5, 4, 2]
 
 
+def test_cadence_where_a_batch_has_several_steps(tmp_path):
+    """No multiple of the interval is missed, though the steps of several optimizers jump over it."""
+    module = Net(optimization="manual")  # two optimizers
+    options = {"every_n_train_steps": 3, "every_n_epochs": None, "keep_last": 20}
+    Trainer(callbacks=[AutoResume(tmp_path, **options)], max_epochs=1, **QUIET).fit(module, loader())
+    saved = [one.step for one in CheckpointFolder(tmp_path).manifests() if not one.finished]
+    assert saved == [18, 16, 12, 10, 6, 4]
+
+
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
 def test_other_callbacks_that_save_are_left_in_peace(tmp_path):
     code = stop(AutoResume(tmp_path / "runs"), OnExceptionCheckpoint(tmp_path / "exception"), enable_checkpointing=True)

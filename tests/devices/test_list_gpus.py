@@ -345,6 +345,11 @@ def test_mig_slices():
     assert _one(mig_slices=slices).mig_slices == (), "not in MIG mode"
 
 
+def test_mig_slices_whose_indices_have_gaps():
+    gpu = _one(mig_mode=True, mig_slices=[None, FakeMigSlice("MIG-1"), None, FakeMigSlice("MIG-3")], fails=MIG_ENABLED)
+    assert [(part.index, part.uuid) for part in gpu.mig_slices] == [(1, "MIG-1"), (3, "MIG-3")]
+
+
 def test_a_mig_slice_that_does_not_tell_all():
     slices = [FakeMigSlice("MIG-1", fails={"nvmlDeviceGetMemoryInfo": "NO_PERMISSION"}), FakeMigSlice("MIG-2")]
     gpu = _one(mig_mode=True, mig_slices=slices)

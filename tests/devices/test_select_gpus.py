@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks.devices import NoGpuAvailableError, select_gpus
+from lightning_tricks.devices import Gpu, GpuProcess, NoGpuAvailableError, select_gpus
 from lightning_tricks.devices.core import lock_files
-from lightning_tricks.devices.core.gpu_choice import Request
+from lightning_tricks.devices.core.gpu_choice import Load, Request, in_order, load_of
 from lightning_tricks.devices.core.gpu_selection import select
+from lightning_tricks.devices.core.visible_devices import VisibleDevice
 from lightning_tricks.devices.testing import (
     LOST,
     MIG_ENABLED,
@@ -441,3 +442,28 @@ def test_where_torch_has_only_asked_for_cuda_the_driver_tells_its_order():
         assert seen == [str(uuid).removeprefix("GPU-") for uuid in told], (seen, told)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_what_a_process_uses_itself_does_not_count_on_a_gpu_that_it_holds():
+    own, other = GpuProcess(pid=os.getpid(), kind="C", memory=30), GpuProcess(pid=1, kind="C", memory=5)
+    gpu = Gpu(index=0, memory_total=100, memory_free=65, utilization=90, temperature=50, processes=(own, other))
+    assert load_of(VisibleDevice(gpu), held=False) == Load(65, 90, 50, (own, other))
+    assert load_of(VisibleDevice(gpu), held=True) == Load(95, 0, 50, (other,))
+    in_container = VisibleDevice(replace(gpu, processes=(other,)))  # whose own processes have other numbers
+    assert load_of(in_container, held=True) == Load(100, 0, 50, None)
+    silent = VisibleDevice(Gpu(index=0))
+    assert load_of(silent, held=True) == load_of(silent, held=False) == Load(None, None, None, None)
+
+
+@pytest.mark.parametrize("field", ["memory_free", "utilization", "temperature"])
+def test_a_gpu_that_does_not_tell_what_is_limited_comes_last(field):
+    told = [Gpu(index=index, memory_free=index, utilization=9 - index, temperature=9 - index) for index in (1, 2)]
+    told += [replace(Gpu(index=0, memory_free=9, utilization=0, temperature=0), **{field: None})]
+    devices = [VisibleDevice(gpu) for gpu in told]
+    limits = {"min_free_memory": 1, "max_utilization": 10, "max_temperature": 90}
+    unlimited = {"min_free_memory": 0, "max_utilization": None, "max_temperature": None}
+    others = {"n": 1, "timeout": 0, "fallback": None, "lock": False}
+    prefer = {"memory_free": "idle", "utilization": "cool", "temperature": "free_memory"}[field]
+    for arguments, last in ((limits, True), (unlimited, False)):
+        ordered = in_order(devices, Request.of(**arguments, **others, prefer=prefer), ())
+        assert (ordered[-1].gpu.index == 0) == last
