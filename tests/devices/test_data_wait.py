@@ -297,6 +297,12 @@ def test_so_many_workers_keep_up_and_hardly_fewer_would(ratio, num_workers):
             "where the workers start anew; try persistent_workers=True.",
         ),
         (
+            WaitTotals(seconds=100, waited=50, waited_first=10, n_batches=50),
+            LoaderSettings(4, False),
+            16,
+            "Waited for data 50 % of the time: the loader is the bottleneck; try num_workers=8, now 4.",
+        ),
+        (
             WaitTotals(seconds=100, waited=50, waited_first=40, n_batches=50),
             LoaderSettings(4, True),
             16,

@@ -202,16 +202,16 @@ def test_the_recorder_keeps_stages_apart_and_gives_each_value_once():
     recorder = Recorder()
     recorder.add("train", {"a": 1.0, "b": 5.0})
     recorder.add("val", {"a": 100.0})
-    recorder.add("train", {"a": 3.0})
+    recorder.add("train", {"a": 4.0})
     recent = recorder.take_recent("train")
     assert {key: (value.mean, value.maximum, value.count) for key, value in recent.items()} == {
-        "a": (2.0, 3.0, 2),
+        "a": (2.5, 4.0, 2),
         "b": (5.0, 5.0, 1),
     }
     assert recorder.take_recent("train") == {}
-    recorder.add("train", {"a": 8.0})
-    assert recorder.take_recent("train")["a"].mean == 8.0
-    assert recorder.whole("train")["a"].mean == 4.0
+    recorder.add("train", {"a": 8.5})
+    assert recorder.take_recent("train")["a"].mean == 8.5
+    assert recorder.whole("train")["a"].mean == 4.5
     assert recorder.whole("val")["a"].maximum == 100.0
     assert recorder.whole("test") == {}
 

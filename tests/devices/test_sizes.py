@@ -13,6 +13,7 @@ from lightning_tricks.devices.core.sizes import parse_size
     [
         ("8GiB", 8 << 30),
         ("8 gib", 8 << 30),
+        ("8GIB", 8 << 30),
         (" 8G ", 8 << 30),
         ("8GB", 8 * 10**9),
         ("0.5MiB", 1 << 19),
