@@ -77,7 +77,13 @@ def logger_step(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-@needs_private("CudaMemory")
 def epoch_end_step(trainer: Trainer) -> int:
     """Return the step at which the Trainer's loggers show values of the epoch that ends, in `on_train_epoch_end`."""
-    return max(int(trainer.fit_loop.epoch_loop._batches_that_stepped) - 1, 0)
+    return max(logger_step(trainer) - 1, 0)
+
+
+def log_to_loggers(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    """Send values of rank zero to the loggers; unlike `LightningModule.log`, this neither copies nor synchronises."""
+    if trainer.is_global_zero and values:
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)

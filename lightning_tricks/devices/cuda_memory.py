@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.errors import observe_errors
-from lightning_tricks._lightning_compat.logged_values import epoch_end_step
+from lightning_tricks._lightning_compat.logged_values import epoch_end_step, log_to_loggers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_optional_count, check_path
 from lightning_tricks._shared.step_signatures import takes_dataloader_iter
@@ -289,8 +289,7 @@ class CudaMemory(TrickCallback):
 def _log(trainer: Trainer, sizes: dict[str, int]) -> None:
     """Log sizes in GiB, without the synchronisation and the copies of `LightningModule.log`."""
     values = {f"cuda_memory/{name}_gib": size / _GIB for name, size in sizes.items()}
-    for logger in trainer.loggers if values else ():
-        logger.log_metrics(values, step=epoch_end_step(trainer))
+    log_to_loggers(trainer, values, epoch_end_step(trainer))
 
 
 def _check_folder(dirpath: str | Path) -> str | os.PathLike[str]:

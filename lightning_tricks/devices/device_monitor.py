@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.logged_values import logger_step
+from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
@@ -187,10 +187,7 @@ class DeviceMonitor(TrickCallback):
         values = self._running.take(stage)
         if stage != "train":
             values = {key.replace("/", f"/{stage}_"): value for key, value in values.items()}
-        if trainer.is_global_zero and values:
-            step = logger_step(trainer)
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
+        log_to_loggers(trainer, values, logger_step(trainer))
 
     def _tell_alerts(self) -> None:
         alerts = self._running.alerts

@@ -12,13 +12,14 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks._lightning_compat.fetches import observe_fetches, observe_iterators
 from lightning_tricks.devices.core.background_sampler import BackgroundSampler
+from lightning_tricks.devices.core.cores import available_cores
 from lightning_tricks.devices.core.cuda_devices import find_cuda_handles
 from lightning_tricks.devices.core.data_wait import DataWait, IdleClock, WaitTotals
 from lightning_tricks.devices.core.device_summary import DeviceSummary, joules_to_kwh
 from lightning_tricks.devices.core.load import GIB, GpuLoad, HostLoad
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
 from lightning_tricks.devices.core.quantities import Recorder, generic_key, quantity_of
-from lightning_tricks.devices.core.verdict import LoaderSettings, available_cores, judge_gpu, judge_wait, waits_for_data
+from lightning_tricks.devices.core.verdict import LoaderSettings, judge_gpu, judge_wait, waits_for_data
 
 
 class MonitoredRun:
@@ -40,6 +41,7 @@ class MonitoredRun:
 
     def __init__(self, trainer: Trainer, keys: Sequence[str], interval: float, warn_temperature: float | None) -> None:
         self.alerts: deque[str] = deque()
+        self._told: set[str] = set()  # what must not be an alert again
         self._keys = keys
         self._warn_temperature = warn_temperature
         self._recorder = Recorder()
@@ -48,7 +50,6 @@ class MonitoredRun:
         self._own_name = "" if self._own is None else f"gpu{self._own.index}"
         self._host = HostLoad()
         self.wait = DataWait(None if self._own is None else IdleClock(self._own))
-        self._has_failed = False
         with ExitStack() as nvml, ExitStack() as stack:
             self._gpus = self._open_gpus(trainer, nvml)
             wait = self.wait
@@ -79,18 +80,19 @@ class MonitoredRun:
             try:
                 values |= measure()
             except Exception as error:  # such as too many open files: it may work the next time
-                self._tell_failure(error)
+                self._tell_once(
+                    "failure",
+                    f"DeviceMonitor could not measure everything, and leaves out what it could not: {error!r}.",
+                )
         for gpu in self._gpus:
             if gpu.name == self._own_name:
                 self._alert(gpu, values.get(f"{gpu.name}/temperature"))
         self._latest = values
 
-    def _tell_failure(self, error: Exception) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self.alerts.append(
-                f"DeviceMonitor could not measure everything, and leaves out what it could not: {error!r}."
-            )
+    def _tell_once(self, what: str, sentence: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self.alerts.append(sentence)
 
     def take(self, stage: str) -> dict[str, float]:
         """Return what is logged of a stage now: each key's mean or maximum since this was last called."""
@@ -155,14 +157,13 @@ class MonitoredRun:
 
     def _alert(self, gpu: GpuLoad, temperature: float | None) -> None:
         limit = self._warn_temperature
-        if gpu.problem is not None and not gpu.was_reported:
-            gpu.was_reported = True
-            self.alerts.append(f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
+        if gpu.problem is not None:
+            self._tell_once("problem", f"DeviceMonitor: {gpu.name} does not answer any more ({gpu.problem}).")
         if temperature is not None and limit is not None and temperature >= limit:
-            self._warn_temperature = None
-            self.alerts.append(
+            self._tell_once(
+                "heat",
                 f"DeviceMonitor: {gpu.name} has {temperature:.0f} °C, and warn_temperature={limit:g}. From some 85 to "
-                "95 °C on, GPUs slow down by themselves: look after its fan and the air around it."
+                "95 °C on, GPUs slow down by themselves: look after its fan and the air around it.",
             )
 
     def _judge(

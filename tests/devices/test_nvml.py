@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import NvmlUnavailableError, list_gpus
 from lightning_tricks.devices.core.nvml import DeviceReader, error_code, open_nvml
-from lightning_tricks.devices.core.requirements import require
 from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 
 
@@ -43,14 +43,14 @@ def test_the_real_module_without_a_driver_says_the_same():
 def test_a_missing_package_is_named_with_its_extra(module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf'needs {package}, from the extra .*pip install "\.\[devices\]"'):
-        require(module, package, "This")
+        import_extra(module, "devices", f"This needs {package}")
 
 
 def test_what_a_package_itself_misses_is_not_taken_for_the_package(monkeypatch, tmp_path):
     (tmp_path / "half_installed.py").write_text("import nowhere_to_be_found")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
-        require("half_installed", "half-installed", "This")
+        import_extra("half_installed", "devices", "This needs half-installed")
 
 
 def test_it_may_be_nested_and_is_shut_down_as_often():

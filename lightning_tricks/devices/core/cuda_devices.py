@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_tricks.devices.core.gpu_reading import gpu_handles
+from lightning_tricks.devices.core.cuda_state import bare_uuid
+from lightning_tricks.devices.core.gpu_reading import gpu_handles, mig_handles, read_uuid
 from lightning_tricks.devices.core.nvml import DeviceReader
 
 
@@ -22,28 +23,17 @@ def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:
         if not isinstance(handle, nvml.NVMLError):
             with suppress(nvml.NVMLError):  # it does not answer any more
                 by_uuid |= _uuids(nvml, handle)
-    found = {index: by_uuid.get(_bare(cuda_uuid(index))) for index in indices}
+    found = {index: by_uuid.get(bare_uuid(cuda_uuid(index))) for index in indices}
     return {index: handle for index, handle in found.items() if handle is not None}
 
 
 def _uuids(nvml: Any, handle: Any) -> dict[str, Any]:
     """Return the handles of a GPU and of its MIG slices by their UUIDs, as far as these are told."""
-    reader = DeviceReader(nvml, handle)
-    slices = (
-        reader("MIG slice", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(number,))
-        for number in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0)
-    )
-    devices = (handle, *(part for part in slices if part is not None))
-    uuids = [DeviceReader(nvml, device)("UUID", "nvmlDeviceGetUUID") for device in devices]
-    return {_bare(uuid): device for uuid, device in zip(uuids, devices, strict=True) if uuid is not None}
+    devices = (handle, *(part for _, part in mig_handles(DeviceReader(nvml, handle))))
+    uuids = [read_uuid(DeviceReader(nvml, device)) for device in devices]
+    return {bare_uuid(uuid): device for uuid, device in zip(uuids, devices, strict=True) if uuid is not None}
 
 
 def cuda_uuid(index: int) -> str:
     """Return the UUID of a CUDA device."""
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _bare(uuid: str | bytes) -> str:
-    """Return a UUID without "GPU-" or "MIG-", which torch leaves out."""
-    text = uuid.decode() if isinstance(uuid, bytes) else uuid
-    return text.removeprefix("GPU-").removeprefix("MIG-").lower()

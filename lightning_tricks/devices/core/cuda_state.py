@@ -28,6 +28,11 @@ def uuids_seen_by_cuda() -> list[str] | None:
     return [_uuid(driver, ordinal) for ordinal in range(count.value)]
 
 
+def bare_uuid(uuid_: str) -> str:
+    """Return a UUID without "GPU-" or "MIG-" in front, as CUDA and torch tell it."""
+    return uuid_.removeprefix("MIG-").removeprefix("GPU-").lower()
+
+
 def _uuid(driver: Any, ordinal: int) -> str:
     device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     driver.cuDeviceGet(ctypes.byref(device), ordinal)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _JOULES_IN_KWH = 3.6e6
-_STAGES = {"train": "training", "val": "validation", "test": "the test", "predict": "prediction"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ def joules_to_kwh(joules: float) -> float:
 
 
 def device_report(ranks: Sequence[DeviceSummary]) -> Group:
-    """Return, for rich, a table with mean and maximum of each key, and below it the energy and the verdicts."""
+    """Return, for rich, a table of mean and maximum of each key in a fit, and below it the energy and the verdicts."""
     from rich.console import Group
     from rich.text import Text
 
@@ -58,7 +57,7 @@ def _table(ranks: Sequence[DeviceSummary]) -> Table:
     from rich.table import Table
 
     several = len(ranks) > 1
-    table = Table(title=f"Devices in {_STAGES[ranks[0].stage]}")
+    table = Table(title="Devices in training")
     for name in (*["rank"] * several, "device", "quantity"):
         table.add_column(name)
     for name in ("mean", "max"):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.devices.core.gpu_reading import gpu_handles, read_identity, read_load
+from lightning_tricks.devices.core.cores import allowed_cores
+from lightning_tricks.devices.core.gpu_reading import driver_version, gpu_handles, read_identity, read_load
 from lightning_tricks.devices.core.nvml import DeviceReader, NvmlUnavailableError, open_nvml
 
 # Those that a report names in any case, and those that it names if they are there
@@ -118,7 +119,7 @@ def _os() -> str:
 
 def _cpu() -> str:
     logical = os.cpu_count() or 0
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    usable = allowed_cores()
     physical = _try(_physical_cores)
     counts = [f"{physical} cores"] * bool(physical) + [f"{logical} threads"]
     counts += [f"{usable} of them usable"] * (usable < logical)
@@ -198,11 +199,10 @@ def _describe_gpu(nvml: Any, handle: Any) -> str:
 
 
 def _text_of_driver(nvml: Any) -> str | None:
-    driver = _try(nvml.nvmlSystemGetDriverVersion)
+    driver = _try(lambda: driver_version(nvml))
     cuda = _try(nvml.nvmlSystemGetCudaDriverVersion_v2)
     if driver is None:
         return None
-    driver = driver.decode() if isinstance(driver, bytes) else driver
     return driver if cuda is None else f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices.core.gpu import Gpu, GpuProcess, MigSlice
 from lightning_tricks.devices.core.nvml import NOT_AVAILABLE, DeviceReader, NvmlUnavailableError, open_nvml
-from lightning_tricks.devices.core.requirements import require
 
 _MEMORY_INFO_V2 = 0x02000028  # the struct that tells what the driver reserves
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
@@ -54,7 +54,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         [(0, 'NVIDIA H100 80GB HBM3', 97)]
     """
     with open_nvml(nvml) as nvml:
-        driver = _driver_version(nvml)
+        driver = driver_version(nvml)
         return [
             Gpu(index=index, error=str(handle), driver_version=driver)
             if isinstance(handle, nvml.NVMLError)
@@ -63,7 +63,8 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         ]
 
 
-def _driver_version(nvml: Any) -> str | None:
+def driver_version(nvml: Any) -> str | None:
+    """Return the version of the driver, or None if it does not tell."""
     try:
         return _text(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError:
@@ -108,10 +109,15 @@ def read_identity(reader: DeviceReader) -> dict[str, Any]:
     """Return the fields of `Gpu` that say which GPU it is."""
     return {
         "bus_id": _bus_id(reader),
-        "uuid": _text(reader("UUID", "nvmlDeviceGetUUID")),
+        "uuid": read_uuid(reader),
         "name": _text(reader("name", "nvmlDeviceGetName")),
         "vbios_version": _text(reader("VBIOS version", "nvmlDeviceGetVbiosVersion")),
     }
+
+
+def read_uuid(reader: DeviceReader) -> str | None:
+    """Return the UUID of a GPU or of a MIG slice."""
+    return _text(reader("UUID", "nvmlDeviceGetUUID"))
 
 
 def read_load(reader: DeviceReader) -> dict[str, Any]:
@@ -176,20 +182,25 @@ def _read_parts(reader: DeviceReader) -> dict[str, Any]:
 
 
 def _mig_slices(reader: DeviceReader) -> Iterator[MigSlice]:
-    for index in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0):
-        handle = reader(f"MIG slice {index}", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(index,))
-        if handle is None:  # there is none of this index
-            continue
+    for index, handle in mig_handles(reader):
         part = DeviceReader(reader.nvml, handle)
         yield MigSlice(
             index=index,
-            uuid=_text(part("UUID", "nvmlDeviceGetUUID")),
+            uuid=read_uuid(part),
             name=_text(part("name", "nvmlDeviceGetName")),
             gpu_instance=part("GPU instance", "nvmlDeviceGetGpuInstanceId"),
             compute_instance=part("compute instance", "nvmlDeviceGetComputeInstanceId"),
             **_read_memory(part),
         )
         reader.problems += [f"MIG slice {index}, {problem}" for problem in part.problems]
+
+
+def mig_handles(reader: DeviceReader) -> Iterator[tuple[int, Any]]:
+    """Yield the index and the handle of each MIG slice of a GPU; the indices may have gaps."""
+    for index in range(reader("MIG slices", "nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = reader(f"MIG slice {index}", "nvmlDeviceGetMigDeviceHandleByIndex", arguments=(index,))
+        if handle is not None:
+            yield index, handle
 
 
 def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
@@ -216,7 +227,7 @@ def _processes(reader: DeviceReader) -> tuple[GpuProcess, ...] | None:
 
 def owner_of(pid: int) -> dict[str, str]:
     """Return the user and the command of a process, as far as this user may see it, and it runs."""
-    psutil = require("psutil", "psutil", "Naming the processes of a GPU")
+    psutil = import_extra("psutil", "devices", "Naming the processes of a GPU needs psutil")
     found: dict[str, str] = {}
     with _without_permission(psutil):
         process = psutil.Process(pid)

@@ -206,8 +206,7 @@ def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> s
         locked = descriptor is None
         if descriptor is not None:
             locks[key] = descriptor
-    pid = holder(path) if locked else None
-    return f"is selected by {describe_owner(pid)}" if locked else None
+    return f"is selected by {describe_owner(holder(path))}" if locked else None
 
 
 def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, int], leads: bool = True) -> Selection:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices.core.gpu_reading import read_load
 from lightning_tricks.devices.core.nvml import DeviceReader
-from lightning_tricks.devices.core.requirements import require
 
 GIB = 2**30
 _SLOWED_DOWN = (
@@ -29,7 +29,7 @@ class HostLoad:
     """
 
     def __init__(self) -> None:
-        self._psutil = require("psutil", "psutil", "Measuring CPU and memory")
+        self._psutil = import_extra("psutil", "devices", "Measuring CPU and memory needs psutil")
         self._process = self._psutil.Process(os.getpid())
         self._times = self._cpu_times()
 
@@ -66,7 +66,6 @@ class GpuLoad:
         name: As given.
         product: The name of the product; None if the driver does not tell.
         problem: Why it does not answer any more; None while it does.
-        was_reported: Whether the user was told of the problem.
         energy: The joules that it has used since this object was made; None if that is not known.
         reasons: How often it was slowed down for a reason, of all `n_measurements`.
         n_measurements: How often its throttling was measured.
@@ -75,7 +74,6 @@ class GpuLoad:
     def __init__(self, nvml: Any, handle: Any, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.problem: str | None = None
-        self.was_reported = False
         self.energy: float | None = None
         self.reasons: dict[str, int] = {}
         self.n_measurements = 0

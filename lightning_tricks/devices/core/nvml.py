@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_tricks.devices.core.requirements import require
+from lightning_tricks._shared.extras import import_extra
 
 # NVML's error codes: https://docs.nvidia.com/deploy/nvml-api
-UNINITIALIZED = 1
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 NOT_FOUND = 6
@@ -58,7 +57,7 @@ def open_nvml(nvml: Any = None) -> Iterator[Any]:
         NvmlUnavailableError: If there is no working driver; the message says why.
     """
     if nvml is None:
-        nvml = require("pynvml", "nvidia-ml-py", "Reading the state of NVIDIA GPUs")
+        nvml = import_extra("pynvml", "devices", "Reading the state of NVIDIA GPUs needs nvidia-ml-py")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices.core.lock_files import FOLDER_VARIABLE, GpuLockError, lock_folder
-from lightning_tricks.devices.core.requirements import require
 
 VARIABLE = "LIGHTNING_TRICKS_SELECTED_GPUS"
 CPU = "cpu"
@@ -124,7 +124,7 @@ def _follows_a_choice(environment: Mapping[str, str]) -> bool:
         return True
     if sys.platform != "win32" or leader < 0:
         return False
-    psutil = require("psutil", "psutil", "Selecting GPUs for several ranks")
+    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
     with suppress(psutil.Error, OSError):  # the python.exe of a virtual environment starts another one
         return bool(psutil.Process(os.getppid()).ppid() == leader)
     return False
@@ -214,7 +214,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != _user():
                 return None
             content = json.loads(file.read(_LARGEST_FILE))
         choice, error = content["choice"], content["error"]
@@ -241,14 +241,14 @@ def _started(pid: int) -> str | None:
             return file.read().rpartition(")")[2].split()[19]  # psutil's depends on the clock of the host
     except (OSError, IndexError):
         pass
-    psutil = require("psutil", "psutil", "Selecting GPUs for several ranks")
+    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
     with suppress(psutil.Error, OSError):
         return str(psutil.Process(pid).create_time())
     return None
 
 
 def _own_start() -> float:
-    psutil = require("psutil", "psutil", "Selecting GPUs for several ranks")
+    psutil = import_extra("psutil", "devices", "Selecting GPUs for several ranks needs psutil")
     return float(psutil.Process().create_time()) - 1.0
 
 

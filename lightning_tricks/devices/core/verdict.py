@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_tricks.devices.core.data_wait import WaitTotals
@@ -15,7 +13,6 @@ _BOTTLENECK = 0.1  # the share of the time from which waiting is worth a remedy
 _FEWEST_BATCHES = 10  # below, a share of the time says nothing
 _BUSY = 50  # percent of utilization
 _HAND_OVER = 1e-3  # seconds: about what it takes to send a batch from a worker process
-_CONTAINER_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # in microseconds, of a period
 
 
 @dataclass(frozen=True)
@@ -36,16 +33,6 @@ def loader_settings(loaders: Sequence[Any]) -> LoaderSettings | None:
     if len(loaders) != 1 or not isinstance(num_workers := getattr(loaders[0], "num_workers", None), int):
         return None
     return LoaderSettings(num_workers, bool(getattr(loaders[0], "persistent_workers", False)))
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use; a container may have a quota of the time of all cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _CONTAINER_QUOTA.read_text(encoding="ascii").split()
-        return min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # there is no such file, or its quota is "max"
-        return cores
 
 
 def judge_wait(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_tricks.devices.core.cuda_state import number_gpus_by_bus, uuids_seen_by_cuda
+from lightning_tricks.devices.core.cuda_state import bare_uuid, number_gpus_by_bus, uuids_seen_by_cuda
 from lightning_tricks.devices.core.gpu import Gpu
 from lightning_tricks.devices.core.gpu_reading import list_gpus
 from lightning_tricks.devices.core.visible_devices import VARIABLE, VisibleDevice, named_by_index, visible_devices
@@ -58,7 +58,7 @@ def see_machine(value: str | None, nvml: Any = None) -> Machine:
     """
     gpus = list_gpus(nvml=nvml)
     seen = uuids_seen_by_cuda()
-    known = {_bare(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
+    known = {bare_uuid(device.uuid): device for device in _slices(map(VisibleDevice, gpus)) if device.uuid}
     # CUDA has read its variables, and they do not matter any more; unless NVML, a fake, tells of another machine
     if seen is not None and any(uuid in known for uuid in seen):
         numbered = [(number, known[uuid]) for number, uuid in enumerate(seen) if uuid in known]
@@ -87,7 +87,3 @@ def _slices(devices: Iterable[VisibleDevice]) -> Iterator[VisibleDevice]:
             yield from (VisibleDevice(device.gpu, part) for part in device.gpu.mig_slices)
         else:
             yield device
-
-
-def _bare(uuid: str) -> str:
-    return uuid.removeprefix("MIG-").removeprefix("GPU-")

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.extras import import_extra
+
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
@@ -145,12 +147,7 @@ def import_pillow() -> Any:
     Raises:
         ModuleNotFoundError: If Pillow is missing; the message names the extra.
     """
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        message = "PIL images need Pillow, from the extra 'reports': pip install \".[reports]\""
-        raise ModuleNotFoundError(message, name="PIL") from error
-    return Image
+    return import_extra("PIL.Image", "reports", "PIL images need Pillow")
 
 
 def _array_of(image: Any) -> npt.NDArray[Any]:

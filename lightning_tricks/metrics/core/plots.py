@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.metrics.core.history import EpochRecord
 from lightning_tricks.metrics.core.score_curves import pr_curve, reliability_curve, roc_curve
 from lightning_tricks.metrics.core.value_names import per_class_names
@@ -66,14 +67,11 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the message names the extra.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        message = "Plots need matplotlib, from the extra 'reports': pip install \".[reports]\""
-        raise ModuleNotFoundError(message, name="matplotlib") from error
+    backend = import_extra("matplotlib.backends.backend_agg", "reports", "Plots need matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained", dpi=100)
-    FigureCanvasAgg(figure)
+    backend.FigureCanvasAgg(figure)
     return figure
 
 
