@@ -30,6 +30,8 @@ def check_number(
         TypeError: If the value is not a number.
         ValueError: If it is out of range.
     """
+    if type(value) is float and above < value <= at_most:
+        return value  # in a step, a moment counts
     limits = [f"> {above:g}"] * (above > -math.inf) + [f"<= {at_most:g}"] * (at_most < math.inf)
     must = f"{name} must be a number{' ' * bool(limits)}{' and '.join(limits)}{f' ({note})' if note else ''}"
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -23,7 +23,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
-from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, position_of
+from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, is_tracked, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
@@ -159,7 +159,7 @@ class LoaderTracker:
         if not self._train:
             return []
         iterators, num_prefetched = train_iterators(trainer)
-        tracked = [iterator for iterator in iterators if position_of(iterator) is not None]
+        tracked = [iterator for iterator in iterators if is_tracked(iterator)]
         if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
             return [_loader_state(loader, None) for loader in self._train]
         pairs = zip(self._train, tracked, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
+from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
@@ -274,10 +274,10 @@ class GradientClipping(TrickCallback):
             values["clipped_fraction"] = counts.clipped / counts.steps
             if self.on_nonfinite == "skip":
                 values["skipped_steps"] = counts.skipped
-            pl_module.log_dict({f"{prefix}/{name}": value for name, value in values.items()}, batch_size=1)
+            log_step_values(trainer, type(self).__name__, {f"{prefix}/{name}": value for name, value in values.items()})
         if self.log_layers and logs_at_this_step(trainer):
             layers = zip(names(), norms.per_parameter, strict=True)
-            pl_module.log_dict({f"grad_norm/{name}": norm for name, norm in layers}, batch_size=1)
+            log_step_values(trainer, type(self).__name__, {f"grad_norm/{name}": norm for name, norm in layers})
 
 
 def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:

@@ -29,8 +29,11 @@ def scale_may_have_overflowed(scaler: GradScaler) -> Tensor:
 
 def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -> Tensor:
     """Whether a condition holds on any rank; a collective only where the strategy does not reduce the gradients."""
-    strategies = _base_names(trainer.strategy)
-    if trainer.world_size == 1 or "DDPStrategy" in strategies or all(hasattr(p, "full_tensor") for p in parameters):
+    if (
+        trainer.world_size == 1
+        or "DDPStrategy" in _base_names(trainer.strategy)
+        or all(hasattr(p, "full_tensor") for p in parameters)
+    ):
         return nonfinite
     return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
 

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
-from lightning_tricks.gradient_clipping.core.clip_state import ClipState
+from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
 from tests.contract.lab import SETTINGS, HostReads, Net, full, real_fp16, same
 
 _OPTIMIZERS = {
@@ -385,3 +387,22 @@ def test_a_skipped_step_that_never_comes_is_taken_back(fused):
     weight.grad = torch.ones(2)
     optimizer.step()
     assert (weight < 1).all()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300), st.integers(1, 60))
+@settings(max_examples=30, deadline=None)
+def test_counts_are_those_of_counting_each_step_alone(steps, every):
+    counts = StepCounts()
+    clipped = skipped = consecutive = most = 0
+    for number, flags in enumerate(steps, 1):
+        counts.add(*map(torch.tensor, flags))
+        clipped, skipped = clipped + flags[0], skipped + flags[1]
+        consecutive = (consecutive + 1) * flags[2]
+        most = max(most, consecutive)
+        if number % every == 0:
+            assert counts.consecutive == consecutive
+            restored = StepCounts()
+            restored.load_state_dict(counts.state_dict())
+            counts = restored
+    assert counts.state_dict()["counts"].tolist() == [clipped, skipped, consecutive, most]
+    assert counts.steps == len(steps)

@@ -97,6 +97,7 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
     ("call", "trick"),
     [
         (lambda unknown: logged_values.logs_at_this_step(unknown), "logging at the logger's interval"),
+        (lambda unknown: logged_values.log_step_values(unknown, "Trick", {}), "logging by Trick"),
         (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
         (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
         (
@@ -750,3 +751,48 @@ def test_a_test_whose_loaders_raise_leaves_loaders_as_they_were(breaks):
     if breaks:
         with pytest.raises(RuntimeError, match="no data"):
             Trainer(max_epochs=1, **QUIET).fit(Breaks())
+
+
+class _LogsSteps(lightning.pytorch.Callback):
+    """Logs values of a step by `log_step_values`, or by `log_dict`, beside a mean over the epoch."""
+
+    def __init__(self, quick):
+        self.quick, self.seen = quick, []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        values = {"a/step": torch.tensor(float(trainer.global_step)), "a/other": torch.tensor(1.5)}
+        if self.quick:
+            logged_values.log_step_values(trainer, "Trick", values)
+        else:
+            pl_module.log_dict(values, batch_size=1)
+        pl_module.log("a/mean", float(trainer.global_step), on_step=False, on_epoch=True, batch_size=1)
+        self.see(trainer)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.see(trainer)
+
+    def see(self, trainer):
+        self.seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+class _LogsItself(EvaluatedNet):
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        self.log("own", outputs["loss"].detach(), on_step=True, on_epoch=True)
+        return outputs
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_log_step_values_logs_what_log_dict_logs(tmp_path, accumulate):
+    runs = []
+    for quick in (True, False):
+        callback = _LogsSteps(quick)
+        torch.manual_seed(0)
+        folder = tmp_path / str(quick)
+        settings = {**QUIET, "logger": CSVLogger(folder), "log_every_n_steps": 2}
+        trainer = Trainer(max_epochs=3, callbacks=[callback], accumulate_grad_batches=accumulate, **settings)
+        trainer.fit(_LogsItself(), loader(), loader())
+        (rows,) = folder.rglob("metrics.csv")
+        runs.append((callback.seen, rows.read_text()))
+    assert runs[0] == runs[1]
+    assert runs[0][0][-1]["a/step"] == trainer.global_step - 1

@@ -20,6 +20,9 @@ from lightning_tricks.gradient_clipping.core.step_skipping import (
 )
 
 
+_COUNTED_AT_ONCE = 128
+
+
 class StepCounts:
     """Counts of an optimizer's steps, on the device of its gradients.
 
@@ -33,30 +36,42 @@ class StepCounts:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._counts = torch.zeros(4)
+        self.clipped = torch.zeros(())
+        self._rows = torch.zeros(3)
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # what `_rows` lacks: counting many steps at once is cheaper
 
-    clipped = property(lambda self: self._counts[0])
-    skipped = property(lambda self: self._counts[1])
-    consecutive = property(lambda self: self._counts[2])
-    most_consecutive = property(lambda self: self._counts[3])
+    skipped = property(lambda self: self.count_waiting()[0])
+    consecutive = property(lambda self: self.count_waiting()[1])
+    most_consecutive = property(lambda self: self.count_waiting()[2])
 
-    @torch.no_grad()
     def add(self, clipped: Tensor, skipped: Tensor, truly_nonfinite: Tensor) -> None:
         """Count a step; the arguments are bools of shape ()."""
         self.steps += 1
-        before = self._counts.to(clipped.device)
-        consecutive = (before[2] + 1) * truly_nonfinite
-        self._counts = torch.stack(
-            [before[0] + clipped, before[1] + skipped, consecutive, torch.maximum(before[3], consecutive)]
-        )
+        self.clipped = self.clipped.to(clipped.device) + clipped
+        self._waiting.append((skipped, truly_nonfinite))
+        if len(self._waiting) == _COUNTED_AT_ONCE:
+            self.count_waiting()
+
+    def count_waiting(self) -> Tensor:
+        """Count the steps that wait, and return `skipped`, `consecutive` and `most_consecutive`; shape (3,)."""
+        if self._waiting:
+            skipped, nonfinite = (torch.stack(flags) for flags in zip(*self._waiting, strict=True))
+            before, consecutive, most = self._rows.to(skipped.device)
+            position = torch.arange(1, len(nonfinite) + 1, device=nonfinite.device)
+            last_finite = (position * ~nonfinite).cummax(0).values
+            rows = position - last_finite + consecutive * (last_finite == 0)
+            self._rows = torch.stack([before + skipped.sum(), rows[-1], torch.maximum(most, rows.max())])
+            self._waiting = []
+        return self._rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"steps": self.steps, "counts": self._counts.cpu()}
+        return {"steps": self.steps, "counts": torch.cat([self.clipped.reshape(1), self.count_waiting()]).cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counts."""
-        self.steps, self._counts = state_dict["steps"], state_dict["counts"].clone()
+        counts = state_dict["counts"].clone()
+        self.steps, self.clipped, self._rows, self._waiting = state_dict["steps"], counts[0], counts[1:], []
 
 
 class ClipState:
@@ -88,6 +103,7 @@ class ClipState:
         """Remove the hook of a skipped step that never came, and forget parameters and schedulers of the fit."""
         if self.close_skip is not None:
             self.close_skip()
+        self.counts.count_waiting()
         self._forget_fit()
 
     def skip_step_(

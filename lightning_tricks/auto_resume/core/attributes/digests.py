@@ -33,6 +33,8 @@ _SAMPLED_ENTRIES = 1_000
 _MAX_PARTS = 200_000  # of a value, with all that it holds
 _SAMPLED_BYTES = 2**18
 _WHOLE_TENSOR, _WHOLE_ARRAY, _WHOLE_ANYWHERE = 2**18, 2**24, 2**20
+_WHOLE_IN_ALL = 2**24  # bytes of the tensors and arrays of a value; of those behind them, a sample
+_SAMPLED_ELEMENTS = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # a fresh process has these anyway, or they say nothing about a run
 IGNORED_TYPES = (types.ModuleType, weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()))
@@ -56,6 +58,7 @@ class ValueDigest:
         self._registered, self._same_process, self._is_walkable = registered, same_process, is_walkable
         self._hash = blake2b(digest_size=8)
         self._parts, self._open_containers = 0, set[int]()
+        self._whole_bytes_left = _WHOLE_IN_ALL
         self.is_complete = True
         self.opaque_values: set[tuple[tuple[str, ...], str]] = set()
 
@@ -168,11 +171,11 @@ class ValueDigest:
             self._update(str(tensor_version(value)))
             return True
         data = value.detach().resolve_conj().resolve_neg()
-        if size > (_WHOLE_TENSOR if self._same_process else _WHOLE_ANYWHERE):
+        if step := self._sampling_step(size, value.numel(), _WHOLE_TENSOR):
             self._mark_sampled(value, size)
             if self._same_process and not value.is_inference():
                 self._update(str(tensor_version(value)))
-            data = _sample(data, value.numel() * value.element_size() // _SAMPLED_BYTES)
+            data = _sample(data, step)
         self._hash.update(data.contiguous().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
         return True
 
@@ -180,13 +183,20 @@ class ValueDigest:
         if array.dtype.kind not in "biufcUSmM":
             return False
         self._update(f"{type(value).__name__} {array.dtype.str} {array.shape}")
-        if array.nbytes > (_WHOLE_ARRAY if self._same_process else _WHOLE_ANYWHERE):
+        if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
             self._mark_sampled(value, array.nbytes)
-            array = (
-                array.reshape(-1)[:: max(1, array.nbytes // _SAMPLED_BYTES)] if array.flags.contiguous else array[:1]
-            )
+            array = array.reshape(-1)[::step] if array.flags.contiguous else array[:1]
         self._hash.update(array.tobytes())
         return True
+
+    def _sampling_step(self, size: int, entries: int, limit: int) -> int:
+        """Return the distance of the entries to sample from data of `size` bytes; 0 to take all of them."""
+        if size > (limit if self._same_process else _WHOLE_ANYWHERE):
+            return max(1, size // _SAMPLED_BYTES)
+        if size > self._whole_bytes_left and entries > _SAMPLED_ELEMENTS:
+            return entries // _SAMPLED_ELEMENTS
+        self._whole_bytes_left -= size
+        return 0
 
     def _feed_opaque(self, value: Any, kind: type, location: tuple[str, ...]) -> None:
         self._update(f"object {type_name(kind)}")

@@ -69,6 +69,11 @@ class LoaderPosition:
         return {key: getattr(self, name) for name, key in _KEYS.items()}
 
 
+def is_tracked(iterator: Any) -> bool:
+    """Whether a `TrackedDataLoader` created an iterator."""
+    return getattr(iterator, POSITION_ATTRIBUTE, None) is not None
+
+
 def position_of(iterator: Any, num_prefetched: int = 0, at_end: bool = False) -> dict[str, Any] | None:
     """Return the position of a tracked loader's iterator under the keys of a checkpoint; None if it is not tracked.
 
