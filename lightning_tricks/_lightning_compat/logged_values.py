@@ -22,8 +22,8 @@ def logs_at_this_step(trainer: Trainer) -> bool:
 def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor]) -> None:
     """Log values of a step, from any hook within it.
 
-    Unlike `LightningModule.log`, this does not check the arguments anew at each step, which takes ten times as long; and
-    it drops nothing: in the first batch of an epoch, `log` drops what a hook has logged where another one logs in
+    Unlike `LightningModule.log`, this does not check the arguments anew at each step, which takes ten times as long,
+    and drops nothing: in the first batch of an epoch, `log` drops what a hook has logged where another one logs in
     between, as a callback does between the two halves of a GAN's step.
     """
     with needs_private(f"logging by {source}", TypeError):

@@ -326,3 +326,31 @@ def test_optimizers_that_step_at_their_own_pace(lab):
     callback = GradientClipping(0.5)
     lab.fit([callback], module=_Adversarial(), probe=False)
     assert _steps(callback) == {0: 10, 1: 20}
+
+
+class _LogsBetweenSteps(Net):
+    """Logs before and after the step of its optimizer, as the two halves of a GAN do."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("before", torch.tensor(float(batch_idx)), on_step=True, on_epoch=True)
+        super().training_step(batch, batch_idx)
+        self.log("after", torch.tensor(float(batch_idx)), on_step=True, on_epoch=True)
+
+
+def test_values_that_a_step_logs_before_and_after_the_optimizers_are_all_logged(tmp_path):
+    """Lightning drops what a hook logged in an epoch's first batch where another hook logs before it logs again."""
+    trainer = Trainer(
+        max_epochs=2,
+        callbacks=[GradientClipping(0.5)],
+        log_every_n_steps=1,
+        **{**QUIET, "logger": CSVLogger(tmp_path, name="", version="")},
+    )
+    trainer.fit(_LogsBetweenSteps("manual"), loader())
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("before_step", "after_step"):
+        assert [float(row[name]) for row in rows if row[name]] == [*range(10), *range(10)]
+    for name in ("before_epoch", "after_epoch"):
+        assert [float(row[name]) for row in rows if row[name]] == [4.5, 4.5]
+    for name in ("grad_norm/0/pre_clip", "grad_norm/1/pre_clip"):
+        assert sum(bool(row[name]) for row in rows) == 20

@@ -775,6 +775,33 @@ class _LogsSteps(lightning.pytorch.Callback):
         self.seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
+class _LogsInAStep(lightning.pytorch.Callback):
+    """Logs in the middle of a training step, in the way that Lightning knows or in ours."""
+
+    def __init__(self, quick):
+        self.quick = quick
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.quick:
+            logged_values.log_step_values(trainer, "Trick", {"callback": torch.tensor(1.0)})
+        else:
+            pl_module.log("callback", 1.0)
+
+
+class _LogsTwice(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("before", 1.0)
+        super().training_step(batch, batch_idx)
+        self.log("after", 1.0)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_log_step_values_drops_nothing(quick):
+    trainer = Trainer(max_epochs=1, limit_train_batches=1, callbacks=[_LogsInAStep(quick)], **QUIET)
+    trainer.fit(_LogsTwice("manual"), loader())
+    assert {*trainer.callback_metrics} == {"after", "callback", *(["before"] if quick else [])}
+
+
 class _LogsItself(EvaluatedNet):
     def training_step(self, batch, batch_idx):
         outputs = super().training_step(batch, batch_idx)

@@ -19,7 +19,6 @@ from lightning_tricks.gradient_clipping.core.step_skipping import (
     skips_on_device,
 )
 
-
 _COUNTED_AT_ONCE = 128
 
 

@@ -61,9 +61,9 @@ class AttributeTracker:
     Saved are numbers, strings, bytes, tensors, arrays, dates, paths, enums, containers of all of these, random
     generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value that did not change is
     not saved, so that an edit of code or arguments between two starts takes effect. Tensors over 256 KiB, arrays over
-    16 MiB, what a value holds beyond 16 MiB in all, and containers of more than 10,000 entries are compared by identity,
-    size, version and a sample: a change in place outside the sample is found in tensors alone, and not if it was made
-    through `data`.
+    16 MiB, what a value holds beyond 16 MiB in all, and containers of more than 10,000 entries are compared by
+    identity, size, version and a sample: a change in place outside the sample is found in tensors alone, and not if it
+    was made through `data`.
 
     Args:
         roots: Objects by name, or a function that returns them.
