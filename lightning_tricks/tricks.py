@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from datetime import timedelta
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Literal
 
 import torch
 from torchmetrics import Metric, MetricCollection
@@ -17,6 +18,25 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_choice, check_names, suggests_argument_names
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
+
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "classification": {"seeding": 42, "gradient_clipping": 1.0, "flops": True, "model_report": True},
+    "regression": {
+        "seeding": 42,
+        "gradient_clipping": 1.0,
+        "metrics": {"metrics": {"task": "regression"}},
+        "flops": True,
+        "model_report": True,
+    },
+    "finetune": {
+        "seeding": 42,
+        "gradient_clipping": 1.0,
+        "lora": 8,
+        "trainable_checkpoint": True,
+        "model_report": True,
+    },
+    "reproducible": {"seeding": {"seed": 42, "deterministic": "warn"}},
+}
 
 
 @suggests_argument_names()
@@ -28,6 +48,28 @@ class Tricks:
     `optimizer` and `schedule` take an `OptimizerSpec` and a `ScheduleSpec`, or a dict of their arguments. True means
     all defaults, if no argument is required, and False means None. In YAML, an object such as `AGC(...)` is written as
     `{class_path: lightning_tricks.AGC, init_args: {...}}`.
+
+    Args:
+        seeding: `SeedEverything`: the seed, from which the initial weights and all other random numbers come.
+        auto_resume: `AutoResume`: the directory from which a run is resumed that was killed.
+        run_fingerprint: `RunFingerprint`: the file that tells later where two runs diverge.
+        gradient_clipping: `GradientClipping`: the largest norm of the gradients, or another method of clipping.
+        checkpoint_remapping: `CheckpointRemapping`: the file from which weights of any names are loaded.
+        gradual_unfreezing: `GradualUnfreezing`: which parameters train from which epoch on, as `{0: "fc.*", 5: "*"}`.
+        lora: `LoRA`: the rank of the change that is trained instead of the weights.
+        adapters: `Adapters`: the width of the small networks that are trained instead of the weights.
+        prefix_tuning: `PrefixTuning`: the number of keys and values that are trained instead of the weights.
+        peft_adapters: `PeftAdapters`: the fields of a config of the peft library, as `{"peft_type": "IA3", ...}`.
+        trainable_checkpoint: `TrainableCheckpoint`: checkpoints that hold only what trained.
+        flops: `FlopsReport`: the FLOPs of each module, and the utilization of the device.
+        model_report: `ModelReport`: parameters, layers and memory, with the suffixes of the files of a graph.
+        metrics: `MetricsMonitor`: the metrics of what the steps return, as `{"task": "multiclass", "num_classes": 10}`.
+        images: `ImageLogger`: the number of images that are logged, the most confident mistakes first.
+        device_monitor: `DeviceMonitor`: the number of steps between two readings of GPUs, CPU and loaders.
+        cuda_memory: `CudaMemory`: the peak of the GPU memory, and a report when memory runs out.
+        nvtx_ranges: `NvtxRanges`: marks of the parts of a step for Nsight Systems.
+        optimizer: The optimizer, of a module without `configure_optimizers`.
+        schedule: The learning rate schedule of this optimizer.
 
     Raises:
         TypeError: If a field has another type, or a dict names an argument that does not exist.
@@ -51,6 +93,7 @@ class Tricks:
     lora: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "LoRA"})
     adapters: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "Adapters"})
     prefix_tuning: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PrefixTuning"})
+    peft_adapters: bool | dict[str, Any] | None = field(default=None, metadata={"callback": "PeftAdapters"})
     trainable_checkpoint: bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "TrainableCheckpoint"}
     )
@@ -80,6 +123,47 @@ class Tricks:
                 )
         if self.schedule is not None and self.optimizer is None:
             raise ValueError("Tricks(schedule=...) needs optimizer=OptimizerSpec(...) beside it.")
+
+    @classmethod
+    def preset(
+        cls,
+        name: Literal["classification", "regression", "finetune", "reproducible"],
+        *,
+        num_classes: int | None = None,
+        dirpath: str | None = None,
+        **fields: Any,
+    ) -> Tricks:
+        """Return tricks that go well together.
+
+        All presets seed with 42. "classification" and "regression" clip the gradient norm to 1, measure, and report
+        the model and its FLOPs. "finetune" trains a low-rank change (`LoRA`) of rank 8, clips, saves what trained alone
+        and reports the model. "reproducible" asks torch for deterministic algorithms, with a warning where there is
+        none, and records the fingerprint of each step in `dirpath`.
+
+        Args:
+            name: The name of the preset.
+            num_classes: The number of classes. "classification" without it measures the accuracy and the loss alone,
+                "finetune" nothing.
+            dirpath: The directory in which the run is saved, and from which it is resumed; None for neither.
+            **fields: Fields that replace those of the preset; None switches one off.
+
+        Raises:
+            TypeError: If there is no such field, or it has a wrong type.
+            ValueError: If there is no such preset, or a value is wrong.
+
+        Example:
+            >>> Tricks.preset("regression", seeding=7).callbacks()[0].seed
+            7
+        """
+        check_choice("preset", name, _PRESETS)
+        chosen = dict(_PRESETS[name])
+        if name == "classification" or num_classes is not None:
+            chosen["metrics"] = {"metrics": {"task": "multiclass", "num_classes": num_classes}}
+        if dirpath is not None:
+            chosen["auto_resume"] = {"dirpath": os.fspath(dirpath)}
+            if name == "reproducible":
+                chosen["run_fingerprint"] = {"path": os.path.join(dirpath, "fingerprint.jsonl")}  # noqa: PTH118 - a str
+        return cls(**{**chosen, **fields})
 
     def callbacks(self) -> list[TrickCallback]:
         """Return a new callback for each field that is not None."""
@@ -119,8 +203,8 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
                 f"such as {example}{alone}."
             )
         return {}
-    if isinstance(value, Mapping) and trick.name not in specs:  # a spec checks its own
-        check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)
+    if isinstance(value, Mapping) and trick.name not in specs and not _is_first_argument(takes, value):
+        check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)  # a spec checks its own
     return value
 
 
@@ -130,14 +214,29 @@ def _build_callback(name: str, callback: type[TrickCallback], value: Any) -> Tri
     try:
         return callback(**{argument: _from_plain(given) for argument, given in arguments.items()})
     except (TypeError, ValueError) as error:
-        reason = str(error).rstrip(".")
         known = f"{callback.__name__} takes {', '.join(parameters)}."
-        raise type(error)(f"Tricks({name}={value!r}): {reason}. {known}") from error
+        raise type(error)(f"Tricks({name}={value!r}): {_sentence(error)} {known}") from error
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if str(error).endswith((".", "?")) else f"{error}."
 
 
 def arguments_of(callback: type[TrickCallback], value: Any) -> Mapping[str, Any]:
     """Return the arguments of a callback from a field's value: a dict of them, or its first argument alone."""
-    return value if isinstance(value, Mapping) else {next(iter(inspect.signature(callback).parameters)): value}
+    if isinstance(value, Mapping) and not _is_first_argument(callback, value):
+        return value
+    return {next(iter(inspect.signature(callback).parameters)): value}
+
+
+def _is_first_argument(callback: type[TrickCallback], value: Mapping[Any, Any]) -> bool:
+    """Whether a dict is a callback's first argument, not a dict of its arguments: no key is like the name of one."""
+    parameters = inspect.signature(callback).parameters
+    if not value or not parameters:
+        return False
+    first = next(iter(parameters.values()))
+    takes_dict = "dict" in str(first.annotation) or first.annotation == "Any"
+    return takes_dict and not any(get_close_matches(str(key), parameters, cutoff=0.8) for key in value)
 
 
 def _to_plain(value: Any) -> Any:

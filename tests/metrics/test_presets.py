@@ -266,7 +266,8 @@ def test_a_preset_alone_is_a_metric_collection_of_torchmetrics():
     ("arguments", "words"),
     [
         ({"task": "multiklass"}, "Did you mean 'multiclass'"),
-        ({"task": "multiclass"}, "num_classes"),
+        ({"task": "multiclass", "curves": True}, "curves=True needs num_classes"),
+        ({"task": "multilabel"}, "num_labels"),
         ({"task": "multiclass", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
         ({"task": "segmentation", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
         ({"task": "multiclass", "num_classes": 3, "top_k": 4}, "top_k must be at most num_classes"),
@@ -277,3 +278,24 @@ def test_a_preset_alone_is_a_metric_collection_of_torchmetrics():
 def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
         preset(**arguments)
+
+
+@pytest.mark.parametrize("ignored", [None, 1])
+@pytest.mark.parametrize("shape", [(40,), (40, 3)])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_accuracy_without_the_number_of_classes_is_that_with_it(shape, ignored, top_k):
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(5, shape, generator=generator)
+    scores = torch.rand((shape[0], 5, *shape[1:]), generator=generator)
+    given = [scores] if top_k else [scores, scores.argmax(1)]
+    for preds in given:
+        without, known = (
+            MetricSuite(multiclass_metrics(None, ignored, top_k)),
+            MetricSuite(multiclass_metrics(5, ignored, top_k)),
+        )
+        for rows in (slice(15), slice(15, None)):
+            for suite in (without, known):
+                suite.update(preds=preds[rows], target=target[rows])
+        expected = known.compute()
+        assert without.compute() == {name: expected[name] for name in ("acc", *(["acc_top2"] if top_k else []))}
+    assert preset("multiclass").spec == preset(**preset("multiclass").spec).spec

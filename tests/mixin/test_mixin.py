@@ -157,6 +157,7 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
         "run_fingerprint": "path",
         "metrics": "metrics",
         "gradual_unfreezing": "schedule",
+        "peft_adapters": "config",
     }
     if field.name in required:
         needed = required[field.name]

@@ -83,16 +83,16 @@ def _names_for_samples(entry: MetricEntry) -> list[str] | None:
 
 def _make_samples(task: Task, metric: Any) -> dict[str, Tensor] | None:
     rows = torch.arange(4)
-    classes = task.classes or 0
+    classes = task.classes or 4  # where a metric does not say, any number will do
     if classes > _MAX_CLASSES or getattr(metric, "multioutput", "") == "raw_values":
         return None
     if task.kind == "binary":
         return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2}
     if task.kind == "multiclass":
-        return {"preds": torch.eye(classes)[rows % classes], "target": rows % classes} if classes else None
+        return {"preds": torch.eye(classes)[rows % classes], "target": rows % classes}
     if task.kind == "multilabel":
         target = (rows[:, None] + torch.arange(classes)) % 2
-        return {"preds": 0.2 + 0.5 * target, "target": target} if classes else None
+        return {"preds": 0.2 + 0.5 * target, "target": target}
     if task.kind == "retrieval":
         return {"preds": torch.tensor([0.1, 0.8, 0.6, 0.3]), "target": rows % 2, "indexes": rows // 2}
     outputs = getattr(metric, "num_outputs", 1)

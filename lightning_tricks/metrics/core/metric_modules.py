@@ -30,12 +30,16 @@ class BalancedAccuracy(tm.MulticlassRecall):
 
 
 class TopKAccuracy(tm.MulticlassAccuracy):
-    """Share of samples whose class is among the `top_k` highest scores, without host reads."""
+    """Share of samples whose class is among the `top_k` highest scores, without host reads.
+
+    With `average="micro"`, it need not know the number of classes.
+    """
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Count scores of shape (N, C, ...) and classes of shape (N, ...)."""
+        """Count scores of shape (N, C, ...), or classes of shape (N, ...), and targets of shape (N, ...)."""
         counted = not_ignored(target, self.ignore_index)
-        found = (preds.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(1) & counted
+        first = preds.topk(self.top_k, dim=1).indices if preds.ndim > target.ndim else preds.unsqueeze(1)
+        found = (first == target.unsqueeze(1)).any(1) & counted
         cast(Tensor, self.tp)[0] += found.sum()
         cast(Tensor, self.fn)[0] += counted.sum() - found.sum()
 

@@ -80,7 +80,7 @@ def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> P
 
 
 def multiclass_metrics(
-    num_classes: int, ignore_index: int | None = None, top_k: int | None = None, curves: bool = False
+    num_classes: int | None = None, ignore_index: int | None = None, top_k: int | None = None, curves: bool = False
 ) -> Preset:
     """Make the metrics of a classification into one of several classes.
 
@@ -89,7 +89,7 @@ def multiclass_metrics(
     and `specificity` are means over the classes (macro); `kappa` (Cohen) and `mcc` (Matthews).
 
     Args:
-        num_classes: C, the number of classes, at least 2.
+        num_classes: C, the number of classes, at least 2. Without it there are only `acc` and `acc_top<k>`.
         ignore_index: A class of `target` whose rows do not count.
         top_k: Adds `acc_top<k>`, the share of samples whose class is among the k highest scores.
         curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` have to be probabilities, and
@@ -102,10 +102,30 @@ def multiclass_metrics(
         >>> {name: round(value.item(), 2) for name, value in metrics.compute().items() if name in ("acc", "recall")}
         {'acc': 0.75, 'recall': 0.83}
     """
-    check_count("num_classes", num_classes, minimum=2)
     common: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
+    metrics = {"acc": _share_in_top_k(1, common)} if num_classes is None else _multiclass_metrics(common)
+    if top_k is not None:
+        check_count("top_k", top_k)
+        if num_classes is not None and top_k > num_classes:
+            raise ValueError(f"top_k must be at most num_classes ({num_classes}), got {top_k}.")
+        metrics[f"acc_top{top_k}"] = _share_in_top_k(top_k, common)
+    if curves:
+        if num_classes is None:
+            raise ValueError("curves=True needs num_classes, the number of classes.")
+        metrics["auroc"] = MulticlassAUROC(average="macro", **common)
+        metrics["ap"] = MulticlassAveragePrecision(average="macro", **common)
+    groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
+    return Preset(metrics, groups, {"task": "multiclass", **common, "top_k": top_k, "curves": curves})
+
+
+def _share_in_top_k(top_k: int, common: dict[str, Any]) -> Metric:
+    return TopKAccuracy(average="micro", top_k=top_k, validate_args=False, **common)
+
+
+def _multiclass_metrics(common: dict[str, Any]) -> dict[str, Metric]:
+    check_count("num_classes", common["num_classes"], minimum=2)
     macro = {**common, "average": "macro"}
-    metrics: dict[str, Metric] = {
+    return {
         "acc": tm.MulticlassAccuracy(average="micro", **common),
         "balanced_acc": BalancedAccuracy(**macro),
         "precision": tm.MulticlassPrecision(**macro),
@@ -115,16 +135,6 @@ def multiclass_metrics(
         "kappa": tm.MulticlassCohenKappa(**common),
         "mcc": MulticlassMatthewsCorrCoef(**common),
     }
-    if top_k is not None:
-        check_count("top_k", top_k)
-        if top_k > num_classes:
-            raise ValueError(f"top_k must be at most num_classes ({num_classes}), got {top_k}.")
-        metrics[f"acc_top{top_k}"] = TopKAccuracy(average="micro", top_k=top_k, **common)
-    if curves:
-        metrics["auroc"] = MulticlassAUROC(**macro)
-        metrics["ap"] = MulticlassAveragePrecision(**macro)
-    groups = [["balanced_acc", "precision", "recall", "f1", "specificity"], ["kappa", "mcc"], ["auroc", "ap"]]
-    return Preset(metrics, groups, {"task": "multiclass", **common, "top_k": top_k, "curves": curves})
 
 
 def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: int | None = None) -> Preset:
