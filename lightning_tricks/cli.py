@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -11,6 +12,13 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import lightning_tricks
+
+_STAGES = {
+    "fit": "train a model that a YAML file or options describe, with any of the tricks",
+    "validate": "validate it",
+    "test": "test it",
+    "predict": "predict with it",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for room in iter_modules(lightning_tricks.__path__):
         if room.ispkg and find_spec(f"lightning_tricks.{room.name}.commands"):
             import_module(f"lightning_tricks.{room.name}.commands").add_to(commands)
+    for stage, description in _STAGES.items():
+        commands.add_parser(stage, help=description, add_help=False)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in _STAGES:
+        return _run_stage(parser, argv)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 
@@ -83,6 +96,24 @@ def _run_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     except (MisconfigurationException, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     demo.run(trainer, tricks, arguments.out)
+    return 0
+
+
+def _run_stage(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    """Run LightningCLI, which has a parser of its own."""
+    from lightning_tricks._shared.extras import import_extra
+
+    try:
+        for module in ("jsonargparse", "docstring_parser", "typeshed_client"):
+            import_extra(module, "cli", f"`lightning-tricks {argv[0]}` needs jsonargparse[signatures]")
+    except ModuleNotFoundError as error:
+        parser.error(str(error))
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # a script would find the modules beside it, a command does not
+        sys.path.insert(0, folder)
+    from lightning_tricks.training_cli import TricksCLI
+
+    TricksCLI(args=argv)
     return 0
 
 

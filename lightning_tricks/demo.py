@@ -40,11 +40,13 @@ class Digits(LightningDataModule):
 
     Args:
         batch_size: Images in a batch.
+        num_workers: Processes that load them; 0 loads them in the process that trains.
     """
 
-    def __init__(self, batch_size: int = 32) -> None:
+    def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
         """Load and split the digits; the split does not depend on the seed."""
@@ -68,7 +70,7 @@ class Digits(LightningDataModule):
         return self._loader(self._splits[2])
 
     def _loader(self, split: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(split, batch_size=self.batch_size, shuffle=shuffle)
+        return DataLoader(split, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
 class DigitsClassifier(TricksMixin, LightningModule):

@@ -1,0 +1,201 @@
+"""`TricksCLI`: Lightning's command line with the callbacks, ensembles and settings of the collection by short name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+import lightning_tricks
+from lightning_tricks._cli_messages import condense_message
+from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
+from lightning_tricks._shared.checks import check_names
+from lightning_tricks.devices import select_gpus
+from lightning_tricks.mixin import TricksMixin
+from lightning_tricks.seeding import SeedEverything
+
+_SELECT_GPUS = (
+    "Train on so many GPUs that are free, which are locked until the process ends: a number, or a dict of arguments of "
+    "lightning_tricks.select_gpus such as {n: 1, min_free_memory: 20GiB, timeout: 600}. It replaces trainer.accelerator "
+    "and trainer.devices."
+)
+_KNOWN_SUBCLASSES = re.compile(r",? *known subclasses: [^)\n]*(?=\))")
+
+
+class TricksParser(LightningArgumentParser):
+    """A parser that prints no list of all metrics beside each option, and says what is wrong in one line."""
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Return the configuration; in its comments, types are not followed by their subclasses."""
+        lines = super().dump(*args, **kwargs).splitlines(keepends=True)
+        return "".join(_KNOWN_SUBCLASSES.sub("", line) if line.lstrip().startswith("#") else line for line in lines)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Exit with status 2 and one line; a parser that is asked to raises the error instead."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        classes = [kind for base in (Callback, LightningModule, LightningDataModule) for kind in _subclasses(base)]
+        self.exit(2, f"{Path(sys.argv[0]).name}: error: {condense_message(message, classes)}\n")
+
+
+class SaveConfigOnce(SaveConfigCallback):
+    """Save the configuration beside the logs, where it is not saved yet; no file is overwritten.
+
+    A run that is resumed logs to the folder of the run before, which has the same configuration in `config.yaml`. A
+    configuration that differs is saved as `config-2.yaml`, and so on.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it on rank zero, once in a process."""
+        if self.already_saved:
+            return
+        self.already_saved = True
+        folder = str(trainer.log_dir)  # all ranks must ask: it is a broadcast
+        if not trainer.is_global_zero:
+            return
+        text = self.parser.dump(self.config, skip_none=False)
+        files, number, file = get_filesystem(folder), 1, Path(self.config_filename)
+        while files.isfile(path := f"{folder}/{file}"):
+            with files.open(path, "r") as saved:
+                if saved.read() == text:
+                    return
+            number += 1
+            file = Path(self.config_filename).with_stem(f"{Path(self.config_filename).stem}-{number}")
+        files.makedirs(folder, exist_ok=True)
+        with files.open(path, "w") as target:
+            target.write(text)
+        if number > 1:
+            rank_zero_info(f"{folder}/{self.config_filename} holds another configuration: this one is in {path}.")
+
+
+class TricksCLI(ConfigurationOnlyCLI):
+    """LightningCLI, in which everything public of the collection is known by its short name.
+
+    `lightning-tricks fit`, `validate`, `test` and `predict` run it, and so does a script of your own that ends with
+    `TricksCLI()` or `TricksCLI(MyModule, MyDataModule)`. It differs from LightningCLI as follows.
+
+    - Nothing is seeded unless it is asked for, by `--seed_everything` or by the callback `SeedEverything`, which is
+      applied before the model is built: its initial weights come from the seed. Different seeds are an error.
+    - The configuration that is saved beside the logs overwrites nothing, so that a command can be run again, and
+      `AutoResume` resumes.
+    - `--select_gpus 1` trains on a GPU that is free.
+    - `--print_config` says above each option what it is, if ruamel.yaml is installed (it is in the extra `cli`).
+    - The classes and arguments come from the command line and its files, never from the checkpoint of `--ckpt_path`.
+    - What is wrong is said in one line.
+
+    Args:
+        model_class: The LightningModule; None for any, by `--model module.Class`.
+        datamodule_class: The LightningDataModule; None for any, by `--data module.Class`, or none.
+        **options: Further arguments of LightningCLI.
+    """
+
+    def __init__(
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        **options: Any,
+    ) -> None:
+        for name in lightning_tricks.__all__:
+            getattr(lightning_tricks, name)  # jsonargparse knows the short names of classes that are imported
+        defaults = {
+            "save_config_callback": SaveConfigOnce,
+            "seed_everything_default": False,
+            "parser_class": TricksParser,
+        }
+        super().__init__(model_class, datamodule_class, **{**defaults, **options})
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--select_gpus`."""
+        parser.add_argument("--select_gpus", type=int | dict[str, Any] | None, default=None, help=_SELECT_GPUS)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments; `--print_config` prints comments as well."""
+        args = sys.argv[1:] if args is None else args
+        if not isinstance(args, list | tuple):
+            super().parse_arguments(parser, args)
+            return
+        has_comments = find_spec("ruamel") and find_spec("ruamel.yaml")
+        self.config = parser.parse_args(
+            [f"{arg}=comments" if arg == "--print_config" and has_comments else arg for arg in args]
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Seed as `SeedEverything` does, before the model is built."""
+        for spec in self._configured_callbacks():
+            kind = _import(spec.class_path)
+            if issubclass(kind, SeedEverything):
+                callback = kind(**(spec.get("init_args") or {}))
+                self._check_seed(callback, "SeedEverything")
+                callback.before_module_init()
+
+    def instantiate_classes(self) -> None:
+        """Build everything; what an argument of a trick or of the Trainer has wrong is said in one line."""
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            if _is_about_arguments(error):
+                self.parser.error(str(error))
+            raise
+        if isinstance(self.model, TricksMixin):
+            for callback in self.model.tricks.callbacks():
+                if isinstance(callback, SeedEverything):
+                    self._check_seed(callback, "Tricks(seeding=...) of the model")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return the Trainer, on the GPUs that `--select_gpus` selects."""
+        wanted = self._configuration().get("select_gpus")
+        if wanted is not None:
+            arguments = {"n": wanted} if isinstance(wanted, int) else dict(wanted)
+            selection = select_gpus(**arguments)
+            kwargs = {"accelerator": selection.accelerator, "devices": selection.devices, **kwargs}
+        return super().instantiate_trainer(**kwargs)
+
+    def _configuration(self) -> Any:
+        return self.config if self.subcommand is None else self.config[self.subcommand]
+
+    def _configured_callbacks(self) -> list[Any]:
+        given = self._configuration().get("trainer.callbacks") or []
+        return [spec for spec in (given if isinstance(given, list) else [given]) if hasattr(spec, "class_path")]
+
+    def _check_seed(self, callback: SeedEverything, where: str) -> None:
+        """Exit with an error if two parts of the configuration name different seeds."""
+        seeds = {"--seed_everything": self._configuration().get("seed_everything")}
+        for spec in self._configured_callbacks():
+            if issubclass(_import(spec.class_path), SeedEverything):
+                seeds["SeedEverything"] = spec.init_args.seed
+        for other, seed in seeds.items():
+            if seed is not None and seed is not False and seed != callback.seed:
+                self.parser.error(
+                    f"{other} has the seed {seed} and {where} has {callback.seed}: leave out one of them, or give "
+                    "both the same seed"
+                )
+
+
+def _import(class_path: str) -> type:
+    module, _, name = class_path.rpartition(".")
+    kind: type = getattr(sys.modules[module], name)
+    return kind
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)
+
+
+def _is_about_arguments(error: Exception) -> bool:
+    """Whether an error is the sentence of a check in this package or in Lightning, and none of a user's own code."""
+    if str(error).startswith("Does not validate"):  # jsonargparse, which says what the class said
+        return True
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("lightning", "lightning_tricks")
