@@ -1,4 +1,4 @@
-"""What the command line says of a wrong option or configuration: jsonargparse's message, cut down to the sentence in it."""
+"""What the command line says of a wrong option: jsonargparse's message, cut down to the sentence in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def condense_message(message: str, classes: Iterable[type]) -> str:
         line += part if not line else f" {part}" if line.endswith(":") else f". {part[0].upper()}{part[1:]}"
     line = re.sub(r"Parser key \"([^\"]+)\"", r"\1", line)
     line = re.sub(r"Problem with given class_path '([^']+)'", r"\1", line).rstrip(" .:") or message
-    return f"{line}.{_remedy(line, classes)}"
+    if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
+        line += f". Got value: {found[-1]}"
+    return f"{line}{'' if line.endswith(('!', '?')) else '.'}{_remedy(line, classes)}"
 
 
 def _informative_lines(message: str) -> Iterator[str]:
@@ -78,7 +80,8 @@ def _remedy(line: str, classes: Iterable[type]) -> str:
     if "No module named" in line:
         return " Modules are looked for in the working directory and among the installed packages."
     if found := re.search(r"arguments are required: (\w+)\.model", line):
-        return f" Write `{found[1]} --config FILE`, with a YAML file that has a model, or `{found[1]} --model module.Class`."
+        stage = found[1]
+        return f" Write `{stage} --config FILE`, with a YAML file that has a model, or `{stage} --model module.Class`."
     if found := re.search(r"unrecognized arguments: (--\w+)", line):
         return f" Write {_OLDER_OPTIONS[found[1]]}." if found[1] in _OLDER_OPTIONS else " `fit --help` lists them all."
     return ""

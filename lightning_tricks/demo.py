@@ -69,12 +69,37 @@ class Digits(LightningDataModule):
         """Return the test images."""
         return self._loader(self._splits[2])
 
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the test images."""
+        return self._loader(self._splits[2])
+
     def _loader(self, split: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(split, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 
+class DigitsNet(nn.Sequential):
+    """A small convolutional net, from images (n, 1, 8, 8) to scores (n, 10).
+
+    Args:
+        width: Channels of its convolution.
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(width * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(64, 10),
+        )
+
+
 class DigitsClassifier(TricksMixin, LightningModule):
-    """A small convolutional net for 8 x 8 digits.
+    """A classifier of 8 x 8 digits.
 
     Args:
         tricks: What to switch on.
@@ -83,17 +108,7 @@ class DigitsClassifier(TricksMixin, LightningModule):
     def __init__(self, tricks: Tricks | None = None) -> None:
         super().__init__(tricks=tricks)
         self.save_hyperparameters()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.BatchNorm2d(32),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 64),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(64, 10),
-        )
+        self.net = DigitsNet()
         self.loss = nn.CrossEntropyLoss(reduction="none")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -110,6 +125,11 @@ class DigitsClassifier(TricksMixin, LightningModule):
         return {"loss": self.loss(scores, labels), "preds": scores, "target": labels}
 
     test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return the digit (n,) of each image."""
+        digits: Tensor = self.net(batch[0]).argmax(1)
+        return digits
 
 
 def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Trainer, Tricks]:

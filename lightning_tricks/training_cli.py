@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -20,14 +21,14 @@ import lightning_tricks
 from lightning_tricks._cli_messages import condense_message
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
 from lightning_tricks._shared.checks import check_names
-from lightning_tricks.devices import select_gpus
+from lightning_tricks.devices import NoGpuAvailableError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
 
 _SELECT_GPUS = (
     "Train on so many GPUs that are free, which are locked until the process ends: a number, or a dict of arguments of "
-    "lightning_tricks.select_gpus such as {n: 1, min_free_memory: 20GiB, timeout: 600}. It replaces trainer.accelerator "
-    "and trainer.devices."
+    "lightning_tricks.select_gpus such as {n: 1, min_free_memory: 20GiB, timeout: 600}. It replaces "
+    "trainer.accelerator and trainer.devices."
 )
 _KNOWN_SUBCLASSES = re.compile(r",? *known subclasses: [^)\n]*(?=\))")
 
@@ -142,7 +143,7 @@ class TricksCLI(ConfigurationOnlyCLI):
         """Build everything; what an argument of a trick or of the Trainer has wrong is said in one line."""
         try:
             super().instantiate_classes()
-        except (MisconfigurationException, TypeError, ValueError) as error:
+        except (MisconfigurationException, NoGpuAvailableError, TypeError, ValueError) as error:
             if _is_about_arguments(error):
                 self.parser.error(str(error))
             raise
@@ -156,6 +157,7 @@ class TricksCLI(ConfigurationOnlyCLI):
         wanted = self._configuration().get("select_gpus")
         if wanted is not None:
             arguments = {"n": wanted} if isinstance(wanted, int) else dict(wanted)
+            check_names("select_gpus", arguments, signature(select_gpus).parameters)
             selection = select_gpus(**arguments)
             kwargs = {"accelerator": selection.accelerator, "devices": selection.devices, **kwargs}
         return super().instantiate_trainer(**kwargs)
@@ -188,14 +190,16 @@ def _import(class_path: str) -> type:
 
 
 def _subclasses(base: type) -> Iterator[type]:
+    kind: type
     for kind in base.__subclasses__():
         yield kind
         yield from _subclasses(kind)
 
 
-def _is_about_arguments(error: Exception) -> bool:
-    """Whether an error is the sentence of a check in this package or in Lightning, and none of a user's own code."""
-    if str(error).startswith("Does not validate"):  # jsonargparse, which says what the class said
-        return True
+def _is_about_arguments(error: BaseException) -> bool:
+    """Whether an error is the sentence of a check in this package or a library, and none of a user's own code."""
+    while error.__cause__ is not None:  # jsonargparse raises from what a class said
+        error = error.__cause__
     *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("lightning", "lightning_tricks")
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("jsonargparse", "lightning", "lightning_tricks")

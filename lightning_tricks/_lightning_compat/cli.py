@@ -8,8 +8,8 @@ from lightning.pytorch.cli import LightningCLI
 class ConfigurationOnlyCLI(LightningCLI):
     """A LightningCLI that takes no class and no argument from the file that `--ckpt_path` names.
 
-    Newer versions of Lightning replace the configured model by what the hyper-parameters of the checkpoint describe, and
-    import the class that these name. A Lightning without this method does not do that.
+    Newer versions of Lightning replace the configured model by what the hyper-parameters of the checkpoint describe,
+    and import the class that these name. A Lightning without this method does not do that.
     """
 
     def _parse_ckpt_path(self) -> None:
