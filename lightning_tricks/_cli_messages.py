@@ -38,14 +38,19 @@ def condense_message(message: str, classes: Iterable[type]) -> str:
         message: What jsonargparse says: a tree of all types that a value may have, and why it is none of them.
         classes: The classes that an option may name without their module, to suggest the most similar one.
     """
+
+    def ending(text: str) -> str:
+        return "" if text.endswith((".", "!", "?")) else "."
+
     line = ""
     for part in _informative_lines(message):
-        line += part if not line else f" {part}" if line.endswith(":") else f". {part[0].upper()}{part[1:]}"
+        line += part if not line else f" {part}" if line.endswith(":") else f"{ending(line)} {part[0].upper()}{part[1:]}"
     line = re.sub(r"Parser key \"([^\"]+)\"", r"\1", line)
-    line = re.sub(r"Problem with given class_path '([^']+)'", r"\1", line).rstrip(" .:") or message
+    line = re.sub(r"Problem with given class_path '([^']+)'", r"\1", line).rstrip(" :") or message
+    line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
     if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
         line += f". Got value: {found[-1]}"
-    return f"{line}{'' if line.endswith(('!', '?')) else '.'}{_remedy(line, classes)}"
+    return f"{line}{ending(line)}{_remedy(line, classes)}"
 
 
 def _informative_lines(message: str) -> Iterator[str]:
@@ -70,9 +75,9 @@ def _informative_lines(message: str) -> Iterator[str]:
 
 def _remedy(line: str, classes: Iterable[type]) -> str:
     """Return a sentence that says what to write instead, or an empty string."""
-    if found := re.search(r"Expected a dot import path string: (\S+)\.", f"{line}."):
+    if found := re.search(r"no class is called '(\S+)'", line):
         names = sorted({kind.__name__ for kind in classes})
-        return f" No class is called so; name one of your own as module.Class.{did_you_mean(found[1], names)}"
+        return f"{did_you_mean(found[1], names)} A class of your own is named as module.Class."
     if found := re.search(r"([\w.]+): Option '([\w.]+)' is not accepted", line):
         module, _, name = found[1].rpartition(".")
         known = list(signature(getattr(import_module(module), name)).parameters)

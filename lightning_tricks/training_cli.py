@@ -144,9 +144,12 @@ class TricksCLI(ConfigurationOnlyCLI):
         try:
             super().instantiate_classes()
         except (MisconfigurationException, NoGpuAvailableError, TypeError, ValueError) as error:
-            if _is_about_arguments(error):
+            for said in _chain(error):  # jsonargparse raises its own error from what a class said
+                if _package_that_raised(said) in ("lightning", "lightning_tricks"):
+                    self.parser.error(str(said))
+            if _package_that_raised(said) == "jsonargparse":
                 self.parser.error(str(error))
-            raise
+            raise  # a user's own code, with the line
         if isinstance(self.model, TricksMixin):
             for callback in self.model.tricks.callbacks():
                 if isinstance(callback, SeedEverything):
@@ -196,10 +199,13 @@ def _subclasses(base: type) -> Iterator[type]:
         yield from _subclasses(kind)
 
 
-def _is_about_arguments(error: BaseException) -> bool:
-    """Whether an error is the sentence of a check in this package or a library, and none of a user's own code."""
-    while error.__cause__ is not None:  # jsonargparse raises from what a class said
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from."""
+    while error is not None:
+        yield error
         error = error.__cause__
+
+
+def _package_that_raised(error: BaseException) -> str:
     *_, (frame, _) = walk_tb(error.__traceback__)
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("jsonargparse", "lightning", "lightning_tricks")
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
