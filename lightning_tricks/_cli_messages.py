@@ -44,7 +44,9 @@ def condense_message(message: str, classes: Iterable[type]) -> str:
 
     line = ""
     for part in _informative_lines(message):
-        line += part if not line else f" {part}" if line.endswith(":") else f"{ending(line)} {part[0].upper()}{part[1:]}"
+        line += (
+            part if not line else f" {part}" if line.endswith(":") else f"{ending(line)} {part[0].upper()}{part[1:]}"
+        )
     line = re.sub(r"Parser key \"([^\"]+)\"", r"\1", line)
     line = re.sub(r"Problem with given class_path '([^']+)'", r"\1", line).rstrip(" :") or message
     line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
