@@ -52,6 +52,7 @@ from lightning_tricks.cli import main
 from lightning_tricks.devices import Gpu
 from lightning_tricks.devices.core.quantities import QUANTITIES
 from lightning_tricks.finetuning import LoRASettings, add_lora, save_adapter
+from lightning_tricks.training_cli import TricksCLI, TricksParser
 from tests.contract.cases import CASES
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Lab, Net, loader
@@ -418,6 +419,10 @@ def _commands(folder: Path) -> Iterator[str]:
             main([])
         except SystemExit:
             yield from _actions_of(parsers[0])
+    own = TricksParser()
+    TricksCLI.add_arguments_to_parser(None, own)
+    options = {option for action in own._actions for option in action.option_strings}
+    yield from (f"lightning-tricks fit {option}" for option in sorted(options - {"-h", "--help", "--print_config"}))
 
 
 def _actions_of(parser: argparse.ArgumentParser) -> Iterator[str]:
