@@ -38,6 +38,9 @@ _EXCLUDED_CALLBACKS = (
     TrickCallback,
 )
 
+# By name: its module takes long to import, and is there if the callback is
+_SAVES_CONFIG = ("lightning.pytorch.cli", "SaveConfigCallback")
+
 
 class AttributeOwners:
     """Lists the objects of a fit whose attributes are saved.
@@ -92,6 +95,8 @@ def _lightning_attributes(owner: object) -> Collection[str]:
         return _default_attributes(LightningDataModule) | {"state_dict"}
     if issubclass(kind, ModelPruning):
         return ("log", "log_dict", "state_dict", "_original_layers")
+    if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
+        return ("log", "log_dict", "state_dict", "parser", "config")  # of the process: some 50,000 objects
     return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
 
 

@@ -12,9 +12,12 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 
 import lightning_tricks
 from lightning_tricks import OptimizerSpec, ScheduleSpec, SeedEverything, seed_everything, training_cli
+from lightning_tricks.auto_resume.attribute_owners import AttributeOwners
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.cli import main
 from lightning_tricks.demo import Digits, DigitsClassifier
 from lightning_tricks.gradient_clipping.core.methods import METHODS
@@ -211,6 +214,21 @@ def test_a_saved_configuration_runs_again_and_none_is_overwritten(command):
     assert not Path("config-3.yaml").exists(), "the same configuration is there once"
     assert command("fit", "--config", "config-2.yaml", "--trainer.max_steps=3") == 0
     assert "max_steps: 3" in Path("config-3.yaml").read_text()
+
+
+def test_auto_resume_does_not_read_the_parser_at_each_save():
+    """It has some 50,000 objects, which take longer than the steps between two saves."""
+    parser = ArgumentParser()
+    callback, module = SaveConfigCallback(parser, parser.parse_args([])), DigitsClassifier()
+    trainer = Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+    trainer.strategy.connect(module)
+    owners = AttributeOwners(trainer, module)
+    tracker = AttributeTracker(owners.module_and_callbacks, skipped=owners.skipped_names)
+    parser.prog, callback.config["new"], callback.of_a_subclass = "changed", 1, 2
+    changes = tracker.changes()
+    assert len(changes["values"]) == 1
+    assert "of_a_subclass" in str(changes["values"].keys())
+    assert not changes["lost"]
 
 
 def test_print_config_says_what_each_option_is(command, capsys):
