@@ -113,7 +113,7 @@ def _run_stage(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         sys.path.insert(0, folder)
     from lightning_tricks.training_cli import TricksCLI
 
-    TricksCLI(args=argv)
+    TricksCLI(args=argv, parser_kwargs={"prog": parser.prog})
     return 0
 
 

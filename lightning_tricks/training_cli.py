@@ -11,6 +11,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
+import lightning
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
@@ -21,6 +22,7 @@ import lightning_tricks
 from lightning_tricks._cli_messages import condense_message
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
 from lightning_tricks._shared.checks import check_names
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices import NoGpuAvailableError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
@@ -46,7 +48,8 @@ class TricksParser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         classes = [kind for base in (Callback, LightningModule, LightningDataModule) for kind in _subclasses(base)]
-        self.exit(2, f"{Path(sys.argv[0]).name}: error: {condense_message(message, classes)}\n")
+        program = Path(sys.argv[0]).name.replace("__main__.py", "lightning-tricks")
+        self.exit(2, f"{program}: error: {condense_message(message, classes)}\n")
 
 
 class SaveConfigOnce(SaveConfigCallback):
@@ -111,9 +114,17 @@ class TricksCLI(ConfigurationOnlyCLI):
         defaults = {
             "save_config_callback": SaveConfigOnce,
             "seed_everything_default": False,
-            "parser_class": TricksParser,
         }
         super().__init__(model_class, datamodule_class, **{**defaults, **options})
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return a `TricksParser`; LightningCLI takes the class of its parser as an argument only in newer versions."""
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+        parser = TricksParser(**kwargs)
+        jsonargparse = import_extra("jsonargparse", "cli", "TricksCLI needs jsonargparse[signatures]")
+        action = jsonargparse.ActionConfigFile
+        parser.add_argument("-c", "--config", action=action, help="A YAML or JSON file with options.")
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--select_gpus`."""
