@@ -10,6 +10,6 @@ class Classifier(TricksMixin, lightning.LightningModule):
         scores = self.net(batch[0])
         return {"loss": cross_entropy(scores, batch[1]), "preds": scores, "target": batch[1]}
     validation_step = training_step
-metrics = {"metrics": {"task": "multiclass", "num_classes": 10}}
+metrics = {"task": "multiclass", "num_classes": 10}
 trainer = lightning.Trainer(max_epochs=3, logger=False, enable_checkpointing=False)
 trainer.fit(Classifier(Tricks(seeding=42, gradient_clipping=1.0, metrics=metrics, optimizer=True)), Digits())

@@ -1,0 +1,130 @@
+"""What the callbacks that people use together cost: an epoch with them, over one of the bare Trainer."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+
+import torch
+from _ratios import arguments, be_quiet, measure, ratios, report
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import resnet18
+
+from lightning_tricks import (
+    AutoResume,
+    FlopsReport,
+    GradientClipping,
+    MetricsMonitor,
+    ModelReport,
+    SeedEverything,
+    multiclass_metrics,
+    seed_everything,
+)
+
+MAKE: dict[str, Callable[[str], Callback]] = {
+    "SeedEverything": lambda folder: SeedEverything(1),
+    "GradientClipping": lambda folder: GradientClipping(1.0),
+    "MetricsMonitor": lambda folder: MetricsMonitor(multiclass_metrics(10)),
+    "FlopsReport": lambda folder: FlopsReport(),
+    "ModelReport": lambda folder: ModelReport(),
+    "AutoResume": lambda folder: AutoResume(f"{folder}/resume"),
+}
+EPOCHS = ("the first epoch, with reports and a checkpoint", "a later epoch, with a checkpoint")
+
+
+def mlp() -> tuple[nn.Module, TensorDataset, int]:
+    """Return a perceptron whose step takes about 2 ms, 1,000 batches for it and their size."""
+    net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+    return net, TensorDataset(torch.rand(32_000, 784), torch.randint(10, (32_000,))), 32
+
+
+def resnet() -> tuple[nn.Module, TensorDataset, int]:
+    """Return torchvision's ResNet-18, 100 batches of 16 images of 64 x 64 pixels and their size."""
+    return resnet18(num_classes=10), TensorDataset(torch.rand(1600, 3, 64, 64), torch.randint(10, (1600,))), 16
+
+
+class Classifier(LightningModule):
+    """A classifier that logs its loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the cross-entropy, the scores and the labels."""
+        scores = self.net(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        self.log("loss", loss)
+        return {"loss": loss, "preds": scores, "target": batch[1]}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+class SecondEpoch(Callback):
+    """Notes when the second epoch starts."""
+
+    started = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the time."""
+        if trainer.current_epoch == 1:
+            self.started = time.perf_counter()
+
+
+def fit(make: Callable[[], tuple[nn.Module, TensorDataset, int]], names: list[str], times: dict[str, float]) -> None:
+    """Train two epochs, and write the time that each of them took, with all that comes before and after it."""
+    seed_everything(1, verbose=False)
+    net, data, batch_size = make()
+    clock = SecondEpoch()
+    clips = {"gradient_clip_val": 1.0} if "gradient_clip_val" in names else {}
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        trainer = Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=CSVLogger(folder),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[clock, *(MAKE[name](folder) for name in names if name in MAKE)],
+            **clips,
+        )
+        start = time.perf_counter()
+        trainer.fit(Classifier(net), DataLoader(data, batch_size=batch_size))
+        times[EPOCHS[0]] = clock.started - start
+        times[EPOCHS[1]] = time.perf_counter() - clock.started
+
+
+def main() -> None:
+    """Measure and report."""
+    given = arguments(15)
+    torch.set_num_threads(1)
+    be_quiet()
+    alone = {"Trainer(gradient_clip_val=1.0)": ["gradient_clip_val"]} | {name: [name] for name in MAKE}
+    contestants = {"the bare Trainer": [], "all six": list(MAKE)}
+    results = {}
+    for step, make, of_case in (("2 ms", mlp, contestants | alone), ("ResNet-18", resnet, contestants)):
+        seen: dict[str, dict[str, list[float]]] = {epoch: {name: [] for name in of_case} for epoch in EPOCHS}
+
+        def run(name: str, chosen: list[str], make=make, seen=seen) -> None:
+            times: dict[str, float] = {}
+            fit(make, chosen, times)
+            for epoch in EPOCHS:
+                seen[epoch][name].append(times[epoch])
+
+        measure({name: partial(run, name, chosen) for name, chosen in of_case.items()}, given.rounds, warmup=1)
+        for epoch, times in seen.items():
+            timed = {name: values[1:] for name, values in times.items()}
+            results[f"{epoch}, steps of {step}"] = ratios(timed, "the bare Trainer")
+    report("collection", results, given.rounds, given.out)
+
+
+if __name__ == "__main__":
+    main()
