@@ -101,7 +101,7 @@ class FlopsReport(TrickCallback):
         self._installed.close()
         self._provides_flops = False
         self._flops_per_batch: float | None = None
-        self._saw_first_batch = False
+        self._saw_first_batch = self._has_logged_totals = False
         self._meter: MfuMeter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +116,14 @@ class FlopsReport(TrickCallback):
         if call is not None:
             self.count = self._count(trainer, pl_module, call)
             self._report(trainer)
+
+    def mid_epoch_state(self) -> dict[str, Any]:
+        """Return whether the totals have been logged, which they are once."""
+        return {"has_logged_totals": self._has_logged_totals}
+
+    def load_mid_epoch_state(self, state: dict[str, Any]) -> None:
+        """Restore what `mid_epoch_state` returned."""
+        self._has_logged_totals = state["has_logged_totals"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the training step with the first batch, if that is needed, and start to measure the utilization."""
@@ -185,8 +193,9 @@ class FlopsReport(TrickCallback):
             self.count.write(self.path)
 
     def _log_totals(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.count is None or trainer.barebones:
+        if self.count is None or trainer.barebones or self._has_logged_totals:
             return
+        self._has_logged_totals = True
         step = self.count.train_step_flops if self.count.train_step_flops is not None else self._flops_per_batch
         totals = {
             "flops/forward": self.count.flops,

@@ -117,7 +117,7 @@ class GradientClipping(TrickCallback):
         self._clip_groups = ClipGroups(check_groups(groups), self.method or ClipNorm(self.max_norm))
         self._states: defaultdict[int, ClipState] = defaultdict(ClipState)  # by the optimizer's index
         self._names: dict[Tensor, str] = {}
-        self._had_backward = False
+        self._is_in_batch = self._had_backward = False
         self._installed = ExitStack()  # the hooks of one fit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class GradientClipping(TrickCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note that there are no new gradients yet."""
-        self._had_backward = False
+        self._is_in_batch, self._had_backward = True, False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that there are new gradients."""
@@ -200,6 +200,7 @@ class GradientClipping(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Restore the schedulers of skipped steps."""
+        self._is_in_batch = False
         for state in self._states.values():
             state.restore_schedulers()
 
@@ -227,7 +228,7 @@ class GradientClipping(TrickCallback):
         for state in self._states.values():
             state.close()
         self._names = {}
-        self._had_backward = False
+        self._is_in_batch = self._had_backward = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each optimizer, and what the thresholds have learnt."""
@@ -250,6 +251,8 @@ class GradientClipping(TrickCallback):
         """Return a hook that raises an error after a step of the optimizer that Lightning did not announce."""
 
         def refuse(*_: Any) -> None:
+            if not self._is_in_batch:
+                return  # torch.distributed.checkpoint makes a step, of zeros, where an optimizer has no state yet
             state = self._states[index]
             if not state.is_announced:
                 raise unseen_step_error(index)

@@ -297,7 +297,8 @@ class MetricsMonitor(StepsCallback):
         """Restore the history, and what a checkpoint within an epoch holds of that epoch."""
         if self._function == "fit":
             self._history.load_state_dict(state_dict["history"])
-            self._epoch.load_partial_state(state_dict.get("partial", {}))
+            if "partial" in state_dict:  # `AutoResume` then loads each rank's own state dict, which has none
+                self._epoch.load_partial_state(state_dict["partial"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what each rank has measured of the epoch so far."""

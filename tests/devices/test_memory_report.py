@@ -249,12 +249,19 @@ def test_a_subclass_is_not_asked():
     assert (one.name, one.bytes) == ("tensor", 3 * MIB)
 
 
-def test_fake_tensors_hold_nothing():
+def test_fake_tensors_hold_nothing_and_are_not_asked_for_data(recwarn):
     before = memory_report("cpu").found
-    with FakeTensorMode():
-        fake = mib()
-        assert memory_report("cpu").found - before < 1024
+    warns_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    warnings.simplefilter("always")  # an error would be suppressed
+    try:
+        with FakeTensorMode():
+            fake = mib()
+            assert memory_report("cpu").found - before < 1024
+    finally:
+        torch.set_warn_always(warns_always)
     assert fake.shape == (MIB // 4,)
+    assert not [str(one.message) for one in recwarn if "data pointer" in str(one.message)]
 
 
 def test_sharded_tensors_count_what_this_rank_holds():

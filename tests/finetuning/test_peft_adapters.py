@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks import isolated_rng
+from lightning_tricks import isolated_rng, load_weights
 from lightning_tricks.finetuning import LoRASettings, add_lora
 from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
 from lightning_tricks.finetuning.lora import LoRA
@@ -428,3 +428,14 @@ def test_get_peft_model():
     wrapped = peft.get_peft_model(EvaluatedNet(), peft_config(lora("net.0")))
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         Trainer(**QUIET).fit(wrapped, loader())
+
+
+@pytest.mark.parametrize("config", [IA3, lora("0", "2")], ids=["IA3", "LORA"])
+def test_weights_of_the_base_are_loaded_into_a_model_with_adapters(config):
+    pretrained = {f"module.{name}": value + 1 for name, value in net().state_dict().items()}
+    inject_peft(model := net(), config)
+    report = load_weights(model, pretrained)
+    loaded = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items()}
+    assert report.loaded == report.total == len(pretrained) == 4
+    assert all(torch.equal(loaded[name.removeprefix("module.")], value) for name, value in pretrained.items())
+    assert "tensors of adapters keep their values" in str(report)

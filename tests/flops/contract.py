@@ -22,6 +22,7 @@ CASES = (
         arguments={"backward": True, "depth": 1, "path": "flops.json", "compare": True},
         kind="observer",
         neutral={},
+        of_one_fit=("count",),
         instances=1,
         verify=verify,
         untested={"CUDA": "no GPU run yet"},

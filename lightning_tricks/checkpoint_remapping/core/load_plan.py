@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._shared.added_parameters import added_names
+from lightning_tricks._shared.added_parameters import added_names, names_added_by_peft
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -131,7 +131,7 @@ class _LoadPlanner:
 
     def _leave_out_added(self) -> None:
         """Leave out the parameters of LoRA and adapters, if the file has none."""
-        added = added_names(self.module)
+        added = added_names(self.module) | names_added_by_peft(self.module)
         modules = {f"{name.rpartition('.')[0].rpartition('.')[2]}." for name in added}
         if added and not any(module in name for name in self.file_tensors for module in modules):
             self.model_tensors = {n: tensor for n, tensor in self.model_tensors.items() if n not in added}

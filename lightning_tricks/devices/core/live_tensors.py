@@ -90,8 +90,10 @@ def _dense_parts(tensor: Tensor, inner: bool) -> Iterator[Tensor]:
             yield tensor
         yield from parts_of_sparse(tensor)
     elif not hasattr(kind, "__tensor_flatten__"):
-        tensor.untyped_storage().data_ptr()  # raises for a wrapper, whose storage is a pretence
-        yield tensor
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":  # of a fake tensor, which warns where it is asked for its data
+            storage.data_ptr()  # raises for a wrapper, whose storage is a pretence
+            yield tensor
     elif inner:
         parts = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
         for part in parts:

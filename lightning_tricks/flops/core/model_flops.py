@@ -13,6 +13,7 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.input_advice import example_input_code
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
+from lightning_tricks._shared.dry_run.tensor_copies import NoDataError
 from lightning_tricks._torch_compat.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
 from lightning_tricks.flops.core.backends import count_with_thop, count_with_torch
 from lightning_tricks.flops.core.flops_count import FlopsCount
@@ -53,7 +54,8 @@ def count_flops(
             operator (such as `torch.ops.mylib.op`) has the signature of
             `torch.utils.flop_counter.register_flop_formula` and returns FLOPs; formulas that are registered there are
             used as well.
-        compare: Whether to count with the other backend as well, into `peer`.
+        compare: Whether to count with the other backend as well, into `peer`; thop cannot count a model without data or
+            one that is sharded, which `notes` says.
 
     Returns:
         The counts of the model and of each of its modules. Printed, they are a table.
@@ -97,7 +99,10 @@ def count_call(
     if backend == "torch":
         count, called = count_with_torch(model, call, backward, modules, operators)
         if compare:
-            peer = count_with_thop(model, call, modules)
+            try:
+                peer = count_with_thop(model, call, modules)
+            except NoDataError as error:
+                count = replace(count, notes=(*count.notes, f"not compared, as thop needs data: {error}"))
     else:
         count, called = count_with_thop(model, call, modules), set(operators)
         if compare:

@@ -1,0 +1,145 @@
+"""All callbacks together in one way of training: six promises, checked on one combination after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.contract.cases import CASES
+from tests.contract.lab import same
+from tests.together.everything import STOPPED, TogetherNet, changers, largest_sets, make_all, write_pretrained
+from tests.together.fits import VALIDATED, Fits, Left, StopsAt, Way, logged_rows
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "names": largest_sets(),
+    "precision": ("fp32", "bf16-mixed", "real fp16"),
+    "ranks": ("1 process", "DDP", "FSDP2"),
+    "accumulation": (1, 3),
+    "manual": (False, True),
+}
+_COUNTED = ("flops/", "params")
+_WHAT = ("weights", "optimizers", "rng")
+
+
+def check_together(row: dict[str, Any], folder: Path) -> None:
+    """Fit with those that change the run, with all, and with all and a resume in the middle; compare the three."""
+    way = Way(**{name: level for name, level in row.items() if name != "names"})
+    names = [name for name in row["names"] if not (way.is_sharded and "FSDP2" in CASES[name].refuses)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_pretrained(folder)
+    together = _Together(Fits(folder), way, names)
+    changed = together.fit(changers(names), "changed")
+    whole = together.fit_whole()
+    resumed = together.resume_sharded() if way.is_sharded else together.resume_stopped()
+    assert len(changed) == len(whole) == len(resumed) == way.num_ranks
+    _assert_nothing_changed(changed, whole)
+    _assert_resumed(resumed, whole, by_auto_resume=not way.is_sharded)
+    rows = logged_rows(folder / "whole")
+    assert len(rows) >= 2
+    if not way.is_sharded:  # without AutoResume, loggers begin anew
+        assert logged_rows(folder / "stopped") == rows, "logged values differ after a resume"
+    for rank in whole:
+        _assert_norms(rank, way)
+    _assert_metrics(whole)
+
+
+class _Together:
+    """Fits of one combination."""
+
+    def __init__(self, fits: Fits, way: Way, names: Sequence[str]) -> None:
+        self.fits, self.way, self.names = fits, way, names
+
+    def fit(self, names: Sequence[str], place: str, *further: Any, start: int = 0, **trainer: Any) -> list[Left]:
+        folder = self.fits.folder / place
+        folder.mkdir(exist_ok=True)
+        callbacks = make_all(names, folder)
+        if "CheckpointRemapping" in callbacks:
+            callbacks["CheckpointRemapping"].path = str(self.fits.folder / "pretrained.pt")
+        torch.manual_seed(start)
+        dropout = 0.0 if self.way.is_sharded else 0.2  # without AutoResume, random numbers begin anew
+        module = TogetherNet(manual=self.way.manual, dropout=dropout, accumulation=self.way.accumulation)
+        everybody = [*callbacks.values(), *further]
+        return self.fits.fit(
+            self.way, module, everybody, watched=callbacks, log_to=folder / "logs", start=start, **trainer
+        )
+
+    def fit_whole(self) -> list[Left]:
+        """Let all of them train undisturbed."""
+        if not self.way.is_sharded:
+            return self.fit(self.names, "whole")
+        saver = ModelCheckpoint(self.fits.folder / "whole", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        return self.fit(self.names, "whole", saver, enable_checkpointing=True)
+
+    def resume_stopped(self) -> list[Left]:
+        """Let a signal stop the last rank in the second epoch, and run the same again."""
+        batch = 13 if self.way.num_ranks == 1 else 8  # of 20, or of 10 on each rank
+        exchanges = "lightning_tricks.auto_resume.core.rank_agreement._SECONDS_BETWEEN_EXCHANGES"
+        with pytest.raises(SystemExit) as left, patch(exchanges, 0.0):
+            self.fit(self.names, "stopped", StopsAt(batch))
+        assert left.value.code == STOPPED
+        return self.fit(self.names, "stopped", start=0 if self.way.num_ranks > 1 else 9)
+
+    def resume_sharded(self) -> list[Left]:
+        """Resume from what ModelCheckpoint saved at the first epoch's end, as AutoResume does not save shards."""
+        return self.fit(self.names, "stopped", ckpt_path=self.fits.folder / "whole" / "epoch=0.ckpt")
+
+
+def _assert_nothing_changed(changed: Sequence[Left], whole: Sequence[Left]) -> None:
+    for with_all, without in zip(whole, changed, strict=True):
+        for what in (*_WHAT, "norms", "traces"):
+            assert same(getattr(with_all, what), getattr(without, what)), f"{what} differ with the observers"
+        assert with_all.new_threads == 0, "a thread is left"
+
+
+def _assert_resumed(resumed: Sequence[Left], whole: Sequence[Left], *, by_auto_resume: bool) -> None:
+    for again, long in zip(resumed, whole, strict=True):
+        for what in ("weights", "optimizers", "metrics", *(["rng"] if by_auto_resume else [])):
+            left, right = getattr(again, what), getattr(long, what)
+            if what == "metrics" and not by_auto_resume:  # FlopsReport counts what trains where a fit begins
+                left, right = ({k: v for k, v in one.items() if k[:6] not in _COUNTED} for one in (left, right))
+            assert same(left, right), f"{what} differ after a resume: {differences(left, right)}"
+        left, right = again.attributes, long.attributes
+        assert same(left, right), f"attributes differ after a resume: {differences(left, right)}"
+        for index, norms in again.norms.items():
+            assert 0 < len(norms) < len(long.norms[index]), "it did not resume in the middle"
+            assert norms == long.norms[index][-len(norms) :]
+
+
+def differences(left: Any, right: Any, name: str = "") -> str:
+    """The places in nested dicts at which they differ."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        parts = [differences(left.get(key), right.get(key), f"{name}.{key}") for key in {**left, **right}]
+        return "; ".join(filter(None, parts))
+    return "" if same(left, right) else f"{name}: {left!r:.300} is not {right!r:.300}"
+
+
+def _assert_norms(rank: Left, way: Way) -> None:
+    tolerance = 1e-4 if way.precision == "fp32" else 1e-2
+    assert len(rank.norms) == 1 + way.manual
+    for index, norms in rank.norms.items():
+        logged = rank.logged_norms[index]
+        assert len(logged) == len(norms) > 0
+        finite = [pair for pair in zip(logged, norms, strict=True) if math.isfinite(pair[1])]
+        assert finite
+        for value, norm in finite:
+            assert math.isclose(value, norm, rel_tol=tolerance), f"{logged} is not {norms}"
+
+
+def _assert_metrics(ranks: Sequence[Left]) -> None:
+    """The metrics are those of all rows that the ranks saw; of a repeated one in validation, once."""
+    for stage, rows in (("train", 40), ("val", VALIDATED)):
+        batches = [rank.seen[stage] for rank in ranks]
+        right = [(preds.argmax(1) == target) for rank in batches for preds, target in rank]
+        hits = torch.cat(right)
+        if len(ranks) > 1 and stage == "val":
+            hits = torch.stack([torch.cat([p.argmax(1) == t for p, t in rank]) for rank in batches], 1).flatten()
+        expected = hits[:rows].float().mean().item()
+        for rank in ranks:
+            assert abs(rank.metrics[f"lab/{stage}/acc"] - expected) < 1e-6

@@ -1,0 +1,69 @@
+"""All callbacks together, in every pair of precision, ranks, accumulation and optimization."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from tests.contract.cases import CASES
+from tests.contract.lab import HostReads
+from tests.together.everything import TogetherNet, largest_sets, make_all
+from tests.together.fits import Fits, Way
+from tests.together.matrix import FACTORS, check_together
+from tests.together.pairwise import all_rows, pairs_of, pairwise_cover
+
+_COVER = pairwise_cover(FACTORS)
+
+
+def _name(row):
+    others = [str(level) for name, level in row.items() if name != "names"]
+    return "-".join([str(FACTORS["names"].index(row["names"])), *others])
+
+
+def test_any_two_levels_of_any_two_factors_occur_together():
+    wanted = {
+        frozenset(((one, level), (other, second)))
+        for one, other in combinations(FACTORS, 2)
+        for level in FACTORS[one]
+        for second in FACTORS[other]
+    }
+    assert set().union(*map(pairs_of, _COVER)) == wanted
+    assert len(_COVER) < len(list(all_rows(FACTORS))) / 4
+
+
+def test_any_two_callbacks_that_are_not_kept_apart_stand_in_one_set():
+    sets = largest_sets()
+    for one, other in combinations(CASES, 2):
+        apart = other in CASES[one].not_beside or one in CASES[other].not_beside
+        assert any({one, other} <= set(names) for names in sets) != apart, f"{one} and {other}"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("row", _COVER, ids=_name)
+def test_all_together(row, tmp_path):
+    check_together(row, tmp_path)  # asserts
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_all_together_read_no_more_than_what_they_train_makes_the_trainer_read(tmp_path, manual):
+    names = FACTORS["names"][0]
+    added = [name for name in names if CASES[name].kind == "structural"]  # more tensors make an optimizer read more
+    per_step = {}
+    for chosen in (added, names):
+        counts = []
+        for batches in (5, 10):
+            folder = tmp_path / f"{len(chosen)} {batches}"
+            folder.mkdir()
+            torch.manual_seed(0)
+            module = TogetherNet(manual=manual)
+            callbacks = [
+                callback
+                for name, callback in make_all(chosen, folder, idle=True).items()
+                if name not in ("CheckpointRemapping", "GradualUnfreezing")  # reads what it loads; freezes
+            ]
+            with HostReads() as reads:
+                Fits(folder).fit(Way(manual=manual), module, callbacks, limit_train_batches=batches, probe=False)
+            counts.append(reads.count)
+        per_step[len(chosen)] = counts[1] - counts[0]
+    assert per_step[len(names)] <= per_step[len(added)]
+    assert 0 < per_step[len(added)]
