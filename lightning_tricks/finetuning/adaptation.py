@@ -16,9 +16,10 @@ from torch import nn
 
 from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.rng import isolated_rng
 
 _log = logging.getLogger("lightning.pytorch.tricks.finetuning")
 
@@ -72,7 +73,10 @@ class AdaptationCallback(TrickCallback):
         self._installed.close()
         is_new = not any(added_modules(pl_module))
         try:
-            self.report = self.adapt(pl_module)
+            with isolated_rng():
+                for callback in callbacks_of_type(pl_module.trainer, TrickCallback):
+                    callback.before_module_init()  # so that SeedEverything seeds this wherever it stands
+                self.report = self.adapt(pl_module)
         except ValueError as error:
             raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         rank_zero_info(f"{type(self).__name__}: {self.report}")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import warnings
 import weakref
 from collections import deque
 

@@ -83,6 +83,11 @@ class TogetherNet(EvaluatedNet):
                 optimizer.zero_grad()
         return {"loss": loss.detach(), "preds": scores.detach(), "target": batch[1]}
 
+    def validation_step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log("loss", nn.functional.cross_entropy(scores, batch[1]), sync_dist=True)
+        return {"preds": scores, "target": batch[1]}
+
     def configure_optimizers(self):
         if self.automatic_optimization:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
