@@ -27,7 +27,7 @@ e-to-z := tests/[e-z]*
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest ci soak fuzz sweep mutants check fix bench constraints clean
+.PHONY: help demo test test-oldest ci soak fuzz sweep matrix mutants check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, a
 sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,300 models, and list what is wrong
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.pairs
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.sweep --result tests/checkpoint_remapping/sweep_result.md
+
+matrix: $(VENV)/installed-test ## Train with all callbacks together in each of 72 ways, and list what does not hold
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.together.matrix --result tests/together/matrix_result.md
 
 mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds
 	$(BIN)/python -m tests.mutation.run

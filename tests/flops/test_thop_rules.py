@@ -80,3 +80,11 @@ def test_compiled():
     x = torch.randn(1, 1, 5, 5)
     compiled = torch.compile(model, backend="eager")
     assert count_flops(compiled, x, backend="thop") == count_flops(model, x, backend="thop")
+
+
+def test_a_comparison_without_data_leaves_the_count_as_it_is():
+    with torch.device("meta"):
+        model = nn.Linear(3, 4)
+    count = count_flops(model, torch.empty(2, 3, device="meta"), compare=True)
+    assert (count.macs, count.peer) == (24, None)
+    assert "thop needs data" in count.notes[-1]

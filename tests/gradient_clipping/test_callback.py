@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
@@ -122,6 +123,19 @@ class _StepsOnlyTheFirst(Net):
         optimizer.zero_grad()
         self.manual_backward(torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
         optimizer.step()
+
+
+class _ReadsStates(Callback):
+    """Asks for the state of the optimizers as ModelParallelStrategy does where it loads a checkpoint."""
+
+    def on_fit_start(self, trainer, pl_module):
+        get_optimizer_state_dict(pl_module, trainer.optimizers[0])  # makes a step where there is no state yet
+
+
+def test_lets_a_sharded_checkpoint_be_loaded(lab):
+    (with_it,) = lab.fit([GradientClipping(0.5), _ReadsStates()])
+    assert with_it.metrics["grad_norm/pre_clip"] > 0
+    assert len(with_it.steps) == 2 * len(loader())
 
 
 def test_names_the_optimizer_that_never_stepped(lab):

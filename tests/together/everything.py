@@ -93,5 +93,5 @@ class TogetherNet(EvaluatedNet):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
         parts: tuple[list[Any], list[Any]] = [], []
         for name, parameter in self.named_parameters():
-            parts[name.startswith("net.4")].append(parameter)
+            parts[name.endswith("bias")].append(parameter)
         return torch.optim.SGD(parts[0], lr=0.1, momentum=0.9), torch.optim.AdamW(parts[1], lr=0.01)

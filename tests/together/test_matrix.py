@@ -66,4 +66,4 @@ def test_all_together_read_no_more_than_what_they_train_makes_the_trainer_read(t
             counts.append(reads.count)
         per_step[len(chosen)] = counts[1] - counts[0]
     assert per_step[len(names)] <= per_step[len(added)]
-    assert 0 < per_step[len(added)]
+    assert per_step[len(added)] > 0

@@ -17,7 +17,7 @@ from tests.together.order import assert_same_left, fit_in_order
 def test_all_orders_give_the_same_bits_with_a_resume_in_the_middle(names, tmp_path):
     given = fit_in_order(names, None, tmp_path / "given")
     assert given["rows"]
-    for seed in (-1, 1, 2):
+    for seed in (-1, 1):
         assert_same_left(given, fit_in_order(names, seed, tmp_path / str(seed)), f"order {seed}")
 
 

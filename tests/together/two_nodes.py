@@ -65,7 +65,9 @@ def train(shared: str, left: str, dies: bool, ranks_per_node: int) -> None:
     )
     torch.manual_seed(0)
     trainer.fit(
-        TogetherNet(dropout=0.2), DataLoader(digits(), 4, shuffle=True), DataLoader(Subset(digits(), range(VALIDATED)), 4)
+        TogetherNet(dropout=0.2),
+        DataLoader(digits(), 4, shuffle=True),
+        DataLoader(Subset(digits(), range(VALIDATED)), 4),
     )
 
 
