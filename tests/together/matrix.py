@@ -94,7 +94,11 @@ class _Together:
 
     def resume_sharded(self) -> list[Left]:
         """Resume from what ModelCheckpoint saved at the first epoch's end, as AutoResume does not save shards."""
-        return self.fit(self.names, "stopped", ckpt_path=self.fits.folder / "saved" / "epoch=0.ckpt")
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Be aware that when using `ckpt_path`"
+            )  # ModelCheckpoint has done its part
+            return self.fit(self.names, "stopped", ckpt_path=self.fits.folder / "saved" / "epoch=0.ckpt")
 
 
 def _assert_nothing_changed(changed: Sequence[Left], whole: Sequence[Left]) -> None:
