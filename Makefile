@@ -85,8 +85,9 @@ fix: $(VENV)/installed-test ## Mend what ruff can mend, and the generated tables
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.contract.readme_tables
 
-bench: $(VENV)/installed-test ## Run the benchmarks; each prints ratios and writes JSON to benchmarks/results
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+bench: $(VENV)/installed-test ## Run the benchmarks, which print ratios, and write benchmarks/results.json and docs/benchmarks.md
+	for script in $(or $(SCRIPTS),benchmarks/[a-z]*.py); do $(BIN)/python $$script || exit 1; done
+	$(BIN)/python benchmarks/_summary.py
 
 constraints: $(VENV)/installed-test ## Pin the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/$$/ ; python_version == "3.11" and sys_platform == "linux"/' > constraints.txt

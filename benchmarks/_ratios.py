@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 Contestants = Mapping[str, Callable[[], Any]]
+Ratio = dict[str, Any]  # median, q1, q3 and the peer
 
 
 def measure(contestants: Contestants, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -40,14 +41,14 @@ def measure(contestants: Contestants, rounds: int, warmup: int = 3) -> dict[str,
     return times
 
 
-def ratios(times: Mapping[str, list[float]], peer: str) -> dict[str, dict[str, float]]:
-    """Each contestant's time over the peer's of the same round: median and quartiles."""
+def ratios(times: Mapping[str, list[float]], peer: str) -> dict[str, Ratio]:
+    """Each contestant's time over the peer's of the same round: median, quartiles and the peer."""
     result = {}
     for name in times:
         if name != peer:
             each = [own / other for own, other in zip(times[name], times[peer], strict=True)]
             low, median, high = statistics.quantiles(each, n=4)
-            result[name] = {"median": round(median, 4), "q1": round(low, 4), "q3": round(high, 4)}
+            result[name] = {"median": round(median, 4), "q1": round(low, 4), "q3": round(high, 4), "peer": peer}
     return result
 
 
@@ -81,7 +82,7 @@ def be_quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def report(claim: str, results: Mapping[str, Mapping[str, Mapping[str, float]]], rounds: int, out: Path) -> None:
+def report(claim: str, results: Mapping[str, Mapping[str, Ratio]], rounds: int, out: Path) -> None:
     """Print the ratios as a table and write them, with the environment, to `<out>/<claim>.json`."""
     where = environment()
     table = Table("case", "contestant", "ratio (median)", "quartiles", title=f"{claim}, {rounds} rounds, {where}")

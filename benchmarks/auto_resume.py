@@ -89,6 +89,7 @@ def steps(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
         "median": round(ordered[rounds // 2], 5),
         "q1": round(ordered[rounds // 4], 5),
         "q3": round(ordered[3 * rounds // 4], 5),
+        "peer": "without",
     }
     return found
 

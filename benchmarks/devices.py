@@ -90,7 +90,9 @@ def main() -> None:
             name: (getattr(count, what) - getattr(counts["without"], what)) / STEPS for name, count in counts.items()
         }
         results[f"more {what.replace('_', ' ')} in a step"] = {
-            name: {"median": value, "q1": value, "q3": value} for name, value in more.items() if name != "without"
+            name: {"median": value, "q1": value, "q3": value, "peer": "without, a difference"}
+            for name, value in more.items()
+            if name != "without"
         }
     report("devices", results, given.rounds, given.out)
 

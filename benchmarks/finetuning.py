@@ -126,7 +126,10 @@ def sizes() -> dict[str, dict[str, float]]:
             found[name] = [path.stat().st_size, memory, parameters]
     each = [own / whole for own, whole in zip(found["LoRA"], found["all weights"], strict=True)]
     names = ("checkpoint, bytes", "optimizer state, bytes", "trained parameters")
-    return {name: dict.fromkeys(("median", "q1", "q3"), ratio) for name, ratio in zip(names, each, strict=True)}
+    return {
+        name: {"median": ratio, "q1": ratio, "q3": ratio, "peer": "all weights"}
+        for name, ratio in zip(names, each, strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def inside(make: Callable[[], nn.Module], batch: tuple[int, ...], steps: int) ->
         whole = [after - before for before, after in pairwise([*clock.began, clock.ended])]
         each = [all_ / (all_ - own) for all_, own in zip(whole, clock.inside, strict=True)][1:-1]
         low, median, high = statistics.quantiles(each, n=4)
-        found[f'detail="{detail}", inside'] = {"median": median, "q1": low, "q3": high}
+        found[f'detail="{detail}", inside'] = {"median": median, "q1": low, "q3": high, "peer": "without"}
     return found
 
 
