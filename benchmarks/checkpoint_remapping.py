@@ -111,7 +111,7 @@ def memory() -> dict[str, dict[str, float]]:
             "median": round(median, 3),
             "q1": round(low, 3),
             "q3": round(high, 3),
-            "peer": "size of the file",
+            "peer": "weights of the model",
         }
     return result
 
