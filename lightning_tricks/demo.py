@@ -25,12 +25,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import lightning_tricks
+from lightning_tricks._shared.console import make_console
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.tricks import Tricks
 
@@ -174,14 +174,14 @@ def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
         folder = Path(str(trainer.log_dir))  # all ranks must ask: it is a broadcast
         if trainer.is_global_zero:
             unfinished.mkdir(exist_ok=True)
-            with (unfinished / "logs.txt").open("a") as names:
+            with (unfinished / "logs.txt").open("a", encoding="utf-8") as names:
                 names.write(f"{folder}\n")
         trainer.fit(model, data)
         values = dict(trainer.callback_metrics)
         trainer.test(model, data, verbose=False)
         values |= trainer.callback_metrics
         if trainer.is_global_zero:
-            folders = (unfinished / "logs.txt").read_text().splitlines()
+            folders = (unfinished / "logs.txt").read_text(encoding="utf-8").splitlines()
             report = _report(trainer, _read_history(folders), {k: v.item() for k, v in values.items()})
             _print_and_write(report, out, folder)
             shutil.rmtree(unfinished)  # the next run starts anew
@@ -208,12 +208,12 @@ def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path, folder:
     for room, rows in report.items():
         for position, (what, text) in enumerate(rows.items()):
             table.add_row(room if position == 0 else "", what, text, end_section=position == len(rows) - 1)
-    console = Console(record=True)
+    console = make_console(record=True)
     console.print(table)
     console.save_html(str(out / "report.html"), clear=False)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
-    (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n")
-    Console(soft_wrap=True).print(f"Report: {out / 'report.html'}, {out / 'report.json'}; logs: {folder}")
+    (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n", encoding="utf-8")
+    make_console(soft_wrap=True).print(f"Report: {out / 'report.html'}, {out / 'report.json'}; logs: {folder}")
 
 
 def _parts() -> dict[str, ModuleType]:
@@ -230,7 +230,7 @@ def _read_history(folders: Sequence[str]) -> list[dict[str, float]]:
         path, fresh = Path(folder) / "metrics.csv", set()
         if not path.exists():
             continue
-        with path.open(newline="") as file:
+        with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
                 values = {key: float(value) for key, value in row.items() if value}
                 step = values["step"]

@@ -6,6 +6,8 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.console import make_console
+
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 
@@ -36,11 +38,10 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 
 
 def _status(folders: list[CheckpointFolder]) -> int:
-    from rich.console import Console
 
     from lightning_tricks._shared.units import format_bytes
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console(soft_wrap=True, highlight=False)
     for folder in folders:
         status = folder.read_status()
         if status:
@@ -55,9 +56,8 @@ def _status(folders: list[CheckpointFolder]) -> int:
 
 
 def _verify(folders: list[CheckpointFolder]) -> int:
-    from rich.console import Console
 
-    console, broken = Console(soft_wrap=True, highlight=False), 0
+    console, broken = make_console(soft_wrap=True, highlight=False), 0
     for folder in folders:
         for manifest in folder.manifests():
             problem = folder.find_problem(manifest)

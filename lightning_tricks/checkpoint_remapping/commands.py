@@ -6,6 +6,8 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.console import make_console
+
 if TYPE_CHECKING:
     from rich.tree import Tree
     from torch import Tensor
@@ -67,12 +69,11 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
-    console = Console()
+    console = make_console()
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     console.print(_tree(checkpoint, arguments.depth))
     if checkpoint.metadata:
@@ -128,7 +129,6 @@ def _sum(tensors: list[Tensor]) -> str:
 
 def _diff(arguments: argparse.Namespace) -> int:
     import torch
-    from rich.console import Console
     from rich.table import Table
 
     from lightning_tricks._shared.text import format_shape
@@ -154,7 +154,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             table.add_row(name, f"values differ by up to {largest:.3g}")
         else:
             same += 1
-    console = Console()
+    console = make_console()
     if table.row_count:
         console.print(table)
     console.print(f"{same} tensors are equal, {table.row_count} differ")
@@ -165,7 +165,6 @@ def _align(arguments: argparse.Namespace) -> int:
     import json
 
     import torch
-    from rich.console import Console
 
     from lightning_tricks._shared.model_argument import import_model
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
@@ -175,7 +174,7 @@ def _align(arguments: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = import_model(arguments.model, json.loads(arguments.arguments))
     alignment = align(model, checkpoint)
-    console = Console()
+    console = make_console()
     console.print(alignment.report())
     if arguments.out:
         alignment.save(arguments.out)
@@ -184,7 +183,6 @@ def _align(arguments: argparse.Namespace) -> int:
 
 
 def _remap(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.files.saving import save_weights
@@ -194,7 +192,7 @@ def _remap(arguments: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     remapped = remap_keys(checkpoint.state_dict, read_rules(arguments.rules))
     save_weights(remapped, arguments.out, clean=False)
-    console = Console()
+    console = make_console()
     for rule in remapped.unmatched:
         console.print(f"this rule matched nothing: {rule}", markup=False)
     console.print(

@@ -11,6 +11,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.console import make_console, write_output
+
 if TYPE_CHECKING:
     from lightning_tricks.devices.core.gpu import Gpu
 
@@ -102,7 +104,7 @@ def _select(n: int, form: str, limits: dict[str, Any]) -> int:
     else:
         numbers = selection.devices if isinstance(selection.devices, list) else [selection.devices]
         text = ",".join(map(str, numbers)) + "," * (len(numbers) == 1)  # "1" would mean one GPU
-    sys.stdout.write(f"{text}\n")
+    write_output(f"{text}\n")
     selection.release()
     return 0
 
@@ -130,12 +132,11 @@ class _Output:
     """Prints GPUs as the arguments say, once or again and again; `with` restores the terminal."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from rich.console import Console
         from rich.live import Live
 
         self.arguments = arguments
         self.header = True  # nothing has been printed yet
-        self.console = Console(highlight=False)
+        self.console = make_console(highlight=False)
         text = arguments.json or arguments.csv
         screen = self.console.is_terminal and not self.console.is_dumb_terminal
         live = arguments.watch is not None and screen and not text
@@ -158,15 +159,15 @@ class _Output:
 
         query, watch = self.arguments.query, self.arguments.watch is not None
         if self.arguments.json:
-            sys.stdout.write(json.dumps(plain_values(gpus, query), indent=None if watch else 2) + "\n")
+            write_output(json.dumps(plain_values(gpus, query), indent=None if watch else 2) + "\n")
         elif self.arguments.csv:
-            sys.stdout.write(csv_text(gpus, query or DEFAULT_QUERY, header=self.header))
+            write_output(csv_text(gpus, query or DEFAULT_QUERY, header=self.header))
         else:
             table = GpuTable(gpus) if query is None else QueryTable(gpus, query)
             if self.live is None:
                 with self.console.capture() as capture:  # rich would exit by itself where nobody reads any more
                     self.console.print(table)
-                sys.stdout.write("\n" * (not self.header) + capture.get())
+                write_output("\n" * (not self.header) + capture.get())
             else:
                 self.live.update(table, refresh=True)
         self.header = False
@@ -177,7 +178,7 @@ def _report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from lightning_tricks.devices.core.environment import environment_report, environment_text
 
     report = environment_report()
-    sys.stdout.write(json.dumps(report, indent=2) + "\n" if arguments.json else environment_text(report))
+    write_output(json.dumps(report, indent=2) + "\n" if arguments.json else environment_text(report))
     return 0
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
 from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
 from lightning_tricks.devices.core.quantities import check_keys
@@ -207,9 +208,7 @@ class DeviceMonitor(TrickCallback):
 
     def _show(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.summary:
-            from rich.console import Console
-
             try:
-                Console().print(device_report(self.summary))
+                make_console().print(device_report(self.summary))
             except (OSError, ValueError) as error:  # the output is closed, or cannot write a character
                 warnings.warn(f"DeviceMonitor could not print its table, see `summary`: {error}", stacklevel=2)

@@ -16,6 +16,7 @@ from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._lightning_compat.throughput import providing_flops_per_batch, set_flops_per_batch
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
+from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks.flops.core.flops_count import FlopsCount
 from lightning_tricks.flops.core.flops_table import check_report_path
@@ -186,9 +187,8 @@ class FlopsReport(TrickCallback):
     def _report(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero or self.count is None:
             return
-        from rich.console import Console
 
-        Console().print(self.count.table(self.depth))
+        make_console().print(self.count.table(self.depth))
         if self.path is not None:
             self.count.write(self.path)
 

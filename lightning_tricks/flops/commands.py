@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from lightning_tricks._shared.console import make_console, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,7 +47,6 @@ def add_to(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from lightning_tricks._shared.model_argument import import_model
     from lightning_tricks.flops.core.model_flops import count_flops
@@ -60,11 +60,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except Exception as error:  # also the model's own errors: a command prints no traceback
         parser.error(f"{type(error).__name__}: {error}")
     if arguments.json:
-        sys.stdout.write(count.to_json())
+        write_output(count.to_json())
     elif arguments.csv:
-        sys.stdout.write(count.to_csv())
+        write_output(count.to_csv())
     else:
-        Console().print(count.table(arguments.depth))
+        make_console().print(count.table(arguments.depth))
     return 0
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.console import make_console
+
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
@@ -48,7 +50,6 @@ def add_to(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
@@ -64,7 +65,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     for step in sorted({0, peak, *(round(arguments.total * tenth / 10) for tenth in range(11))}):
         note = " (peak)" if step == peak else ""
         table.add_row(f"{step:,}{note}", f"{factors[step]:.4f}", f"{arguments.lr * factors[step]:.3g}")
-    console = Console()
+    console = make_console()
     console.print(table)
     if arguments.plot is not None:
         from lightning_tricks.lr_schedules.core.plotting import plot_schedule

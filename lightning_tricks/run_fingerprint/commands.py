@@ -6,6 +6,8 @@ import argparse
 from functools import partial
 from typing import Any
 
+from lightning_tricks._shared.console import make_console
+
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
@@ -19,7 +21,6 @@ def add_to(commands: Any) -> None:
 
 
 def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
 
     from lightning_tricks.run_fingerprint.core.comparison import compare
     from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError
@@ -29,5 +30,5 @@ def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
     except (OSError, FingerprintRecordError) as error:
         parser.error(str(error))
-    Console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
+    make_console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
     return int(comparison.divergence is not None)
