@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -64,10 +65,11 @@ def read_module_checkpoint(
     location = original_device if map_location is None else map_location
     if isinstance(path, str | os.PathLike):
         return read_checkpoint(path, map_location=location), hparams
-    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
-        shutil.copyfileobj(path, file)
-        file.flush()
-        return replace(read_checkpoint(file.name, map_location=location, mmap=False), source="the stream"), hparams
+    with tempfile.TemporaryDirectory() as folder:  # on Windows, no other one can open a temporary file
+        copy = Path(folder, "stream.ckpt")
+        with copy.open("wb") as file:
+            shutil.copyfileobj(path, file)
+        return replace(read_checkpoint(copy, map_location=location, mmap=False), source="the stream"), hparams
 
 
 def build_module(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ def _inode_key(state: os.stat_result) -> tuple[int, int]:
 
 def _lock(descriptor: int) -> tuple[bool, bool]:
     """Lock a file without waiting; return whether it is locked, and whether the file system supports locks."""
-    try:
-        import fcntl
-    except ImportError:
+    if sys.platform == "win32":
         return _lock_on_windows(descriptor)
+    import fcntl
+
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import locale
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -86,15 +87,20 @@ class CsvRowsCopy:
         )
 
 
+def _encoding() -> str:
+    """Return the encoding that Lightning's CSVLogger writes with: the default of the process."""
+    return locale.getpreferredencoding(False)
+
+
 def _rows_in(path: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, UnicodeDecodeError, csv.Error), path.open(newline="") as file:
+    with suppress(OSError, UnicodeDecodeError, csv.Error), path.open(newline="", encoding=_encoding()) as file:
         return list(csv.DictReader(file))
     return []
 
 
 def csv_header(path: Path) -> list[str]:
     """Return the names of the columns of a CSV file; empty if there is no file."""
-    with suppress(OSError, UnicodeDecodeError), path.open(newline="") as file:
+    with suppress(OSError, UnicodeDecodeError), path.open(newline="", encoding=_encoding()) as file:
         return next(csv.reader(file), [])
     return []
 

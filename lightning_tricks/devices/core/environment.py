@@ -135,7 +135,8 @@ def _cpu_model() -> str | None:
 
         with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
             return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
-    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return " ".join(match[1].split()) if match else None  # ARM has none
 
 
@@ -147,8 +148,14 @@ def _physical_cores() -> int | None:
 
 
 def _ram() -> str | None:
-    size = _try(_ram_of_psutil) or _try(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    size = _try(_ram_of_psutil) or _try(_ram_of_sysconf)
     return None if size is None else format_bytes(size)
+
+
+def _ram_of_sysconf() -> int | None:
+    if sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _ram_of_psutil() -> int:

@@ -170,14 +170,16 @@ def choosing(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Itera
 
 def holder(path: Path) -> int | None:
     """Return the number of the process that holds a lock, where the operating system tells it (Linux)."""
+    if sys.platform != "linux":
+        return None
     try:
         status = path.stat()
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             words = line.split()
             if words[1] == "FLOCK" and words[5] == device and int(words[4]) > 0:
                 return int(words[4])
-    except (OSError, AttributeError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError):
         pass
     return None
 

@@ -80,9 +80,9 @@ def _of_process() -> MemoryFigures:
 
 def _peak_resident() -> int | None:
     """Return the peak of the resident memory; None on Windows."""
-    try:
-        import resource
-    except ModuleNotFoundError:
+    if sys.platform == "win32":
         return None
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -169,7 +169,7 @@ def publish_choice(launch: Launch, choice: Sequence[str], error: str | None = No
     try:
         _remove_old(path.parent)
         descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file)
         staged.replace(path)
     except OSError as problem:

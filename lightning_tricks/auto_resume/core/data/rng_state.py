@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing import parent_process
@@ -95,6 +96,8 @@ def _exit_if_parent_died() -> None:
 
     The watchdog in torch's workers takes the parent that they have when it starts for the training process.
     """
+    if sys.platform == "win32":  # where signal 0 is Ctrl-C, and workers are spawned by the process that waits for them
+        return
     parent = parent_process()
     if parent is None or parent.pid == os.getppid():
         return
@@ -149,6 +152,8 @@ class WorkerInit:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.stopping is None or self.stopping.value == LEAVING:
             os.kill(os.getpid(), signal.SIGTERM)
+        if sys.platform == "win32":  # where no process is sent a SIGTERM by another one
+            return
         signal.signal(signal.SIGALRM, self._exit_unless_stopping)
         signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
 

@@ -141,7 +141,7 @@ def restore(storage: torch.UntypedStorage, location: str, map_location: MapLocat
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
     """Return the memory of a storage on the CPU."""
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
 
 
 _DTYPES = {
