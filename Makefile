@@ -1,7 +1,8 @@
-# Needs python3 (3.10 or newer) with pip, and nothing else.
+# Needs python3 (3.10 or newer) with pip, and nothing else. `make test PYTHON=python3.13 VENV=.venv-3.13` takes another one.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
 OLDEST := $(CURDIR)/$(VENV)/oldest
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 DECLARED := pyproject.toml constraints.txt
@@ -27,7 +28,7 @@ e-to-z := tests/[e-z]*
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest ci soak fuzz sweep matrix mutants check fix bench constraints clean
+.PHONY: help demo test test-oldest ci soak fuzz sweep matrix mutants coverage check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,10 +37,10 @@ demo: $(VENV)/installed-package ## Train a real model on real digits with every 
 	$(BIN)/lightning-tricks demo
 
 test: $(VENV)/installed-test ## Run the tests two parts at a time, or those in TESTS="tests/flops ..." at once
-	$(if $(TESTS),$(BIN)/python -m pytest $(TESTS),$(TWO_AT_A_TIME) $(PARTS:%=test-%))
+	$(if $(TESTS),$(PYTEST) $(TESTS),$(TWO_AT_A_TIME) $(PARTS:%=test-%))
 
 $(PARTS:%=test-%): test-%: $(VENV)/installed-test
-	$(BIN)/python -m pytest $($*)
+	$(PYTEST) $($*)
 
 test-oldest: $(OLDEST)/installed $(VENV)/installed-test ## Run the tests that meet the oldest Lightning and torch supported
 	$(call with_oldest,$(or $(TESTS),tests))
@@ -73,6 +74,12 @@ matrix: $(VENV)/installed-test ## Train with all callbacks together in each of 7
 
 mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds
 	$(BIN)/python -m tests.mutation.run
+
+coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of the lines and branches they reach
+	$(BIN)/python -m coverage erase
+	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(BIN)/python -m coverage run -m pytest"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m tests.coverage_table tests/coverage_result.md
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .
@@ -120,6 +127,10 @@ $(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
 
 $(VENV)/installed-mutants: | $(VENV)/installed-test
 	$(INSTALL) --editable ".[test,mutants]"
+	touch $@
+
+$(VENV)/installed-coverage: | $(VENV)/installed-test
+	$(INSTALL) --editable ".[test,coverage]"
 	touch $@
 
 $(VENV)/installed-test: $(DECLARED) | $(VENV)/bin/python
