@@ -224,20 +224,23 @@ def run(system: System, folder: Path) -> None:
         if not module.name.endswith("__main__"):
             import_module(module.name)
     from tests.contract.cases import CASES
-    from tests.contract.checks import every_stage_alone, resume_anywhere
+    from tests.contract.checks import every_stage_alone, resume_anywhere, safe_state
     from tests.contract.lab import Lab
 
+    checks = (resume_anywhere, every_stage_alone) if system is WINDOWS else (safe_state,)
     for name, case in CASES.items():
         case.callback(**{key: value for key, value in case.arguments.items() if case.callback.requires_argument(key)})
         made = case.make()
         assert type(pickle.loads(pickle.dumps(made))) is case.callback, name  # as each spawned process gets it
-        for check in (resume_anywhere, every_stage_alone)[: 2 if system is WINDOWS else 1]:
+        for check in checks:
             place = folder / f"{name}-{check.__name__}"
             place.mkdir()
             os.chdir(place)
             check(case, Lab(place, case.net))
     commands(folder)
     streams(folder)
+    if system is WINDOWS:
+        spawned_workers(folder)
 
 
 def commands(folder: Path) -> None:
@@ -268,6 +271,42 @@ def streams(folder: Path) -> None:
     trainer.save_checkpoint(folder / "mine.ckpt")
     loaded = Mine.load_from_checkpoint(io.BytesIO((folder / "mine.ckpt").read_bytes()))
     assert torch.equal(loaded.net[0].weight, trainer.lightning_module.net[0].weight)
+
+
+class Noisy:
+    """Random pixels from the worker that reads them."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return index / 40 + torch.rand(64), index % 10
+
+
+def spawned_workers(folder: Path) -> None:
+    """Stop and resume with a worker that is spawned, as all are there; the whole run has a forked one."""
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from lightning_tricks import AutoResume, isolated_rng
+    from tests.contract.checks import Interrupts
+    from tests.contract.lab import QUIET, Net, same
+
+    def fit(place, method, seed, *callbacks):
+        with isolated_rng(seed=0):
+            net = Net()
+        options = {"batch_size": 4, "shuffle": True, "num_workers": 1, "persistent_workers": True}
+        with isolated_rng(seed=seed):
+            trainer = Trainer(callbacks=[AutoResume(folder / place), *callbacks], max_epochs=2, **QUIET)
+            trainer.fit(net, DataLoader(Noisy(), multiprocessing_context=method, **options))
+        return net.state_dict()
+
+    whole = fit("whole", "fork", 0)
+    with suppress(SystemExit):
+        fit("stopped", "spawn", 0, Interrupts(13))
+    assert same(fit("stopped", "spawn", 5), whole)
 
 
 def main(folder: Path) -> int:

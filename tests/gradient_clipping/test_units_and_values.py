@@ -15,6 +15,7 @@ from lightning_tricks import AGC
 from lightning_tricks.gradient_clipping import adaptive_clip_grad_, clip_grad_value_, gradient_norms
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState
+from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
 from tests.contract.lab import HostReads, fork
 
 _shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
@@ -46,6 +47,19 @@ def test_agc_equals_timm(shapes, scale, factor, eps, seed):
     torch.testing.assert_close(done.norm, gradient_norms(ours).total, rtol=1e-4, atol=1e-7)
     changed = sum(not torch.equal(old, p.grad) for old, p in zip(before, ours, strict=True))
     assert (done.num_clipped > 0) == (changed > 0)
+
+
+@settings(deadline=None, derandomize=True)
+@given(shapes=st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=4), min_size=1, max_size=6))
+def test_the_kernels_of_an_accelerator_clip_units_as_those_of_a_cpu(shapes):
+    weights = [p.detach() for p in _parameters(shapes)]
+    together, alone = ([p.grad for p in _parameters(shapes)] for _ in range(2))
+    after, is_clipped = _clip_units_foreach_(together, weights, 0.1, 1e-3)
+    after_alone, is_clipped_alone = _clip_units_one_by_one_(alone, weights, 0.1, 1e-3)
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.linalg.vector_norm(after), torch.linalg.vector_norm(after_alone))
+    assert is_clipped.sum() == is_clipped_alone.sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,39 @@ def test_other_files_are_refused_with_an_error(tmp_path):
         read_record(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("world_size", 0, "damaged header: world_size must be"),
+        ("detail", "all", "damaged header: detail must be"),
+        ("unheard_of", 1, "damaged header: .*unheard_of"),
+        ("version", True, "is not a file of RunFingerprint"),
+        ("rank", [0], "is not a file of RunFingerprint"),
+    ],
+)
+def test_a_header_that_no_run_writes_is_refused(tmp_path, field, value, words):
+    path = tmp_path / "run.jsonl"
+    recorded(path, 10)
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{json.dumps({**json.loads(first), field: value})}\n{rest}")
+    with pytest.raises(FingerprintRecordError, match=words):
+        read_record(path)
+
+
+def test_a_directory_is_refused(tmp_path):
+    with pytest.raises(FingerprintRecordError, match=f"{tmp_path.name} is "):
+        read_record(tmp_path)
+
+
+def test_a_resume_without_its_numbers_is_damage(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recorded(path, 10)
+    with path.open("a") as file:
+        file.write(json.dumps({"resume": [1, "2", 0, []]}) + "\n")
+    with pytest.raises(FingerprintRecordError, match="damaged in line 4: a resume is malformed"):
+        read_record(path)
+
+
 @pytest.mark.parametrize("column", [["losses"], ["forward", 3], ["forward", "net", "2"], ["forward", "net", True]])
 def test_columns_that_no_step_makes_are_damage(tmp_path, column):
     path = tmp_path / "run.jsonl"
