@@ -210,5 +210,5 @@ class DeviceMonitor(TrickCallback):
         if trainer.is_global_zero and self.summary:
             try:
                 make_console().print(device_report(self.summary))
-            except (OSError, ValueError) as error:  # the output is closed, or cannot write a character
+            except (OSError, ValueError) as error:  # the output is closed
                 warnings.warn(f"DeviceMonitor could not print its table, see `summary`: {error}", stacklevel=2)
