@@ -18,6 +18,7 @@ from lightning_tricks.auto_resume.callback_state import (
     restore_callback_states,
     restore_model_checkpoints,
 )
+from lightning_tricks.auto_resume.core.attributes.initial_values import initial_values
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
     capture_gradients,
@@ -63,6 +64,7 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
+        self._initial_values = initial_values(self._owners.module_and_callbacks(), skipped=self._owners.skipped_names)
         self._initial_settings = self._trainer_settings()
         self._unsaved_buffers: dict[str, Any] = {}
         self.failed: list[str] = []
@@ -115,12 +117,24 @@ class RankState:
             "gradients": capture_gradients(self.module) if self._accumulates_gradients() else {},
             "callbacks": capture_callback_states(self.trainer, per_rank=is_distributed),
         }
-        return {**move_to_device(state, "cpu"), "attributes": self.attribute_changes()}
+        initial = {"initial": self._initial_values, "attributes": self.attribute_changes()}
+        return {**move_to_device(state, "cpu"), **initial}
 
     def unsaved_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the names of what changed and cannot be saved."""
         found = [f"{path} ({kind})" for path, kind in state["attributes"]["lost"].items()]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
+
+    def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the attributes that had other values where the saved run started, and did not change in it.
+
+        The run that continues keeps the values of the first start, so that a further resume is compared with these.
+        """
+        before, now = saved.get("initial", self._initial_values), self._initial_values
+        self._initial_values = dict(before)
+        restored = tuple(saved["attributes"]["values"])
+        others = [path for path in before if path in now and before[path] != now[path]]
+        return [path for path in others if not any(path == one or path.startswith(f"{one}.") for one in restored)]
 
     def restore_attributes(self, changes: Mapping[str, Any], *, before_hooks: bool = False) -> None:
         """Restore attributes.

@@ -175,7 +175,8 @@ class ResumableFit(FitObserver):
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore(pending.rank_state)
             unrestored = [*self.rank.failed, *pending.rank_state["not_saved"]]
-            report_differences(self.trainer, unrestored, self.loaders.differences)
+            drawn_anew = self.rank.drawn_anew(pending.rank_state)
+            report_differences(self.trainer, unrestored, drawn_anew, self.loaders.differences)
 
     def is_resuming(self) -> bool:
         """Return whether the epoch that begins resumes in the middle."""
@@ -231,7 +232,7 @@ class ResumableFit(FitObserver):
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
         unrestored = find_differences(trainer, self.rank, pending, lambda: self.selection.load(pending.path, mmap=True))
-        report_differences(trainer, unrestored, self.loaders.differences)
+        report_differences(trainer, unrestored, self.rank.drawn_anew(state), self.loaders.differences)
         self._discard_later_rows()
 
     def _reload_weights(self, pending: PendingResume) -> None:

@@ -55,20 +55,28 @@ def find_differences(
     return [*found, *(path for path in saved["not_saved"] if path not in recreated_by_hooks)]
 
 
-def report_differences(trainer: Trainer, key_paths: Sequence[str], data_differences: Sequence[str]) -> None:
+def report_differences(
+    trainer: Trainer, key_paths: Sequence[str], drawn_anew: Sequence[str], data_differences: Sequence[str]
+) -> None:
     """Warn of what is not as it was saved on any rank, and tell the callbacks; all ranks have to call it.
 
     Args:
         trainer: The Trainer of the fit.
         key_paths: What was not restored, as `find_differences` returns it.
+        drawn_anew: The attributes that had other values where the stopped run started.
         data_differences: A sentence for each loader whose data are others.
     """
-    ranks = gather_objects((list(key_paths), list(data_differences)))
-    names = list(dict.fromkeys(name for found, _ in ranks for name in found))
-    sentences = list(dict.fromkeys(sentence for _, differences in ranks for sentence in differences))
+    ranks = gather_objects((key_paths, drawn_anew, data_differences))
+    names, drawn, sentences = (list(dict.fromkeys(one for parts in ranks for one in parts[part])) for part in range(3))
     for callback in callbacks_of(trainer):
         if isinstance(callback, TrickCallback):
-            callback.resumed(trainer, [*names, *("the data" for _ in sentences[:1])])
+            callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])
+    if drawn:
+        sentences.append(
+            f"these attributes had other values when the stopped run started: {list_names(drawn, 5)}. They come from "
+            "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
+            "the module is created, or keep them in a state_dict, as register_buffer does."
+        )
     if names:
         sentences.append(
             f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "

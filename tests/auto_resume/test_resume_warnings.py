@@ -1,16 +1,20 @@
 """What user code does between a save and a resume is restored, and no warning comes without a reason."""
 
 import os
+import random
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
+from lightning_tricks.auto_resume.core.attributes.initial_values import initial_values
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 
@@ -131,3 +135,56 @@ def test_a_logger_whose_disk_is_full_ends_no_training(tmp_path):
         trainer = fit(guard, Fills(), logger=logger, log_every_n_steps=1)
     assert isinstance(trainer, Trainer)
     assert [one.step for one in CheckpointFolder(tmp_path / "runs").manifests()] == [20, 18]
+
+
+class _Drawing(Net):
+    """Holds what was drawn when it was created, and does not change in a fit."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.validation_z = torch.randn(4)
+        self.offset = random.random()
+        self.order = random.sample(range(20), 20)
+        self.generator = np.random.default_rng(random.getrandbits(32))  # drawn from at the end of an epoch alone
+        self.parts = {"noise": [np.random.rand(3)]}
+        self.register_buffer("scale", torch.rand(()), persistent=False)
+        self.kept = torch.rand(3)
+        self.created, self.since, self.name, self.version = time.time(), time.perf_counter(), str(random.random()), 3
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.kept += 1  # is saved and restored, as it changes
+
+
+_DRAWN = ("generator", "offset", "order", "parts", "scale", "validation_z")
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_what_was_drawn_without_a_seed_is_named(tmp_path, seeded):
+    def module():
+        if seeded:
+            seed_everything(1, verbose=False)
+        else:
+            random.seed(), np.random.seed(), torch.seed()
+        return _Drawing()
+
+    stop(AutoResume(tmp_path, every_n_train_steps=3), module=module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(AutoResume(tmp_path), module=module)
+    words = [str(one.message) for one in caught if "had other values" in str(one.message)]
+    assert len(words) == (not seeded)
+    if not seeded:
+        named = words[0].partition(": ")[2].partition("started: ")[2].partition(". They")[0]
+        assert set(named.replace(" and 1 more", "").replace("module.", "").replace(",", "").split()) < set(_DRAWN)
+        assert "seed_everything" in words[0]
+
+
+def test_initial_values_are_of_the_kinds_that_random_numbers_make():
+    module = _Drawing()
+    found = initial_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    own = {path.removeprefix("module.") for path in found if path.count(".") == 1}
+    assert own - {"automatic_optimization"} == {*_DRAWN, "kept"}
+    assert found == initial_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    before = found["module.generator"]
+    module.generator.random()
+    assert initial_values({"module": module})["module.generator"] != before

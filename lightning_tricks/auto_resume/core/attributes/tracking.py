@@ -7,7 +7,6 @@ returns what became of them, and `restore_changes` restores that in the same obj
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +26,7 @@ from lightning_tricks.auto_resume.core.attributes.change_collector import (
 )
 from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES
 from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode
+from lightning_tricks.auto_resume.core.attributes.initial_values import CLOCK_NAME, CLOCKS
 from lightning_tricks.auto_resume.core.attributes.module_lists import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,
@@ -43,9 +43,6 @@ from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
 )
 from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, function_name, is_subclass, type_name
 from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
-
-_CLOCK_NAME = re.compile(r"time|clock|start|begin|began|since|stamp|tick|tic\b|\bt0|last|prev|_at\b", re.IGNORECASE)
-_CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 
 class AttributeTracker:
@@ -90,7 +87,7 @@ class AttributeTracker:
         skipped: SkippedNames = nothing_skipped,
     ) -> None:
         self._roots, self._skipped = roots, skipped
-        self._clocks = [clock() for clock in _CLOCKS]
+        self._clocks = [clock() for clock in CLOCKS]
         walk = self._walk()
         self._snapshots = dict(take_snapshots(walk, dict(walk.paths)))
         self._state_digests = {path: state_digest(value) for path, value in walk.stateful.items()}
@@ -184,10 +181,10 @@ class AttributeTracker:
         )
 
     def _is_clock(self, name: str, value: float) -> bool:
-        spans = zip(self._clocks, _CLOCKS, strict=True)
+        spans = zip(self._clocks, CLOCKS, strict=True)
         matching = {clock for start, clock in spans if start <= value <= clock()}
         # seconds since 1970 are hardly anything else; seconds since the machine started could be a sum of losses
-        return not value.is_integer() and (time.time in matching or (bool(matching) and bool(_CLOCK_NAME.search(name))))
+        return not value.is_integer() and (time.time in matching or (bool(matching) and bool(CLOCK_NAME.search(name))))
 
     def _compare_state(self, path: str, stateful: Any, found: ChangeCollector) -> None:
         state = get_state(stateful)
