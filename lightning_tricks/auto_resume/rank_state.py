@@ -64,7 +64,10 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
-        self._initial_values = initial_values(self._owners.module_and_callbacks(), skipped=self._owners.skipped_names)
+        self._initial_values = initial_values(
+            self._owners.module_and_callbacks(),
+            skipped=lambda owner: (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial"),
+        )  # hyper-parameters are part of the run's identity
         self._initial_settings = self._trainer_settings()
         self._unsaved_buffers: dict[str, Any] = {}
         self.failed: list[str] = []
