@@ -31,7 +31,8 @@ def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor])
         for name, value in values.items():
             known = results.get(f"{source}.{name}")
             if known is not None and known.value.device == value.device:
-                results.update_metrics(f"{source}.{name}", value, 1)
+                known.forward(value, 1)
+                known.has_reset = False
             else:
                 results.log(source, name, value, on_step=True, on_epoch=False, batch_size=1)
 

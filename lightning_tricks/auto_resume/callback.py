@@ -66,7 +66,8 @@ class AutoResume(TrickCallback):
     are created while the fit runs; attributes that are drawn, and data that are created or split, without a seed before
     the Trainer has them, or data that depend on more than their index, the random state and such attributes; a loader
     of an unknown type whose order is not the same each time (it is read again up to its position), or one with
-    `in_order=False`. Readings of a clock are not restored. A list or dict that changed is restored as a whole. Effects of hooks outside the process are repeated.
+    `in_order=False`. Readings of a clock are not restored. A list or dict that changed is restored as a whole. Effects
+    of hooks outside the process are repeated.
 
     Args:
         dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.
