@@ -30,6 +30,8 @@ _STEP_HOOKS = (
     "on_validation_batch_end",
     "on_test_batch_start",
     "on_test_batch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
 )
 
 
@@ -119,9 +121,16 @@ class TrickCallback(Callback):
                 "would repeat the work of the first. Remove one."
             )
 
-        # Lightning skips a hook that is not callable; for each other one it enters a context of its profiler
-        unused = [name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)]
-        vars(self).update(dict.fromkeys(unused))
+        for name in _STEP_HOOKS:
+            vars(self).pop(name, None)
+        self.skip_hooks(*(name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)))
+
+    def skip_hooks(self, *names: str) -> None:
+        """Let Lightning skip hooks of a step until the next `setup`, as they have nothing to do.
+
+        Lightning skips a hook that is not callable; for each other one it enters a context of its profiler.
+        """
+        vars(self).update(dict.fromkeys(names))
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.guards import needs_private
+from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def logs_at_this_step(trainer: Trainer) -> bool:
 
 
 def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor]) -> None:
-    """Log values of a step, from any hook within it.
+    """Log values of a step, which nobody changes in place, from any hook within it.
 
     Unlike `LightningModule.log`, this does not check the arguments anew at each step, which takes ten times as long,
     and drops nothing: in the first batch of an epoch, `log` drops what a hook has logged where another one logs in
@@ -30,9 +30,8 @@ def log_step_values(trainer: Trainer, source: str, values: Mapping[str, Tensor])
         results: Any = trainer._results
         for name, value in values.items():
             known = results.get(f"{source}.{name}")
-            if known is not None and known.value.device == value.device:
-                known.forward(value, 1)
-                known.has_reset = False
+            if known is not None and known.value.device == value.device and known.value.dtype == value.dtype:
+                set_private(known, value=value, _forward_cache=value, has_reset=False)  # as `update` does with a copy
             else:
                 results.log(source, name, value, on_step=True, on_epoch=False, batch_size=1)
 

@@ -38,8 +38,6 @@ class ReachCheckingCallback(AdaptationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the checks of a run."""
-        for name in (*_TRAINING, *_EVALUATION):
-            vars(self).pop(name, None)  # they are disabled since the last run
         self._watch = self._reach = None
         super().setup(trainer, pl_module, stage)
 
@@ -55,7 +53,7 @@ class ReachCheckingCallback(AdaptationCallback):
         self._reach = self._watch.enter_context(watching_reach(pl_module, self.adapted(pl_module)))
 
     def _end(self, what: str, hooks: tuple[str, ...]) -> None:
-        vars(self).update(dict.fromkeys(hooks))  # Lightning skips hooks that are None
+        self.skip_hooks(*hooks)
         if self._watch is None or self._reach is None:
             return
         self._watch.close()

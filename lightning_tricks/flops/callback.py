@@ -131,6 +131,7 @@ class FlopsReport(TrickCallback):
         if self._saw_first_batch:
             return
         self._saw_first_batch = True
+        self.skip_hooks("on_train_batch_start")
         if self.count is None or self.backward:
             try:
                 count = self._count(trainer, pl_module, training_step_call(pl_module, batch, batch_idx=batch_idx))
@@ -145,6 +146,8 @@ class FlopsReport(TrickCallback):
         if self._flops_per_batch is not None:
             self._fill_monitors(trainer, pl_module, self._flops_per_batch)
             self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops)
+        if self._meter is None:
+            self.skip_hooks("on_train_batch_end")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

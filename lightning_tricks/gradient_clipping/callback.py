@@ -30,6 +30,7 @@ from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm
 from lightning_tricks.gradient_clipping.errors import lbfgs_error, nonfinite_error, unseen_step_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
+    is_sharding,
     on_any_rank,
     refuse_unsupported_strategies,
     scale_may_have_overflowed,
@@ -152,6 +153,9 @@ class GradientClipping(TrickCallback):
             if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
                 raise lbfgs_error()
             self._installed.enter_context(optimizer.register_step_post_hook(self._refuse_unseen_step(index)))
+        if active_scaler(trainer) is None and not self.hold_lr_on_skip and not is_sharding(trainer):
+            self._is_in_batch = True
+            self.skip_hooks("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note that there are no new gradients yet."""
@@ -179,10 +183,10 @@ class GradientClipping(TrickCallback):
         names_of = partial(self._names_of, pl_module)
         norms = gradient_norms(parameters, self.norm_type)
         norm_after, was_clipped = state.clip_(self._clip_groups, parameters, norms, self.norm_type, names_of)
-        nonfinite = truly_nonfinite = on_any_rank(trainer, parameters, ~norms.total.isfinite())
+        nonfinite = truly_nonfinite = on_any_rank(trainer, parameters, norms.total - norms.total != 0)
         if scaler is not None:
             truly_nonfinite = nonfinite & ~scale_may_have_overflowed(scaler).to(nonfinite.device)
-        state.counts.add(was_clipped & ~nonfinite, nonfinite, truly_nonfinite)
+        state.counts.add(was_clipped > nonfinite, nonfinite, truly_nonfinite)
         self._log_norms(trainer, pl_module, index, norms, norm_after, partial(names_of, parameters))
         if self.on_nonfinite == "raise" and truly_nonfinite:
             finite = norms.per_parameter.isfinite()

@@ -97,6 +97,7 @@ class ModelReport(TrickCallback):
 
     def _stop(self) -> None:
         self._awaits_step_after, self._unreached = None, {}
+        self.skip_hooks("on_after_backward", "on_train_batch_end")
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_unreached": {}}  # a copy takes no parameters along
