@@ -1,0 +1,246 @@
+"""What every style has in common: the callbacks that are added, the runs with and without them, what is compared."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import re
+import signal
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import TensorDataset
+
+import lightning_tricks
+from tests.auto_resume.training import End
+
+SEED = 7
+BATCHES = 9  # of an epoch
+STOPS = (("an error", 5), ("SIGTERM", 6))  # how the first two processes of a run end, and after how many batches
+UNMEASURED = r"MetricsMonitor: .* returned "
+STYLES: dict[str, Style] = {}
+
+
+class Stopped(Exception):
+    """The error that ends a process in the middle of an epoch."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """A training script in a style in which people write, and what the callbacks may say in it.
+
+    Args:
+        script: It trains with the callbacks of a `Job`.
+        metrics: What MetricsMonitor measures; None where the steps return nothing to measure, which it says.
+        images: Whether ImageLogger is added: batches hold images, and the steps return what it shows.
+        says: Regular expressions of other warnings that the callbacks owe in this style.
+        left_out: Callback -> words in which it refuses this style, and without which the others are run.
+    """
+
+    script: Callable[[Job], None]
+    metrics: Mapping[str, Any] | None = None
+    images: bool = False
+    says: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def expected(self) -> list[str]:
+        """The warnings that are owed."""
+        return [*self.says, *([] if self.metrics else [UNMEASURED])]
+
+    def added(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """What `callbacks=[...]` gains: those that look, and those that change a run, where they change nothing."""
+        found = added(folder, self.metrics) | ({"ImageLogger": {"n": 4}} if self.images else {})
+        return {name: given for name, given in found.items() if name not in self.left_out}
+
+
+def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
+    """Enter a script in the table."""
+
+    def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
+        if script.__name__ in STYLES:
+            raise ValueError(f"two styles are called {script.__name__}.")
+        STYLES[script.__name__] = Style(script, **about)
+        return script
+
+    return enter
+
+
+def added(folder: Path, metrics: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Name -> arguments of the callbacks that fit every module."""
+    return {
+        "SeedEverything": {"seed": SEED},
+        "GradientClipping": {"max_norm": float("inf")},
+        "MetricsMonitor": {"metrics": dict(metrics or {"task": "multiclass", "num_classes": 3})},
+        "FlopsReport": {"backward": True},
+        "ModelReport": {"path": str(folder / "model"), "graph": False},
+        "AutoResume": {"dirpath": str(folder / "resume"), "every_n_train_steps": 2},
+        "RunFingerprint": {"path": str(folder / "fingerprint.jsonl"), "detail": "layer"},
+        "DeviceMonitor": {"every_n_train_steps": 4},
+        "CudaMemory": {},
+        "NvtxRanges": {},
+    }
+
+
+class Seeds(Callback):
+    """In the bare run: seeds where SeedEverything does, in Lightning's own way."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        lightning.seed_everything(SEED, workers=True, verbose=False)
+
+
+class Stops(Callback):
+    """Ends a process when it has trained some batches."""
+
+    def __init__(self, how: str, batches: int) -> None:
+        done: list[int] = []  # no attribute, or the next process would continue counting
+
+        def on_train_batch_end(*args: Any) -> None:
+            done.append(1)
+            if len(done) == batches:
+                if how == "an error":
+                    raise Stopped
+                os.kill(os.getpid(), getattr(signal, how))
+
+        self.on_train_batch_end = on_train_batch_end
+
+
+class Ends(End):
+    """Writes where each process starts, what the run leaves as digests, and the plain values that its module keeps."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with (self.folder / "starts").open("a") as file:
+            file.write(f"{trainer.global_step}\n")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        file = self.folder / f"end.{trainer.global_rank}.json"
+        plain = (bool, int, float, str, list, tuple, dict, set, deque)
+        own = {k: repr(v) for k, v in vars(pl_module).items() if isinstance(v, plain) and not k.startswith("_")}
+        found = json.loads(file.read_text()) | {"attributes": {k: v for k, v in own.items() if " at 0x" not in v}}
+        file.write_text(json.dumps(found, indent=1))
+
+
+@dataclass
+class Job:
+    """One process that runs a script.
+
+    Args:
+        folder: Where it writes.
+        added: Name of a callback -> its arguments; empty in the bare run.
+        stop: How it ends before its time, and after how many batches.
+    """
+
+    folder: Path
+    added: Mapping[str, Mapping[str, Any]]
+    stop: tuple[str, int] | None = None
+
+    def probes(self) -> list[Callback]:
+        """What is there in the bare run as well, behind what is added."""
+        seeds = [] if self.added else [Seeds()]
+        return [*seeds, Ends(self.folder), *([Stops(*self.stop)] if self.stop else [])]
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of a Trainer that make it small and quiet."""
+        return {
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "log_every_n_steps": 1,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(self.folder),
+        }
+
+    def logger(self) -> CSVLogger:
+        return CSVLogger(self.folder, name="logs")
+
+    def trainer(self, *callbacks: Callback, **arguments: Any) -> Trainer:
+        """A Trainer with the script's own callbacks and, as the only change, those that are added."""
+        new = [getattr(lightning_tricks, name)(**given) for name, given in self.added.items()]
+        return Trainer(
+            **{"callbacks": [*callbacks, *new, *self.probes()], "logger": self.logger(), **self.settings(), **arguments}
+        )
+
+    def fit(self, module: LightningModule, *data: Any, callbacks: Any = (), **arguments: Any) -> None:
+        self.trainer(*callbacks, **arguments).fit(module, *data)
+
+
+@dataclass
+class Run:
+    """What a run left: digests, what it logged, and the warnings of its processes."""
+
+    end: dict[str, Any]
+    logged: dict[tuple[int, str], list[str]]
+    warnings: list[str]
+    starts: list[int]
+
+
+def train(script: Callable[[Job], None], folder: Path, added: Mapping[str, Any], stops: Any = ()) -> Run:
+    """Run a script in as many processes as it takes when the first ones are stopped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    for number, stop in enumerate([*stops, None]):
+        random.seed(number)  # a new process begins with random numbers of its own
+        np.random.seed(number)
+        torch.manual_seed(number)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                script(Job(folder, added, stop))
+                assert stop is None, f"it was not stopped by {stop}"
+            except Stopped:
+                assert stop is not None
+            except SystemExit as left:
+                assert (left.code, bool(stop)) == (75, True)
+        lines += [str(one.message) for one in caught]
+    end = json.loads((folder / "end.0.json").read_text())
+    return Run(end, logged(folder), lines, [int(line) for line in (folder / "starts").read_text().split()])
+
+
+def logged(folder: Path) -> dict[tuple[int, str], list[str]]:
+    """What the loggers wrote: (step, name) -> values in their order."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for file in sorted(folder.glob("logs/**/metrics.csv")):
+        with file.open(newline="") as rows:
+            for row in csv.DictReader(rows):
+                for name, value in row.items():
+                    if name not in ("step", "epoch") and value:
+                        found.setdefault((int(row["step"]), name), []).append(value)
+    return found
+
+
+def differences(run: Run, bare: Run) -> list[str]:
+    """In what a run differs from the bare one; it may have logged more."""
+    found = [name for name in bare.end if name != "metrics" and bare.end[name] != run.end[name]]
+    metrics = bare.end["metrics"]
+    found += [f"metric {name}" for name in metrics if metrics[name] != run.end["metrics"].get(name)]
+    names = {name for _, name in bare.logged}
+    keys = sorted({*bare.logged} | {key for key in run.logged if key[1] in names})
+    return found + [f"logged {n} at {step}" for step, n in keys if bare.logged.get((step, n)) != run.logged.get((step, n))]
+
+
+def new_warnings(run: Run, bare: Run) -> list[str]:
+    """The warnings that come from what was added, each once."""
+    return [line for line in dict.fromkeys(run.warnings) if line not in bare.warnings and "LeafSpec" not in line]
+
+
+def is_expected(line: str, expected: list[str]) -> bool:
+    return any(re.search(words, line) for words in expected)
+
+
+def points(count: int = 4 * BATCHES, seed: int = 1) -> TensorDataset:
+    """Points in six dimensions, of three classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, (x[:, :3] + 0.5 * torch.randn(count, 3, generator=generator)).argmax(1))
