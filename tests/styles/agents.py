@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque, namedtuple
 
+import lightning
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
@@ -136,4 +137,5 @@ class DQNLightning(LightningModule):
 
 @style()
 def deep_q_network(job: Job) -> None:
+    lightning.seed_everything(1, verbose=False)
     job.fit(DQNLightning())

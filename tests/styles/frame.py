@@ -172,8 +172,10 @@ class Job:
             **{"callbacks": [*callbacks, *new, *self.probes()], "logger": self.logger(), **self.settings(), **arguments}
         )
 
-    def fit(self, module: LightningModule, *data: Any, callbacks: Any = (), **arguments: Any) -> None:
-        self.trainer(*callbacks, **arguments).fit(module, *data)
+    def fit(
+        self, module: LightningModule, *data: Any, datamodule: Any = None, callbacks: Any = (), **arguments: Any
+    ) -> None:
+        self.trainer(*callbacks, **arguments).fit(module, *data, datamodule=datamodule)
 
 
 @dataclass

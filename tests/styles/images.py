@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning
 import torch
 import torchvision
 from lightning.pytorch import LightningModule
@@ -104,7 +105,8 @@ class Gan(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 768), nn.Sigmoid())
+        last = nn.Linear(16, 768), nn.Sigmoid()
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), *last)
         self.discriminator = nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
         self.validation_z = torch.randn(4, 8)
 
@@ -159,6 +161,7 @@ class Gan(LightningModule):
 
 @style()
 def gan_with_toggled_optimizers(job: Job) -> None:
+    lightning.seed_everything(1, verbose=False)
     job.fit(Gan(), DataLoader(pictures(), batch_size=4, shuffle=True), DataLoader(pictures(4, 2), batch_size=4))
 
 
@@ -186,7 +189,8 @@ class Momentum(LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.online = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 8))
+        convolution = nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU()
+        self.online = nn.Sequential(*convolution, nn.Flatten(), nn.Linear(196, 8))
         self.target = copy.deepcopy(self.online)
         self.target.requires_grad_(False)
         self.register_buffer("queue", nn.functional.normalize(torch.randn(8, 16), dim=0))
@@ -211,7 +215,8 @@ class Momentum(LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18), "interval": "step"}]
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 @style()

@@ -1,0 +1,133 @@
+"""Batches of every kind, and steps that return every kind of output: one net for all of them."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from tests.styles.frame import Job, points, style
+
+CLASSES = {"task": "multiclass", "num_classes": 3}
+
+
+class Sample(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Item:
+    x: Tensor
+    y: Tensor
+    name: str = ""
+
+
+class Movable:
+    """What moves itself to a device, as graphs and images with boxes do."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: Any, **options: Any) -> "Movable":
+        return type(self)(self.x.to(device, **options), self.y.to(device, **options))
+
+
+class Plain:
+    """What Lightning knows nothing about."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+Old = namedtuple("Old", "x y")  # noqa: PYI024
+
+# Each makes a batch of (x, y)
+BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, y: {"x": x, "y": y},
+    "dict_of_dicts_with_texts": lambda x, y: {"x": {"x": x}, "y": y, "ids": [str(i) for i in y], "source": "here"},
+    "nested_tuple": lambda x, y: ((x, (x.flip(0), None)), y),
+    "typed_tuple": Sample,
+    "named_tuple": Old,
+    "dataclass": Item,
+    "object_that_moves_itself": Movable,
+    "plain_object": Plain,
+    "encoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
+    "model_output": lambda x, y: SequenceClassifierOutput(logits=x, loss=y),
+    "list_of_samples": lambda x, y: [{"x": row, "y": label} for row, label in zip(x, y, strict=True)],
+    "one_tensor": lambda x, y: torch.cat([x, y[:, None].float()], dim=1),
+    "sparse": lambda x, y: (x.to_sparse(), y),
+    "numpy": lambda x, y: (x.numpy(), y.numpy()),
+    "packed": lambda x, y: (nn.utils.rnn.pack_padded_sequence(x[:, :, None], [6] * len(x), batch_first=True), y),
+    "jagged": lambda x, y: (torch.nested.nested_tensor(list(x), layout=torch.jagged), y),
+}
+
+
+def unpack(batch: Any) -> tuple[Tensor, Tensor]:
+    """Find x and y in a batch of any kind."""
+    if isinstance(batch, Tensor):
+        return batch[:, :6], batch[:, 6].long()
+    if isinstance(batch, SequenceClassifierOutput):
+        return batch.logits, batch.loss
+    if isinstance(batch, BatchEncoding | dict):
+        x = batch["x"]
+        return (x["x"] if isinstance(x, dict) else x), batch["y"]
+    if is_dataclass(batch) or isinstance(batch, Movable | Plain):
+        return batch.x, batch.y
+    if isinstance(batch, list) and isinstance(batch[0], dict):
+        return torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch])
+    x, y = batch
+    if isinstance(x, nn.utils.rnn.PackedSequence):
+        return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][..., 0], y
+    x = x[0] if isinstance(x, tuple | list) else torch.as_tensor(x)
+    return (torch.stack(x.unbind()) if x.is_nested else x.to_dense()), torch.as_tensor(y)
+
+
+class Classifier(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = unpack(batch)
+        scores = self(x)
+        loss = nn.functional.cross_entropy(scores, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(y))
+        return {"loss": loss, "preds": scores, "target": y}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = unpack(batch)
+        scores = self(x)
+        self.log("val_loss", nn.functional.cross_entropy(scores, y), batch_size=len(y))
+        return {"preds": scores, "target": y}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def _enter(kind: str, make: Callable[[Tensor, Tensor], Any]) -> None:
+    def script(job: Job) -> None:
+        def collate(samples: Any) -> Any:
+            return make(*default_collate(samples))
+
+        loaders = [DataLoader(points(seed=s), 4, shuffle=s == 1, collate_fn=collate) for s in (1, 2)]
+        job.fit(Classifier(), *loaders)
+
+    script.__name__ = f"batches_{kind}"
+    style(metrics=CLASSES)(script)
+
+
+for _kind, _make in BATCHES.items():
+    _enter(_kind, _make)

@@ -1,0 +1,154 @@
+"""Data that come in other ways than as one DataLoader that is given to `fit`."""
+
+import random
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, random_split
+
+from tests.styles.batches import CLASSES, Classifier
+from tests.styles.frame import BATCHES, Job, points, style
+
+
+class MakesItsData(Classifier):
+    def train_dataloader(self):
+        x = torch.randn(4 * BATCHES, 6)
+        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=True)
+
+
+@style(metrics=CLASSES)
+def data_made_in_train_dataloader(job: Job) -> None:
+    job.fit(MakesItsData())
+
+
+class SemiSupervised(Classifier):
+    """Labelled and unlabelled data side by side, and two sets to validate on."""
+
+    def train_dataloader(self):
+        loaders = {
+            "labelled": DataLoader(points(20), batch_size=4, shuffle=True),
+            "unlabelled": DataLoader(points(seed=3), batch_size=4, shuffle=True),
+        }
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    def val_dataloader(self):
+        return [DataLoader(points(12, seed), batch_size=4) for seed in (4, 5)]
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch["labelled"], batch_idx)
+        unsure = self(batch["unlabelled"][0]).softmax(1)
+        return outputs | {"loss": outputs["loss"] + 0.1 * -(unsure * unsure.log()).sum(1).mean()}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return super().validation_step(batch, batch_idx)
+
+
+@style(metrics=CLASSES)
+def several_loaders_at_once(job: Job) -> None:
+    job.fit(SemiSupervised())
+
+
+class SameLength(BatchSampler):
+    """Batches of samples of one length, in an order of its own."""
+
+    def __init__(self, lengths):
+        self.lengths, self.random = lengths, random.Random(3)
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        order = sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], self.random.random()))
+        batches = [order[start : start + 4] for start in range(0, len(order), 4)]
+        self.random.shuffle(batches)
+        yield from batches
+
+
+class Recurrent(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(2, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        sequences, labels = batch
+        scores = self.head(self.rnn(sequences)[0][:, -1])
+        loss = nn.functional.cross_entropy(scores, labels)
+        self.log("loss_of_sequences", loss)
+        return {"loss": loss, "preds": scores, "target": labels}
+
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), lr=1e-2)
+
+
+@style(metrics=CLASSES)
+def batches_of_one_length(job: Job) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [2 + i // 4 % 3 for i in range(4 * BATCHES)]
+    sequences = [(torch.randn(n, 2, generator=generator), i % 3) for i, n in enumerate(lengths)]
+    job.fit(Recurrent(), DataLoader(sequences, batch_sampler=SameLength(lengths)))
+
+
+class Endless(IterableDataset):
+    """A stream without length, in chunks that are shuffled."""
+
+    def __iter__(self):
+        while True:
+            data = points()
+            for index in torch.randperm(len(data)).tolist():
+                yield data[index]
+
+
+@style(metrics=CLASSES)
+def stream_without_length(job: Job) -> None:
+    job.fit(
+        Classifier(),
+        DataLoader(Endless(), batch_size=4),
+        DataLoader(points(12, 2), batch_size=4),
+        max_epochs=-1,
+        max_steps=18,
+        val_check_interval=7,
+        check_val_every_n_epoch=None,
+    )
+
+
+class FetchesItself(Classifier):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@style(
+    metrics=CLASSES,
+    left_out={"AutoResume": r"AutoResume cannot follow training_step\(dataloader_iter\)"},
+    says=(r"FlopsReport", r"training_step takes `dataloader_iter`"),
+)
+def step_that_fetches_its_batches(job: Job) -> None:
+    job.fit(FetchesItself(), DataLoader(points(), batch_size=4, shuffle=True))
+
+
+class Points(LightningDataModule):
+    """Splits in `setup`, changes batches on the device, keeps what it found."""
+
+    def setup(self, stage):
+        self.parts = random_split(points(4 * BATCHES + 12), [4 * BATCHES, 12])
+        self.mean = points().tensors[0].mean(0)
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        if self.trainer.training:
+            x = x + 0.1 * torch.randn_like(x)
+        return x - self.mean, y
+
+
+@style(metrics=CLASSES)
+def datamodule_that_splits_and_augments(job: Job) -> None:
+    job.fit(Classifier(), datamodule=Points(), reload_dataloaders_every_n_epochs=1)
