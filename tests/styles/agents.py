@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.styles.frame import Job, style
 
-Experience = namedtuple("Experience", ("state", "action", "reward", "done", "new_state"))  # noqa: PYI024
+Experience = namedtuple("Experience", ("state", "action", "reward", "done", "new_state"))
 
 
 class Corridor:

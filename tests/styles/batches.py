@@ -49,7 +49,7 @@ class Plain:
         return len(self.x)
 
 
-Old = namedtuple("Old", "x y")  # noqa: PYI024
+Old = namedtuple("Old", "x y")
 
 # Each makes a batch of (x, y)
 BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {

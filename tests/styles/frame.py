@@ -32,7 +32,7 @@ UNMEASURED = r"MetricsMonitor: .* returned "
 STYLES: dict[str, Style] = {}
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The error that ends a process in the middle of an epoch."""
 
 
@@ -109,7 +109,7 @@ class Stops(Callback):
             done.append(1)
             if len(done) == batches:
                 if how == "an error":
-                    raise Stopped
+                    raise StoppedError
                 os.kill(os.getpid(), getattr(signal, how))
 
         self.on_train_batch_end = on_train_batch_end
@@ -198,16 +198,22 @@ def train(script: Callable[[Job], None], folder: Path, added: Mapping[str, Any],
         torch.manual_seed(number)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                script(Job(folder, added, stop))
-                assert stop is None, f"it was not stopped by {stop}"
-            except Stopped:
-                assert stop is not None
-            except SystemExit as left:
-                assert (left.code, bool(stop)) == (75, True)
+            ended = _end_of(script, Job(folder, added, stop))
+        assert ended == {"an error": StoppedError, "SIGTERM": 75, None: None}[stop and stop[0]], f"{stop}: {ended}"
         lines += [str(one.message) for one in caught]
     end = json.loads((folder / "end.0.json").read_text())
     return Run(end, logged(folder), lines, [int(line) for line in (folder / "starts").read_text().split()])
+
+
+def _end_of(script: Callable[[Job], None], job: Job) -> Any:
+    """Return how a process ends: a stop's error or exit status, or None."""
+    try:
+        script(job)
+    except StoppedError:
+        return StoppedError
+    except SystemExit as left:
+        return left.code
+    return None
 
 
 def logged(folder: Path) -> dict[tuple[int, str], list[str]]:
@@ -229,7 +235,9 @@ def differences(run: Run, bare: Run) -> list[str]:
     found += [f"metric {name}" for name in metrics if metrics[name] != run.end["metrics"].get(name)]
     names = {name for _, name in bare.logged}
     keys = sorted({*bare.logged} | {key for key in run.logged if key[1] in names})
-    return found + [f"logged {n} at {step}" for step, n in keys if bare.logged.get((step, n)) != run.logged.get((step, n))]
+    return found + [
+        f"logged {n} at {step}" for step, n in keys if bare.logged.get((step, n)) != run.logged.get((step, n))
+    ]
 
 
 def new_warnings(run: Run, bare: Run) -> list[str]:

@@ -18,7 +18,9 @@ CLASSES = {"task": "multiclass", "num_classes": 3}
 def pictures(count: int = 4 * BATCHES, seed: int = 1, side: int = 16) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(3, (count,), generator=generator)
-    return TensorDataset(torch.rand(count, 3, side, side, generator=generator) / 2 + labels.view(-1, 1, 1, 1) / 4, labels)
+    return TensorDataset(
+        torch.rand(count, 3, side, side, generator=generator) / 2 + labels.view(-1, 1, 1, 1) / 4, labels
+    )
 
 
 class LitAutoEncoder(LightningModule):

@@ -6,10 +6,10 @@ which the first two are stopped in the middle of an epoch.
 
 import pytest
 
-from tests.styles import agents, batches, images, language, loaders
+from tests.styles import agents, batches, configs, habits, images, language, loaders
 from tests.styles.frame import STOPS, STYLES, differences, is_expected, new_warnings, train
 
-FILES = (agents, batches, images, language, loaders)
+FILES = (agents, batches, configs, habits, images, language, loaders)
 _BARE = {}
 
 

@@ -1,0 +1,345 @@
+"""LightningModules that others publish, each built and given small data in a few lines: name -> `Project`.
+
+A script takes a `Job` of tests/styles/frame.py, whose `fit` adds the callbacks. Nothing is downloaded while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.styles.frame import BATCHES, Job
+
+SAMPLES = 4 * BATCHES
+SCRIPTS: dict[str, Project] = {}
+
+
+@dataclass(frozen=True)
+class Project:
+    """A script that trains a module of a project.
+
+    Args:
+        script: The script.
+        package: The project's name on the package index, with the version that was last seen to work.
+    """
+
+    script: Callable[[Job], None]
+    package: str
+
+
+def of(package: str) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
+    """Enter a script in the table."""
+
+    def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
+        SCRIPTS[script.__name__] = Project(script, package)
+        return script
+
+    return enter
+
+
+class Samples(Dataset):
+    """As many samples as an epoch takes, each made from its index."""
+
+    def __init__(self, make: Callable[[torch.Generator], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(torch.Generator().manual_seed(index))
+
+
+def loader(make: Callable[[torch.Generator], Any], **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(make), **{"batch_size": 4, "shuffle": True, **arguments})
+
+
+def image(generator: torch.Generator, side: int = 32) -> torch.Tensor:
+    return torch.rand(3, side, side, generator=generator)
+
+
+# Lightning itself
+
+
+@of("lightning")
+def boring_model(job: Job) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    job.fit(BoringModel(), datamodule=BoringDataModule())
+
+
+@of("lightning")
+def manual_optimization(job: Job) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringDataModuleNoLen, ManualOptimBoringModel
+
+    job.fit(ManualOptimBoringModel(), datamodule=BoringDataModuleNoLen())
+
+
+@of("lightning")
+def transformer(job: Job) -> None:
+    from lightning.pytorch.demos.transformer import LightningTransformer
+
+    class NoDownload(LightningTransformer):
+        def prepare_data(self) -> None:
+            """Nothing: the words are made here."""
+
+    words = loader(lambda g: tuple(torch.randint(20, (8,), generator=g) for _ in range(2)))
+    job.fit(NoDownload(vocab_size=20), words)
+
+
+@of("lightning")
+def long_short_term_memory(job: Job) -> None:
+    from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler  # noqa: F401
+
+    words = loader(lambda g: tuple(torch.randint(20, (8,), generator=g) for _ in range(2)), drop_last=True)
+    job.fit(LightningLSTM(vocab_size=20), words)
+
+
+# pytorch-forecasting
+
+
+def _series() -> Any:
+    from pytorch_forecasting import TimeSeriesDataSet
+    from pytorch_forecasting.data.examples import generate_ar_data
+
+    frame = generate_ar_data(seasonality=10.0, timesteps=24, n_series=6, seed=42)
+    frame["series"] = frame["series"].astype(str)
+    frame["time_idx"] = frame["time_idx"].astype(int)
+    return TimeSeriesDataSet(
+        frame,
+        time_idx="time_idx",
+        target="value",
+        group_ids=["series"],
+        max_encoder_length=8,
+        max_prediction_length=4,
+        time_varying_unknown_reals=["value"],
+        time_varying_known_reals=["time_idx"],
+        static_categoricals=["series"],
+    )
+
+
+@of("pytorch-forecasting==1.8.0")
+def temporal_fusion_transformer(job: Job) -> None:
+    from pytorch_forecasting import TemporalFusionTransformer
+
+    data = _series()
+    module = TemporalFusionTransformer.from_dataset(data, hidden_size=4, attention_head_size=1, log_interval=-1)
+    job.fit(module, data.to_dataloader(batch_size=8), data.to_dataloader(train=False, batch_size=8))
+
+
+@of("pytorch-forecasting==1.8.0")
+def deep_autoregression(job: Job) -> None:
+    from pytorch_forecasting import DeepAR
+
+    data = _series()
+    module = DeepAR.from_dataset(data, hidden_size=4, rnn_layers=2, log_interval=-1)
+    job.fit(module, data.to_dataloader(batch_size=8), data.to_dataloader(train=False, batch_size=8))
+
+
+# chemprop
+
+
+@of("chemprop==2.3.1")
+def message_passing(job: Job) -> None:
+    from chemprop import data, models
+    from chemprop import nn as parts
+
+    molecules = ["C" * (1 + i % 6) + ("O" if i % 2 else "N") for i in range(SAMPLES)]
+    points = [data.MoleculeDatapoint.from_smi(smi, np.array([i % 5.0])) for i, smi in enumerate(molecules)]
+    module = models.MPNN(parts.BondMessagePassing(d_h=8), parts.MeanAggregation(), parts.RegressionFFN(input_dim=8))
+    train, held_out = (data.build_dataloader(data.MoleculeDataset(points), 4, shuffle=s) for s in (True, False))
+    job.fit(module, train, held_out)
+
+
+# lightning-uq-box
+
+
+def _uncertain(job: Job, make: Callable[[Any], Any]) -> None:
+    from lightning_uq_box.datamodules import ToyHeteroscedasticDatamodule
+    from lightning_uq_box.models import MLP
+
+    data = ToyHeteroscedasticDatamodule(batch_size=20)
+    job.fit(make(MLP(n_hidden=[8, 8], n_outputs=2, dropout_p=0.1)), datamodule=data)
+
+
+@of("lightning-uq-box==0.2.0")
+def mean_and_variance(job: Job) -> None:
+    from lightning_uq_box.uq_methods import MVERegression
+
+    _uncertain(job, lambda net: MVERegression(net, burnin_epochs=1))
+
+
+@of("lightning-uq-box==0.2.0")
+def variational_inference(job: Job) -> None:
+    from lightning_uq_box.models import MLP
+    from lightning_uq_box.uq_methods import BNN_VI_ELBO_Regression
+
+    net = MLP(n_hidden=[8, 8], n_outputs=1)
+    _uncertain(job, lambda _: BNN_VI_ELBO_Regression(net, nn.MSELoss(reduction="none"), burnin_epochs=1))
+
+
+@of("lightning-uq-box==0.2.0")
+def langevin_dynamics(job: Job) -> None:
+    from lightning_uq_box.uq_methods import SGLDRegression
+
+    _uncertain(job, lambda net: SGLDRegression(net, nn.MSELoss(), lr=1e-3, weight_decay=0.0, noise_factor=0.1))
+
+
+# torchgeo
+
+
+@of("torchgeo==0.8.1")
+def scene_classification(job: Job) -> None:
+    from torchgeo.trainers import ClassificationTask
+
+    task = ClassificationTask(model="resnet18", weights=None, in_channels=3, num_classes=3)
+    scenes = loader(lambda g: {"image": image(g), "label": torch.randint(3, (), generator=g)})
+    job.fit(task, scenes, scenes, limit_val_batches=0)
+
+
+@of("torchgeo==0.8.1")
+def segmentation_of_scenes(job: Job) -> None:
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    task = SemanticSegmentationTask(model="unet", backbone="resnet18", weights=None, in_channels=3, num_classes=3)
+    scenes = loader(lambda g: {"image": image(g), "mask": torch.randint(3, (32, 32), generator=g)})
+    job.fit(task, scenes)
+
+
+@of("torchgeo==0.8.1")
+def bootstrap_your_own_latent(job: Job) -> None:
+    from torchgeo.trainers import BYOLTask
+
+    job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3), loader(lambda g: {"image": image(g)}))
+
+
+@of("torchgeo==0.8.1")
+def contrast_with_momentum(job: Job) -> None:
+    from torchgeo.trainers import MoCoTask
+
+    task = MoCoTask(model="resnet18", in_channels=3, version=2, memory_bank_size=16, size=32)
+    job.fit(task, loader(lambda g: {"image": image(g)}))
+
+
+# scvi-tools
+
+
+@of("scvi-tools==1.4.2")
+def cells(job: Job) -> None:
+    import scvi
+    from scvi.dataloaders import DataSplitter
+    from scvi.train import TrainingPlan
+
+    counts = scvi.data.synthetic_iid(batch_size=30, n_genes=20)
+    scvi.model.SCVI.setup_anndata(counts, batch_key="batch")
+    model = scvi.model.SCVI(counts, n_hidden=8, n_latent=3)
+    plan = TrainingPlan(model.module, n_steps_kl_warmup=20)
+    job.fit(plan, datamodule=DataSplitter(model.adata_manager, batch_size=8))
+
+
+# anomalib
+
+
+@of("anomalib==2.7.0")
+def anomalies(job: Job) -> None:
+    from anomalib.data import ImageBatch
+    from anomalib.models import Ganomaly
+
+    def batch(images: list[torch.Tensor]) -> ImageBatch:
+        return ImageBatch(image=torch.stack(images))
+
+    module = Ganomaly(batch_size=4, n_features=8, latent_vec_size=8, evaluator=False, visualizer=False)
+    job.fit(module, loader(lambda g: image(g, 64), collate_fn=batch), num_sanity_val_steps=0)
+
+
+# gluonts
+
+
+@of("gluonts[torch]==0.17.0")
+def forecast_by_deep_autoregression(job: Job) -> None:
+    from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
+
+    sizes = {"freq": "D", "context_length": 6, "prediction_length": 3, "num_feat_dynamic_real": 1}
+    more = {
+        "num_feat_static_real": 1,
+        "num_feat_static_cat": 1,
+        "cardinality": [2],
+        "lags_seq": [1, 2],
+        "hidden_size": 4,
+    }
+    module = DeepARLightningModule(model_kwargs={**sizes, **more})
+
+    def sample(g: torch.Generator) -> dict[str, torch.Tensor]:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.rand(*shape, generator=g)
+
+        return {
+            "feat_static_cat": torch.zeros(1, dtype=torch.long),
+            "feat_static_real": random(1),
+            "past_time_feat": random(module.model._past_length, 1),
+            "past_target": random(module.model._past_length),
+            "past_observed_values": torch.ones(module.model._past_length),
+            "future_time_feat": random(3, 1),
+            "future_target": random(3),
+            "future_observed_values": torch.ones(3),
+        }
+
+    job.fit(module, loader(sample))
+
+
+# rl4co
+
+
+@of("rl4co==0.7.0")
+def travelling_salesman(job: Job) -> None:
+    from rl4co.envs import TSPEnv
+    from rl4co.models import POMO
+
+    sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
+    net = {"embed_dim": 8, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
+    job.fit(POMO(TSPEnv(generator_params={"num_loc": 5}), policy_kwargs=net, **sizes))
+
+
+@of("rl4co==0.7.0")
+def attention_with_rollouts(job: Job) -> None:
+    from rl4co.envs import TSPEnv
+    from rl4co.models import AttentionModel
+
+    sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
+    net = {"embed_dim": 8, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
+    env = TSPEnv(generator_params={"num_loc": 5})
+    job.fit(AttentionModel(env, baseline="rollout", policy_kwargs=net, **sizes))
+
+
+# terratorch
+
+
+@of("terratorch==1.2.11")
+def regression_of_pixels(job: Job) -> None:
+    from terratorch.tasks import PixelwiseRegressionTask
+
+    arguments = {"backbone": "timm_resnet18", "backbone_pretrained": False, "decoder": "FCNDecoder"}
+    task = PixelwiseRegressionTask(
+        model_args={**arguments, "backbone_in_chans": 3, "decoder_channels": 8},
+        model_factory="EncoderDecoderFactory",
+        loss="mse",
+        lr=1e-3,
+    )
+    scenes = loader(lambda g: {"image": image(g, 64), "mask": torch.rand(64, 64, generator=g)})
+    job.fit(task, scenes)
+
+
+# Projects that import `pytorch_lightning`
+
+
+@of("darts[torch]==0.48.1")
+def darts_with_blocks(job: Job) -> None:
+    from darts.models.forecasting.nbeats import _NBEATSModule
+
+    raise NotImplementedError(_NBEATSModule)
