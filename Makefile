@@ -28,7 +28,7 @@ e-to-z := tests/[e-z]*
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest ci soak fuzz sweep matrix mutants coverage check fix bench constraints clean
+.PHONY: help demo test test-oldest ci soak fuzz sweep matrix foreign mutants coverage check fix bench constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,8 @@ coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of t
 	$(TWO_AT_A_TIME) $(PARTS:%=test-%) PYTEST="$(BIN)/python -m coverage run -m pytest"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m tests.coverage_table tests/coverage_result.md
+foreign: $(VENV)/installed-test ## Install modules that others publish, and train them with and without the callbacks
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.foreign.run --folder $(VENV)/foreign --result tests/foreign/result.md
 
 check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/ruff check .
