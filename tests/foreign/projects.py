@@ -27,17 +27,19 @@ class Project:
     Args:
         script: The script.
         package: The project's name on the package index, with the version that was last seen to work.
+        needs: What the project imports, and does not ask for.
     """
 
     script: Callable[[Job], None]
     package: str
+    needs: tuple[str, ...] = ()
 
 
-def of(package: str) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
+def of(package: str, *needs: str) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
     """Enter a script in the table."""
 
     def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
-        SCRIPTS[script.__name__] = Project(script, package)
+        SCRIPTS[script.__name__] = Project(script, package, needs)
         return script
 
     return enter
@@ -81,7 +83,7 @@ def manual_optimization(job: Job) -> None:
     job.fit(ManualOptimBoringModel(), datamodule=BoringDataModuleNoLen())
 
 
-@of("lightning")
+@of("lightning", "requests")
 def transformer(job: Job) -> None:
     from lightning.pytorch.demos.transformer import LightningTransformer
 
@@ -93,9 +95,9 @@ def transformer(job: Job) -> None:
     job.fit(NoDownload(vocab_size=20), words)
 
 
-@of("lightning")
+@of("lightning", "requests")
 def long_short_term_memory(job: Job) -> None:
-    from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler  # noqa: F401
+    from lightning.pytorch.demos.lstm import LightningLSTM
 
     words = loader(lambda g: tuple(torch.randint(20, (8,), generator=g) for _ in range(2)), drop_last=True)
     job.fit(LightningLSTM(vocab_size=20), words)
@@ -188,13 +190,13 @@ def variational_inference(job: Job) -> None:
 def langevin_dynamics(job: Job) -> None:
     from lightning_uq_box.uq_methods import SGLDRegression
 
-    _uncertain(job, lambda net: SGLDRegression(net, nn.MSELoss(), lr=1e-3, weight_decay=0.0, noise_factor=0.1))
+    _uncertain(job, lambda net: SGLDRegression(net, nn.MSELoss(), 1e-3, 0.0, 0.1, burnin_epochs=1, n_sgld_samples=1))
 
 
 # torchgeo
 
 
-@of("torchgeo==0.8.1")
+@of("torchgeo==0.8.1", "requests")
 def scene_classification(job: Job) -> None:
     from torchgeo.trainers import ClassificationTask
 
@@ -203,7 +205,7 @@ def scene_classification(job: Job) -> None:
     job.fit(task, scenes, scenes, limit_val_batches=0)
 
 
-@of("torchgeo==0.8.1")
+@of("torchgeo==0.8.1", "requests")
 def segmentation_of_scenes(job: Job) -> None:
     from torchgeo.trainers import SemanticSegmentationTask
 
@@ -212,14 +214,14 @@ def segmentation_of_scenes(job: Job) -> None:
     job.fit(task, scenes)
 
 
-@of("torchgeo==0.8.1")
+@of("torchgeo==0.8.1", "requests")
 def bootstrap_your_own_latent(job: Job) -> None:
     from torchgeo.trainers import BYOLTask
 
     job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3), loader(lambda g: {"image": image(g)}))
 
 
-@of("torchgeo==0.8.1")
+@of("torchgeo==0.8.1", "requests")
 def contrast_with_momentum(job: Job) -> None:
     from torchgeo.trainers import MoCoTask
 
@@ -302,7 +304,7 @@ def travelling_salesman(job: Job) -> None:
     from rl4co.models import POMO
 
     sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
-    net = {"embed_dim": 8, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
+    net = {"embed_dim": 16, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
     job.fit(POMO(TSPEnv(generator_params={"num_loc": 5}), policy_kwargs=net, **sizes))
 
 
@@ -312,7 +314,7 @@ def attention_with_rollouts(job: Job) -> None:
     from rl4co.models import AttentionModel
 
     sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
-    net = {"embed_dim": 8, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
+    net = {"embed_dim": 16, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
     env = TSPEnv(generator_params={"num_loc": 5})
     job.fit(AttentionModel(env, baseline="rollout", policy_kwargs=net, **sizes))
 
@@ -333,13 +335,3 @@ def regression_of_pixels(job: Job) -> None:
     )
     scenes = loader(lambda g: {"image": image(g, 64), "mask": torch.rand(64, 64, generator=g)})
     job.fit(task, scenes)
-
-
-# Projects that import `pytorch_lightning`
-
-
-@of("darts[torch]==0.48.1")
-def darts_with_blocks(job: Job) -> None:
-    from darts.models.forecasting.nbeats import _NBEATSModule
-
-    raise NotImplementedError(_NBEATSModule)

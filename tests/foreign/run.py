@@ -1,0 +1,120 @@
+"""Install modules of others, train each with and without the callbacks, and write what came out as a table.
+
+    python -m tests.foreign.run --folder .venv/foreign --result tests/foreign/result.md [--only SCRIPT ...]
+
+Each project has an environment of its own, which sees the packages of the one that this runs in behind its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.foreign.projects import SCRIPTS, Project
+
+SECONDS = 600  # of a script
+
+
+def environment(project: Project, folder: Path) -> Path:
+    """Make the environment of a project, unless it is there; return its interpreter."""
+    place = folder.resolve() / re.split(r"[=\[]", project.package)[0]
+    python = place / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+        packages = subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        Path(packages, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    wanted = [project.package, *project.needs, f"torch=={torch.__version__.partition('+')[0]}"]
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, *wanted], check=True)
+    return python
+
+
+def examine(name: str, folder: Path) -> dict[str, Any]:
+    """Train a module in its environment; return what `train.py` found."""
+    place = (folder / "runs" / name).resolve()
+    subprocess.run(["rm", "-rf", place], check=True)
+    place.mkdir(parents=True)
+    found: dict[str, Any] = {"name": name, "project": SCRIPTS[name].package}
+    try:
+        python = environment(SCRIPTS[name], folder)
+        with (place / "output.txt").open("w") as output:
+            subprocess.run(
+                [python, "-m", "tests.foreign.train", name, place],
+                env={**os.environ, "PYTHONPATH": os.getcwd()},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+                check=True,
+            )
+    except subprocess.SubprocessError as error:
+        return found | {"bare": f"{type(error).__name__} ({str(error)[:200]})"}
+    return json.loads((place / "result.json").read_text())
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the results in Markdown."""
+    head = "project", "version", "module", "steps", "same with the callbacks", "stopped twice, resumed at: same"
+    lines = [" | ".join((*head, "host reads of an epoch: bare, with"))]
+    lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
+    lines += [" | ".join(_row(one)) for one in results]
+    notes = [f"\n**{one['name']}**\n{_notes(one)}" for one in results if _notes(one)]
+    return "\n".join([f"| {line} |" for line in lines] + notes) + "\n"
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    cells = [one["project"], one.get("version", ""), f"{one.get('module', '')} (`{one['name']}`)"]
+    if "bare" in one:
+        return [*cells, "", "does not train without the callbacks either", "", ""]
+    same = "stops with an error" if "with" in one else "no" if one["differs"] else "yes"
+    cells += [str(one["steps"]), f"{same} ({one['logged']} logged values)"]
+    if "with" in one:
+        return [*cells, "", ""]
+    resumed = "refused" if "resume" in one else "no" if one["resume differs"] else "yes"
+    reads = one["reads"] if isinstance(one["reads"], list) else ["not counted"]
+    return [*cells, f"{one.get('resumed at', '')}: {resumed}", ", ".join(map(str, reads))]
+
+
+def _notes(one: dict[str, Any]) -> str:
+    said = [f"- error: {one[key]}" for key in ("bare", "with", "resume") if key in one]
+    said += [f"- {key}: {', '.join(one[key][:8])}" for key in ("differs", "resume differs") if one.get(key)]
+    said += [f"- reads: {one['reads']}"] if isinstance(one.get("reads"), str) else []
+    texts = [*one.get("warnings", ()), *one.get("resume warnings", ())]
+    return "\n".join(said + sorted({f"- warns: {_short(text)}" for text in texts}))
+
+
+def _short(text: str) -> str:
+    """A warning without paths, and without the numbers in which processes differ."""
+    text = re.sub(r"/\S+/", ".../", " ".join(text.split()))
+    return re.sub(r"batch \d+", "batch N", text)[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=list(SCRIPTS))
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.only:
+        results.append(examine(name, arguments.folder))
+        about = "Written by `make foreign`: modules of others, with `callbacks=[...]` as the only change.\n\n"
+        arguments.result.write_text(f"# Other people's modules\n\n{about}{table(results)}")
+
+
+if __name__ == "__main__":
+    main()
