@@ -55,7 +55,7 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         with (place / "output.txt").open("w") as output:
             subprocess.run(
                 [python, "-m", "tests.foreign.train", name, place],
-                env={**os.environ, "PYTHONPATH": os.getcwd()},
+                env={**os.environ, "PYTHONPATH": str(Path.cwd())},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=SECONDS,
