@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -37,3 +39,22 @@ def format_shape(shape: Iterable[int]) -> str:
         '2x3x224'
     """
     return "x".join(map(str, shape))
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and message or, if it has no message, where it was raised.
+
+    Example:
+        >>> describe_error(ValueError("too long"))
+        'ValueError: too long'
+    """
+    return f"{type(error).__name__}: {str(error).strip() or where_raised(error)}"
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the file, the line and the code that raised an error, as a message for an error that has none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "no message"
+    last = frames[-1]
+    return f"no message; raised in {last.name} ({Path(last.filename).name}:{last.lineno}): {last.line}"

@@ -65,7 +65,9 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
     try:
         return int(run(arguments))
     except Exception as error:  # errors of the model as well: a command prints no traceback
-        parser.error(f"{type(error).__name__}: {error}")
+        from lightning_tricks._shared.text import describe_error
+
+        parser.error(describe_error(error))
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks.flops.core.flops_count import FlopsCount
 from lightning_tricks.flops.core.flops_table import check_report_path
 from lightning_tricks.flops.core.model_flops import check_backend, count_call
@@ -136,7 +137,7 @@ class FlopsReport(TrickCallback):
             try:
                 count = self._count(trainer, pl_module, training_step_call(pl_module, batch, batch_idx=batch_idx))
             except Exception as error:
-                rank_zero_warn(f"FlopsReport could not count a training step: {type(error).__name__}: {error}")
+                rank_zero_warn(f"FlopsReport could not count a training step: {describe_error(error)}")
             else:
                 self._flops_per_batch = count.train_step_flops
                 if self.count is None:

@@ -58,7 +58,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
         )
     except Exception as error:  # also the model's own errors: a command prints no traceback
-        parser.error(f"{type(error).__name__}: {error}")
+        from lightning_tricks._shared.text import describe_error
+
+        parser.error(describe_error(error))
     if arguments.json:
         write_output(count.to_json())
     elif arguments.csv:

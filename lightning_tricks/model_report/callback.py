@@ -16,6 +16,7 @@ from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks._shared.unused_parameters import names_without_gradient
 from lightning_tricks.model_report.core.report_summary import ModelReportSummary
 from lightning_tricks.model_report.core.summarize_model import summarize_call
@@ -109,7 +110,7 @@ class ModelReport(TrickCallback):
                 call = find_call(pl_module) or training_step_call(pl_module, batch, batch_idx=batch_idx)
                 self.summary = summarize_call(pl_module, call, graph=self.graph, **arguments)
         except Exception as error:
-            rank_zero_warn(f"ModelReport leaves out layers and graph: {type(error).__name__}: {error}")
+            rank_zero_warn(f"ModelReport leaves out layers and graph: {describe_error(error)}")
             self.summary = summarize_call(pl_module, None, **arguments)
         unreached = gather_objects(names_without_gradient(self._unreached))
         self.summary = replace(self.summary, without_gradient=tuple(_with_ranks(unreached)))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -289,3 +290,54 @@ def test_a_step_without_a_loss():
     assert count_flops(Nothing(), BATCH).macs == FORWARD
     with pytest.raises(ValueError, match=r"what training_step returned \(NoneType\) holds no tensor"):
         count_flops(Nothing(), BATCH, backward=True)
+
+
+def test_a_metric_may_be_the_loss():
+    class Measures(Classifier):
+        def training_step(self, batch, batch_idx):
+            wrong = self.mean(value=nn.functional.cross_entropy(self(batch[0]), batch[1]))
+            return wrong + self.metrics(self(batch[0]), batch[1])["MulticlassAccuracy"]
+
+    count = count_flops(Measures(), BATCH, backward=True)
+    assert (count.macs, count.train_step_flops) == (2 * FORWARD, 2 * 2 * (FORWARD + BACKWARD))
+    assert not count.notes
+
+
+class AsksItsOptimizer(Classifier):
+    """Checks types for the sake of a type checker, reads the rate, and sets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        assert isinstance(optimizer, torch.optim.AdamW)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-9)
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_an_optimizer_is_what_it_stands_for():
+    report, model_report = FlopsReport(backward=True), ModelReport()
+    data, module = DataLoader(TensorDataset(*BATCH), batch_size=4), AsksItsOptimizer()
+    trainer = Trainer(max_epochs=1, callbacks=[report, model_report], **QUIET)
+    trainer.fit(module, data)
+    assert report.count.train_step_flops == 2 * (FORWARD + BACKWARD)
+    assert model_report.summary.layers is not None
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05, "the step has halved it once"
+    assert count_flops(AsksItsOptimizer(), BATCH, backward=True).train_step_flops == 2 * (FORWARD + BACKWARD)
+
+
+def test_an_error_without_a_message_tells_where_it_was_raised():
+    class Refuses(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise NotImplementedError
+
+    where = r"no message; raised in training_step \(test_trainer_stub\.py:\d+\): raise NotImplementedError\n\(called on"
+    with pytest.raises(NotImplementedError, match=where):
+        count_flops(Refuses(), BATCH)

@@ -19,6 +19,7 @@ from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoD
 from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks._shared.text import describe_error, where_raised
 from lightning_tricks._torch_compat.modules import is_batch_norm
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def _retry_with_data(
     model: nn.Module, call: ModelCall, action: Action[T], error: Exception
 ) -> tuple[T, tuple[str, ...]]:
     """Run an action on copies with data, after the run without data has raised `error`."""
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    reason = describe_error(error).partition("\n")[0]
     try:
         result = _run_on_copy(model, call, action, RealTensorCopies())
     except NoDataError as no_data:
@@ -177,5 +178,7 @@ def _reject_record(record: logging.LogRecord) -> bool:
 
 def _add_hint(error: Exception, call: ModelCall, more: str = "") -> None:
     """Append to an error's message how the inputs were used."""
-    if error.args and isinstance(error.args[0], str):
+    if not error.args:
+        error.args = (where_raised(error),)
+    if isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n(called on a copy of the model: {call}{more})", *error.args[1:])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks._torch_compat.tensors import tree_map_only
 
 
@@ -31,6 +34,8 @@ class NoOp:
     def __getitem__(self, key: Any) -> Any:
         return self
 
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
     def __iter__(self) -> Any:
         return iter(())
 
@@ -50,7 +55,22 @@ class NoOp:
 
 
 class NoOpOptimizer(NoOp):
-    """An optimizer that changes no weight; `step` still calls its closure."""
+    """An optimizer that changes no weight; `step` still calls its closure.
+
+    To `isinstance`, it is what it stands for, wrapped by Lightning as `LightningModule.optimizers` does it. Its
+    `param_groups` are copies without parameters.
+
+    Args:
+        original: The optimizer that it stands for, if it is known.
+    """
+
+    def __init__(self, original: Any = None) -> None:
+        groups = [{**group, "params": []} for group in getattr(original, "param_groups", ())]
+        vars(self).update(_type=_wrapped_type(original), param_groups=copy.deepcopy(groups) or NoOp())
+
+    @property
+    def __class__(self) -> Any:
+        return self._type
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Call the closure."""
@@ -85,7 +105,7 @@ class ReadOnlyTrainer:
         if name in ReadOnlyTrainer._NO_OPS:
             return NoOp()
         value = getattr(self._trainer, name)
-        return [NoOpOptimizer() for _ in value] if name == "optimizers" else value
+        return [NoOpOptimizer(one) for one in value] if name == "optimizers" else value
 
     def __setattr__(self, name: str, value: Any) -> None: ...
 
@@ -93,8 +113,8 @@ class ReadOnlyTrainer:
 def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
     """Replace what a `training_step` calls, so that the copy of a module affects neither Trainer nor original.
 
-    Metrics of torchmetrics do nothing: they are no part of the model's FLOPs, and they check values that tensors
-    without data do not have.
+    Metrics of torchmetrics compute nothing: they are no part of the model's FLOPs, and they check values that tensors
+    without data do not have. A backward pass from what they return reaches what they were given: one may be the loss.
 
     Args:
         model_copy: The copy of a LightningModule; changed in place.
@@ -103,7 +123,7 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
     no_op = NoOp()
     if trainer is not None:
         vars(model_copy)["_trainer"] = ReadOnlyTrainer(trainer)
-    optimizers = [NoOpOptimizer()] * _count_optimizers(model_copy, trainer)
+    optimizers = [NoOpOptimizer(one) for one in _find_optimizers(model_copy, trainer)]
     vars(model_copy).update(
         dict.fromkeys(
             (
@@ -138,11 +158,13 @@ def _stub_metrics(model_copy: nn.Module, no_op: NoOp) -> None:
 
 
 def _no_metric(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros(())
+    reached = [0.0 * tensor.sum() for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    return sum(reached, torch.zeros(()))
 
 
 def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    return defaultdict(_no_metric, metric=_no_metric())
+    value = _no_metric(*args, **kwargs)
+    return defaultdict(lambda: value, metric=value)
 
 
 def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -168,18 +190,29 @@ class redirect_backward(TorchFunctionMode):  # noqa: N801  # a context manager
         return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
 
 
-def _count_optimizers(model_copy: Any, trainer: Any) -> int:
+def _find_optimizers(model_copy: Any, trainer: Any) -> Sequence[Any]:
+    """Return the optimizers of a Trainer, or those that a module makes, or [None]."""
     if trainer is not None:
-        return len(trainer.optimizers) or 1
+        return trainer.optimizers or [None]
     if getattr(model_copy, "automatic_optimization", True):
-        return 1
+        return [None]
     try:
         made = model_copy.configure_optimizers()
     except Exception:  # it needs a Trainer
-        return 1
+        return [None]
     if isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], list):
         made = made[0]  # the second list holds schedulers
-    return len(made) if isinstance(made, tuple | list) else 1
+    made = made if isinstance(made, tuple | list) else [made]
+    return [one["optimizer"] if isinstance(one, dict) else one for one in made]
+
+
+def _wrapped_type(optimizer: Any) -> type:
+    """Return the type that Lightning's wrapper of an optimizer has."""
+    own = type(optimizer) if isinstance(optimizer, Optimizer) else Optimizer
+    for name in ("lightning.pytorch.core.optimizer", "pytorch_lightning.core.optimizer"):
+        if name in sys.modules:
+            return type(f"Lightning{own.__name__}", (sys.modules[name].LightningOptimizer, own), {})
+    return own
 
 
 def _local_all_gather(world_size: int) -> Callable[..., Any]:

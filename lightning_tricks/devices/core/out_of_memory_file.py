@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_tricks._shared.files import atomic_write
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks.devices.core.memory_report import MemoryReport
 
 
@@ -22,7 +23,7 @@ def out_of_memory_text(
         "The batch": batch or ["(none: no step was running)"],
         "What to do": [f"- {one}" for one in advice],
         "Memory": str(report).splitlines(),
-        "The error": [f"{type(error).__name__}: {error}"],
+        "The error": [describe_error(error)],
     }
     return "\n".join("\n".join((title, "-" * len(title), *lines, "")) for title, lines in sections.items())
 

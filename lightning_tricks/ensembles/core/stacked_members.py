@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_tricks._shared.modes import eval_mode
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks.ensembles.core.members import Members, stack_outputs
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
 
@@ -140,7 +141,7 @@ class StackedMembers(Members):
                 given = self._split_rows(self.net(*varied))
                 off = _describe_difference(given, expected)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:
-                self.reason = f"with stacked layers the model raises {type(error).__name__}: {error}"
+                self.reason = f"with stacked layers the model raises {describe_error(error)}"
                 return
         if off:
             self.reason = f"the model mixes rows of a batch outside its layers ({off})"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_choice, check_names
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks._shared.text import list_names
+from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
 from lightning_tricks.finetuning.core.injection import InjectionReport, make_report, parameters_of
 from lightning_tricks.finetuning.core.reach import is_compiled
@@ -124,7 +124,7 @@ def _inject(model: nn.Module, config: Any) -> None:
         with isolated_rng(seed=torch.initial_seed() % _SEEDS):
             _peft().inject_adapter_in_model(config, model, _ADAPTER)
     except Exception as error:  # of many types, such as AttributeError for a layer with weight_norm
-        raise ValueError(f"peft cannot adapt {type(model).__name__} ({type(error).__name__}: {error})") from error
+        raise ValueError(f"peft cannot adapt {type(model).__name__} ({describe_error(error)})") from error
 
 
 def peft_report(model: nn.Module, config: Any) -> InjectionReport | None:

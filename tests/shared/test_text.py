@@ -1,0 +1,24 @@
+"""Errors are described by their message or, if they have none, by where they were raised."""
+
+import pytest
+
+from lightning_tricks._shared.text import describe_error
+
+pytestmark = pytest.mark.oldest
+
+
+def test_an_error_with_a_message():
+    assert describe_error(ValueError("too long")) == "ValueError: too long"
+
+
+@pytest.mark.parametrize("message", ["", " \n"])
+def test_an_error_without_one_tells_where_it_was_raised(message):
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError(message)
+    described = describe_error(caught.value)
+    assert described.startswith("RuntimeError: no message; raised in test_an_error_without_one_tells")
+    assert described.endswith("raise RuntimeError(message)")
+
+
+def test_an_error_that_was_never_raised():
+    assert describe_error(KeyError()) == "KeyError: no message"
