@@ -265,6 +265,19 @@ def test_fake_tensors_hold_nothing_and_are_not_asked_for_data(recwarn):
     assert not [str(one.message) for one in recwarn if "data pointer" in str(one.message)]
 
 
+def test_fake_tensors_that_others_keep_are_passed_over_in_silence(recwarn):
+    with FakeTensorMode():
+        kept = mib()
+    said_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # and not once in a process
+    try:
+        memory_report("cpu")
+    finally:
+        torch.set_warn_always(said_always)
+    assert kept.shape == (MIB // 4,)
+    assert not recwarn.list
+
+
 def test_sharded_tensors_count_what_this_rank_holds():
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ def live_storages(device: torch.device, named: Iterable[NamedTensor] = ()) -> li
         named: More tensors to look at, which may not be tracked because of `gc.freeze`, with their names.
     """
     found: dict[int, LiveStorage] = {}
-    with as_plain_tensors():
+    with as_plain_tensors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns when the data of a fake tensor are asked for
         for name, kind, tensor in named:
             _add(found, device, tensor, name, kind)
         for tensor in _tracked_tensors():
