@@ -28,18 +28,20 @@ class Project:
         script: The script.
         package: The project's name on the package index, with the version that was last seen to work.
         needs: What the project imports, and does not ask for.
+        refused: Whether its modules are of `pytorch_lightning`, with which no callback works.
     """
 
-    script: Callable[[Job], None]
+    script: Callable[[Any], None]
     package: str
     needs: tuple[str, ...] = ()
+    refused: bool = False
 
 
-def of(package: str, *needs: str) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
-    """Enter a script in the table."""
+def of(package: str, *needs: str, refused: bool = False) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Enter a script in the table; one that is refused takes a list of callbacks in place of a `Job`."""
 
-    def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
-        SCRIPTS[script.__name__] = Project(script, package, needs)
+    def enter(script: Callable[[Any], None]) -> Callable[[Any], None]:
+        SCRIPTS[script.__name__] = Project(script, package, needs, refused)
         return script
 
     return enter
@@ -99,8 +101,30 @@ def transformer(job: Job) -> None:
 def long_short_term_memory(job: Job) -> None:
     from lightning.pytorch.demos.lstm import LightningLSTM
 
+    class NoDownload(LightningLSTM):
+        def prepare_data(self) -> None:
+            """Nothing: the words are made here."""
+
     words = loader(lambda g: tuple(torch.randint(20, (8,), generator=g) for _ in range(2)), drop_last=True)
-    job.fit(LightningLSTM(vocab_size=20), words)
+    job.fit(NoDownload(vocab_size=20), words)
+
+
+@of("lightning")
+def stream_of_random_points(job: Job) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomIterableDatasetWithLen
+
+    job.fit(BoringModel(), DataLoader(RandomIterableDatasetWithLen(32, 9)))
+
+
+@of("lightning")
+def dicts_of_random_points(job: Job) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDictDataset
+
+    class OfDicts(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"] + 0.1 * batch["b"], batch_idx)
+
+    job.fit(OfDicts(), DataLoader(RandomDictDataset(32, 9), shuffle=True))
 
 
 # pytorch-forecasting
@@ -335,3 +359,45 @@ def regression_of_pixels(job: Job) -> None:
     )
     scenes = loader(lambda g: {"image": image(g, 64), "mask": torch.rand(64, 64, generator=g)})
     job.fit(task, scenes)
+
+
+# What is of `pytorch_lightning`
+
+
+@of("neuralforecast==3.3.0", "pytorch_lightning", refused=True)
+def forecast_by_hierarchical_interpolation(callbacks: list[Any]) -> None:
+    from neuralforecast import NeuralForecast
+    from neuralforecast.models import NHITS
+    from neuralforecast.utils import AirPassengersDF
+
+    NeuralForecast([NHITS(h=4, input_size=8, max_steps=2, accelerator="cpu", callbacks=callbacks)], "ME").fit(
+        AirPassengersDF
+    )
+
+
+@of("darts==0.48.1", "pytorch_lightning", refused=True)
+def forecast_by_basis_expansion(callbacks: list[Any]) -> None:
+    from darts.models import NBEATSModel
+    from darts.utils.timeseries_generation import sine_timeseries
+
+    settings = {"callbacks": callbacks, "accelerator": "cpu"}
+    NBEATSModel(8, 4, n_epochs=1, num_layers=1, layer_widths=8, pl_trainer_kwargs=settings).fit(
+        sine_timeseries(length=40)
+    )
+
+
+@of("pytorch-tabular==1.2.0", refused=True)
+def tables(callbacks: list[Any]) -> None:
+    import pandas
+    from pytorch_tabular import TabularModel
+    from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
+    from pytorch_tabular.models import CategoryEmbeddingModelConfig
+
+    model = TabularModel(
+        DataConfig(target=["y"], continuous_cols=["x"]),
+        CategoryEmbeddingModelConfig(task="regression", layers="8"),
+        OptimizerConfig(),
+        TrainerConfig(max_epochs=1, accelerator="cpu", checkpoints=None, load_best=False, early_stopping=None),
+        verbose=False,
+    )
+    model.fit(pandas.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0)}), callbacks=callbacks)

@@ -2,7 +2,9 @@
 
     python -m tests.foreign.run --folder .venv/foreign --result tests/foreign/result.md [--only SCRIPT ...]
 
-Each project has an environment of its own, which sees the packages of the one that this runs in behind its own.
+Each project has an environment of its own, which sees the packages of the one that this runs in behind its own. It is
+made in the folder, unless it is there. What was found lies there too: `--only` examines some scripts anew, and the
+table is of all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -39,15 +42,18 @@ def environment(project: Project, folder: Path) -> Path:
         ).stdout.strip()
         Path(packages, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     wanted = [project.package, *project.needs, f"torch=={torch.__version__.partition('+')[0]}"]
-    options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, *wanted], check=True)
+    done = place / "installed.txt"
+    if not (done.exists() and {*wanted} <= {*done.read_text().split()}):
+        options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+        subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, *wanted], check=True)
+        done.write_text("\n".join(wanted))
     return python
 
 
 def examine(name: str, folder: Path) -> dict[str, Any]:
     """Train a module in its environment; return what `train.py` found."""
     place = (folder / "runs" / name).resolve()
-    subprocess.run(["rm", "-rf", place], check=True)
+    shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     found: dict[str, Any] = {"name": name, "project": SCRIPTS[name].package}
     try:
@@ -62,8 +68,11 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
                 check=True,
             )
     except subprocess.SubprocessError as error:
-        return found | {"bare": f"{type(error).__name__} ({str(error)[:200]})"}
-    return json.loads((place / "result.json").read_text())
+        return found | {"not examined": f"{type(error).__name__} ({str(error)[:200]})"}
+    result: dict[str, Any] = json.loads((place / "result.json").read_text())
+    for run in filter(Path.is_dir, place.iterdir()):
+        shutil.rmtree(run)
+    return result
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -78,19 +87,24 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def _row(one: dict[str, Any]) -> list[str]:
     cells = [one["project"], one.get("version", ""), f"{one.get('module', '')} (`{one['name']}`)"]
+    if "not examined" in one:
+        return [*cells, "", "not examined", "", ""]
+    if "refused" in one:
+        return [*cells, "", "refused: `pytorch_lightning`", "", ""]
     if "bare" in one:
         return [*cells, "", "does not train without the callbacks either", "", ""]
     same = "stops with an error" if "with" in one else "no" if one["differs"] else "yes"
     cells += [str(one["steps"]), f"{same} ({one['logged']} logged values)"]
     if "with" in one:
         return [*cells, "", ""]
-    resumed = "refused" if "resume" in one else "no" if one["resume differs"] else "yes"
+    resumed = "no (an error)" if "resume" in one else "no" if one["resume differs"] else "yes"
+    resumed += ", with allow_pickle=True" if "refused without allow_pickle" in one else ""
     reads = one["reads"] if isinstance(one["reads"], list) else ["not counted"]
     return [*cells, f"{one.get('resumed at', '')}: {resumed}", ", ".join(map(str, reads))]
 
 
 def _notes(one: dict[str, Any]) -> str:
-    said = [f"- error: {one[key]}" for key in ("bare", "with", "resume") if key in one]
+    said = [f"- error: {one[key]}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
     said += [f"- {key}: {', '.join(one[key][:8])}" for key in ("differs", "resume differs") if one.get(key)]
     said += [f"- reads: {one['reads']}"] if isinstance(one.get("reads"), str) else []
     texts = [*one.get("warnings", ()), *one.get("resume warnings", ())]
@@ -109,9 +123,11 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=list(SCRIPTS))
     arguments = parser.parse_args()
-    results = []
     for name in arguments.only:
-        results.append(examine(name, arguments.folder))
+        found = examine(name, arguments.folder)
+        (arguments.folder / f"{name}.json").write_text(json.dumps(found, indent=1))
+        files = [arguments.folder / f"{one}.json" for one in SCRIPTS]
+        results = [json.loads(file.read_text()) for file in files if file.exists()]
         about = "Written by `make foreign`: modules of others, with `callbacks=[...]` as the only change.\n\n"
         arguments.result.write_text(f"# Other people's modules\n\n{about}{table(results)}")
 

@@ -21,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import lightning
 import torch
 
+import lightning_tricks
 from tests.contract.lab import HostReads
 from tests.foreign.projects import SCRIPTS
 from tests.styles.frame import STOPS, Job, added, differences, new_warnings, train
@@ -71,11 +72,23 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:600]} ({', '.join(frames)})"
 
 
+def refusal(script: Any) -> str:
+    """Return what a callback says in a Trainer of `pytorch_lightning`."""
+    script([])
+    try:
+        script([lightning_tricks.GradientClipping(max_norm=1.0)])
+    except Exception as error:
+        return said(error)
+    return "nothing"
+
+
 def examine(name: str, folder: Path) -> dict[str, Any]:
     """Return what a script does with and without the callbacks."""
     project = SCRIPTS[name]
     package = project.package.partition("==")[0].partition("[")[0]
     found: dict[str, Any] = {"name": name, "project": package, "version": importlib.metadata.version(package)}
+    if project.refused:
+        return found | {"refused": refusal(project.script)}
     script = seeded(project.script)
     try:
         bare = train(script, folder / "bare", {})
@@ -87,12 +100,19 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         found |= {"differs": differences(run, bare), "warnings": new_warnings(run, bare)}
     except BaseException as error:
         return found | {"with": said(error)}
-    try:
-        stopped = train(script, folder / "stopped", added(folder / "stopped"), STOPS)
-        found |= {"resumed at": stopped.starts[1:], "resume differs": differences(stopped, bare)}
-        found["resume warnings"] = [w for w in new_warnings(stopped, bare) if w not in run.warnings]
-    except BaseException as error:
-        found["resume"] = said(error)
+    for trusts in (False, True):  # the directory, with which it resumes what saves objects
+        callbacks = added(folder / f"stopped {trusts}")
+        callbacks["AutoResume"]["allow_pickle"] = trusts
+        try:
+            stopped = train(script, folder / f"stopped {trusts}", callbacks, STOPS)
+        except BaseException as error:
+            found["refused without allow_pickle" if "allow_pickle" in str(error) else "resume"] = said(error)
+            if not trusts and "allow_pickle" in str(error):
+                continue
+        else:
+            found |= {"resumed at": stopped.starts[1:], "resume differs": differences(stopped, bare)}
+            found["resume warnings"] = [w for w in new_warnings(stopped, bare) if w not in run.warnings]
+        break
     try:
         looking = {k: v for k, v in added(folder / "reads").items() if k not in READS}
         bare_reads = reads_of_an_epoch(project.script, folder / "bare reads", {})
