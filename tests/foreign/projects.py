@@ -262,6 +262,7 @@ def cells(job: Job) -> None:
     from scvi.dataloaders import DataSplitter
     from scvi.train import TrainingPlan
 
+    scvi.settings.seed = 1  # or it splits the cells anew in each process
     counts = scvi.data.synthetic_iid(batch_size=30, n_genes=20)
     scvi.model.SCVI.setup_anndata(counts, batch_key="batch")
     model = scvi.model.SCVI(counts, n_hidden=8, n_latent=3)
