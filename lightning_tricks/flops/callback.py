@@ -18,6 +18,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
+from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.flops.core.flops_count import FlopsCount
 from lightning_tricks.flops.core.flops_table import check_report_path
@@ -116,7 +117,12 @@ class FlopsReport(TrickCallback):
         self._close()
         call = find_call(pl_module, self.inputs, "FlopsReport(inputs=...)")
         if call is not None:
-            self.count = self._count(trainer, pl_module, call)
+            try:
+                self.count = self._count(trainer, pl_module, call)
+            except NoGradientError:
+                if self.inputs is not None:
+                    raise
+                return  # the example shows how the module predicts, as by sampling: the training step is counted
             self._report(trainer)
 
     def mid_epoch_state(self) -> dict[str, Any]:

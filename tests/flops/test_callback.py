@@ -66,6 +66,24 @@ def test_example_input_array_comes_first(capsys):
     assert given.count.macs == FORWARD_MACS / 4
 
 
+class Samples(Forwards):
+    """As modules of forecasts do, it predicts without gradients."""
+
+    example_input_array = torch.zeros(7, 64)
+
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_an_example_without_gradients_is_left_for_the_training_step():
+    report = FlopsReport(backward=True)
+    fit([report], Samples())
+    assert (report.count.macs, report.count.train_step_flops) == (FORWARD_MACS, STEP)
+    with pytest.raises(ValueError, match="what forward returned"):
+        fit([FlopsReport(inputs=torch.zeros(7, 64), backward=True)], Samples())
+
+
 def test_wrong_inputs_stop_the_fit_before_it_starts():
     module = Forwards()
     module.example_input_array = torch.zeros(7, 63)
