@@ -1,25 +1,19 @@
-"""Batches of every kind, and steps that return every kind of output: one net for all of them."""
+"""Batches of every kind (a tokenizer's are in `language.py`), and steps that return every kind of output: one net."""
 
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.styles.frame import Job, points, style
 
 CLASSES = {"task": "multiclass", "num_classes": 3}
-
-
-class Sample(NamedTuple):
-    x: Tensor
-    y: Tensor
 
 
 @dataclass
@@ -53,15 +47,12 @@ Old = namedtuple("Old", "x y")
 
 # Each makes a batch of (x, y)
 BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "dict": lambda x, y: {"x": x, "y": y},
     "dict_of_dicts_with_texts": lambda x, y: {"x": {"x": x}, "y": y, "ids": [str(i) for i in y], "source": "here"},
     "nested_tuple": lambda x, y: ((x, (x.flip(0), None)), y),
-    "typed_tuple": Sample,
     "named_tuple": Old,
     "dataclass": Item,
     "object_that_moves_itself": Movable,
     "plain_object": Plain,
-    "encoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
     "model_output": lambda x, y: SequenceClassifierOutput(logits=x, loss=y),
     "list_of_samples": lambda x, y: [{"x": row, "y": label} for row, label in zip(x, y, strict=True)],
     "one_tensor": lambda x, y: torch.cat([x, y[:, None].float()], dim=1),
@@ -78,7 +69,7 @@ def unpack(batch: Any) -> tuple[Tensor, Tensor]:
         return batch[:, :6], batch[:, 6].long()
     if isinstance(batch, SequenceClassifierOutput):
         return batch.logits, batch.loss
-    if isinstance(batch, BatchEncoding | dict):
+    if isinstance(batch, dict):
         x = batch["x"]
         return (x["x"] if isinstance(x, dict) else x), batch["y"]
     if is_dataclass(batch) or isinstance(batch, Movable | Plain):

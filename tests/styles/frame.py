@@ -189,14 +189,29 @@ class Run:
     starts: list[int]
 
 
-def train(script: Callable[[Job], None], folder: Path, added: Mapping[str, Any], stops: Any = ()) -> Run:
-    """Run a script in as many processes as it takes when the first ones are stopped."""
+def begin_process(number: int) -> None:
+    """Set the random numbers with which a new process begins: they are its own."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def train(
+    script: Callable[[Job], None], folder: Path, added: Mapping[str, Any], stops: Any = (), first: int = 0
+) -> Run:
+    """Run a script in as many processes as it takes when the first ones are stopped.
+
+    Args:
+        script: The script.
+        folder: Where it writes.
+        added: The callbacks that are added, see `Job`.
+        stops: How all processes but the last end.
+        first: The number of the first process: 0, unless others have run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
-    for number, stop in enumerate([*stops, None]):
-        random.seed(number)  # a new process begins with random numbers of its own
-        np.random.seed(number)
-        torch.manual_seed(number)
+    for number, stop in enumerate([*stops, None], first):
+        begin_process(number)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ended = _end_of(script, Job(folder, added, stop))

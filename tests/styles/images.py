@@ -63,7 +63,7 @@ class Transfer(LightningModule):
 
     def __init__(self):
         super().__init__()
-        backbone = torchvision.models.shufflenet_v2_x0_5(weights=None)
+        backbone = torchvision.models.ShuffleNetV2([1, 1, 1], [4, 8, 8, 8, 16])
         width = backbone.fc.in_features
         self.feature_extractor = nn.Sequential(*list(backbone.children())[:-1])
         for parameter in self.feature_extractor.parameters():

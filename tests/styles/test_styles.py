@@ -1,13 +1,17 @@
 """What people write, with `callbacks=[...]` as the only change: nothing else changes, and what is stopped resumes.
 
-The scripts are tables of `frame.py`: each is trained bare, with all callbacks, and with all in three processes of
-which the first two are stopped in the middle of an epoch.
+The scripts are tables of `frame.py`: each is trained bare, with all callbacks, and with all in two or three processes
+that are stopped in the middle of an epoch, but for the last.
 """
+
+import signal
+from itertools import pairwise
 
 import pytest
 
+from tests.auto_resume import killing
 from tests.styles import agents, batches, configs, habits, images, language, loaders
-from tests.styles.frame import STOPS, STYLES, differences, is_expected, new_warnings, train
+from tests.styles.frame import STOPS, STYLES, Job, begin_process, differences, is_expected, new_warnings, train
 
 FILES = (agents, batches, configs, habits, images, language, loaders)
 _BARE = {}
@@ -31,10 +35,38 @@ def test_all_callbacks_change_nothing_and_warn_of_what_is_so(tmp_path, name):
     assert [words for words in style.expected() if not any(is_expected(line, [words]) for line in said)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in STYLES if "AutoResume" not in STYLES[name].left_out])
-def test_stopped_twice_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
+# What a run that has been resumed must carry on to the next: the rest is stopped once, by an error or a signal in turn
+TWICE = [
+    "state_that_is_no_tensor",
+    "metrics_of_the_module",
+    "several_loaders_at_once",
+    "transformer_language_model",
+    "deep_q_network",
+]
+STOPPED = [name for name in STYLES if "AutoResume" not in STYLES[name].left_out]
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
+    stops = STOPS if name in TWICE else [(STOPS[STOPPED.index(name) % 2][0], 5)]
     style = STYLES[name]
-    run = train(style.script, tmp_path / "with", style.added(tmp_path / "with"), STOPS)
+    run = train(style.script, tmp_path / "with", style.added(tmp_path / "with"), stops)
     assert differences(run, bare(name, tmp_path / "bare")) == []
-    assert 0 == run.starts[0] < run.starts[1] < run.starts[2], "it resumed where it was stopped"
+    assert len(run.starts) == len(stops) + 1
+    assert run.starts[0] == 0
+    assert all(before < after for before, after in pairwise(run.starts)), "it resumed where it was stopped"
     assert [line for line in run.warnings if "AutoResume" in line] == []
+
+
+@pytest.mark.parametrize("name", ["state_that_is_no_tensor", "gan_with_toggled_optimizers"])
+def test_killed_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
+    style, folder = STYLES[name], tmp_path / "with"
+
+    def script(folder, _):
+        begin_process(0)
+        style.script(Job(folder, style.added(folder), ("SIGKILL", 5)))
+
+    assert killing.run(folder, {}, script=script) == -signal.SIGKILL
+    run = train(style.script, folder, style.added(folder), first=1)
+    assert differences(run, bare(name, tmp_path / "bare")) == []
+    assert 0 == run.starts[0] < run.starts[1]
