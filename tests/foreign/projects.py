@@ -242,7 +242,7 @@ def segmentation_of_scenes(job: Job) -> None:
 def bootstrap_your_own_latent(job: Job) -> None:
     from torchgeo.trainers import BYOLTask
 
-    job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3), loader(lambda g: {"image": image(g)}))
+    job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3, size=32), loader(lambda g: {"image": image(g)}))
 
 
 @of("torchgeo==0.8.1", "requests")
@@ -323,25 +323,30 @@ def forecast_by_deep_autoregression(job: Job) -> None:
 # rl4co
 
 
-@of("rl4co==0.7.0")
-def travelling_salesman(job: Job) -> None:
+def _tour(job: Job, model: str, arguments: dict[str, Any], reloaded: bool) -> None:
+    import rl4co.models
     from rl4co.envs import TSPEnv
-    from rl4co.models import POMO
-
-    sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
-    net = {"embed_dim": 16, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
-    job.fit(POMO(TSPEnv(generator_params={"num_loc": 5}), policy_kwargs=net, **sizes))
-
-
-@of("rl4co==0.7.0")
-def attention_with_rollouts(job: Job) -> None:
-    from rl4co.envs import TSPEnv
-    from rl4co.models import AttentionModel
 
     sizes = {"train_data_size": 36, "val_data_size": 8, "test_data_size": 8, "batch_size": 4}
     net = {"embed_dim": 16, "num_heads": 2, "num_encoder_layers": 1, "feedforward_hidden": 8}
     env = TSPEnv(generator_params={"num_loc": 5})
-    job.fit(AttentionModel(env, baseline="rollout", policy_kwargs=net, **sizes))
+    module = getattr(rl4co.models, model)(env, policy_kwargs=net, **arguments, **sizes)
+    job.fit(module, reload_dataloaders_every_n_epochs=int(reloaded))
+
+
+@of("rl4co==0.7.0")
+def travelling_salesman(job: Job) -> None:
+    _tour(job, "POMO", {}, reloaded=True)  # as the project's own Trainer does it
+
+
+@of("rl4co==0.7.0")
+def travelling_salesman_without_reloading(job: Job) -> None:
+    _tour(job, "POMO", {}, reloaded=False)  # the module draws another data set, and the loader keeps the first
+
+
+@of("rl4co==0.7.0")
+def attention_with_rollouts(job: Job) -> None:
+    _tour(job, "AttentionModel", {"baseline": "rollout"}, reloaded=True)
 
 
 # terratorch
@@ -387,7 +392,7 @@ def forecast_by_basis_expansion(callbacks: list[Any]) -> None:
     )
 
 
-@of("pytorch-tabular==1.2.0", refused=True)
+@of("pytorch-tabular==1.2.0", "requests", refused=True)
 def tables(callbacks: list[Any]) -> None:
     import pandas
     from pytorch_tabular import TabularModel

@@ -94,6 +94,7 @@ def _row(one: dict[str, Any]) -> list[str]:
     if "bare" in one:
         return [*cells, "", "does not train without the callbacks either", "", ""]
     same = "stops with an error" if "with" in one else "no" if one["differs"] else "yes"
+    same += ", but neither is a second run without them" if one.get("differs from itself") else ""
     cells += [str(one["steps"]), f"{same} ({one['logged']} logged values)"]
     if "with" in one:
         return [*cells, "", ""]
@@ -105,7 +106,7 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 def _notes(one: dict[str, Any]) -> str:
     said = [f"- error: {one[key]}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
-    said += [f"- {key}: {', '.join(one[key][:8])}" for key in ("differs", "resume differs") if one.get(key)]
+    said += [f"- {key}: {', '.join(one[key][:8])}" for key in ("differs", "differs from itself", "resume differs") if one.get(key)]
     said += [f"- reads: {one['reads']}"] if isinstance(one.get("reads"), str) else []
     texts = [*one.get("warnings", ()), *one.get("resume warnings", ())]
     return "\n".join(said + sorted({f"- warns: {_short(text)}" for text in texts}))

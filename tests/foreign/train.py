@@ -98,6 +98,8 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     try:
         run = train(script, folder / "with", added(folder / "with"))
         found |= {"differs": differences(run, bare), "warnings": new_warnings(run, bare)}
+        if found["differs"]:
+            found["differs from itself"] = differences(train(script, folder / "bare again", {}), bare)
     except BaseException as error:
         return found | {"with": said(error)}
     for trusts in (False, True):  # the directory, with which it resumes what saves objects

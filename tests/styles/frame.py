@@ -128,7 +128,8 @@ class Ends(End):
         file = self.folder / f"end.{trainer.global_rank}.json"
         plain = (bool, int, float, str, list, tuple, dict, set, deque)
         own = {k: repr(v) for k, v in vars(pl_module).items() if isinstance(v, plain) and not k.startswith("_")}
-        found = json.loads(file.read_text()) | {"attributes": {k: v for k, v in own.items() if " at 0x" not in v}}
+        kept = {k: v.replace(str(self.folder), "") for k, v in own.items() if " at 0x" not in v}
+        found = json.loads(file.read_text()) | {"attributes": kept}
         file.write_text(json.dumps(found, indent=1))
 
 
