@@ -106,7 +106,11 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 def _notes(one: dict[str, Any]) -> str:
     said = [f"- error: {one[key]}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
-    said += [f"- {key}: {', '.join(one[key][:8])}" for key in ("differs", "differs from itself", "resume differs") if one.get(key)]
+    said += [
+        f"- {key}: {', '.join(one[key][:8])}"
+        for key in ("differs", "differs from itself", "resume differs")
+        if one.get(key)
+    ]
     said += [f"- reads: {one['reads']}"] if isinstance(one.get("reads"), str) else []
     texts = [*one.get("warnings", ()), *one.get("resume warnings", ())]
     return "\n".join(said + sorted({f"- warns: {_short(text)}" for text in texts}))
