@@ -226,7 +226,7 @@ def scene_classification(job: Job) -> None:
 
     task = ClassificationTask(model="resnet18", weights=None, in_channels=3, num_classes=3)
     scenes = loader(lambda g: {"image": image(g), "label": torch.randint(3, (), generator=g)})
-    job.fit(task, scenes, scenes, limit_val_batches=0)
+    job.fit(task, scenes, scenes)
 
 
 @of("torchgeo==0.8.1", "requests")
