@@ -29,19 +29,23 @@ class Project:
         package: The project's name on the package index, with the version that was last seen to work.
         needs: What the project imports, and does not ask for.
         refused: Whether its modules are of `pytorch_lightning`, with which no callback works.
+        note: What explains its row in the table.
     """
 
     script: Callable[[Any], None]
     package: str
     needs: tuple[str, ...] = ()
     refused: bool = False
+    note: str = ""
 
 
-def of(package: str, *needs: str, refused: bool = False) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def of(
+    package: str, *needs: str, refused: bool = False, note: str = ""
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Enter a script in the table; one that is refused takes a list of callbacks in place of a `Job`."""
 
     def enter(script: Callable[[Any], None]) -> Callable[[Any], None]:
-        SCRIPTS[script.__name__] = Project(script, package, needs, refused)
+        SCRIPTS[script.__name__] = Project(script, package, needs, refused, note)
         return script
 
     return enter
@@ -210,7 +214,10 @@ def variational_inference(job: Job) -> None:
     _uncertain(job, lambda _: BNN_VI_ELBO_Regression(net, nn.MSELoss(reduction="none"), burnin_epochs=1))
 
 
-@of("lightning-uq-box==0.2.0")
+@of(
+    "lightning-uq-box==0.2.0",
+    note="Its on_train_start creates a folder and fails where it exists, so that no run can start twice in a place.",
+)
 def langevin_dynamics(job: Job) -> None:
     from lightning_uq_box.uq_methods import SGLDRegression
 
@@ -339,9 +346,13 @@ def travelling_salesman(job: Job) -> None:
     _tour(job, "POMO", {}, reloaded=True)  # as the project's own Trainer does it
 
 
-@of("rl4co==0.7.0")
+@of(
+    "rl4co==0.7.0",
+    note="At an epoch's end the module draws another data set, which its loader does not get: the project's own Trainer "
+    "reloads it. A resumed run trains on the new one, the run that is not stopped on the first.",
+)
 def travelling_salesman_without_reloading(job: Job) -> None:
-    _tour(job, "POMO", {}, reloaded=False)  # the module draws another data set, and the loader keeps the first
+    _tour(job, "POMO", {}, reloaded=False)
 
 
 @of("rl4co==0.7.0")
@@ -400,10 +411,12 @@ def tables(callbacks: list[Any]) -> None:
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
     model = TabularModel(
-        DataConfig(target=["y"], continuous_cols=["x"]),
-        CategoryEmbeddingModelConfig(task="regression", layers="8"),
-        OptimizerConfig(),
-        TrainerConfig(max_epochs=1, accelerator="cpu", checkpoints=None, load_best=False, early_stopping=None),
+        data_config=DataConfig(target=["y"], continuous_cols=["x"]),
+        model_config=CategoryEmbeddingModelConfig(task="regression", layers="8"),
+        optimizer_config=OptimizerConfig(),
+        trainer_config=TrainerConfig(
+            max_epochs=1, accelerator="cpu", checkpoints=None, load_best=False, early_stopping=None
+        ),
         verbose=False,
     )
     model.fit(pandas.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0)}), callbacks=callbacks)

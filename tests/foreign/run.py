@@ -105,7 +105,8 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 
 def _notes(one: dict[str, Any]) -> str:
-    said = [f"- error: {one[key]}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
+    said = [f"- {SCRIPTS[one['name']].note}"] if SCRIPTS[one["name"]].note else []
+    said += [f"- error: {one[key]}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
     said += [
         f"- {key}: {', '.join(one[key][:8])}"
         for key in ("differs", "differs from itself", "resume differs")
@@ -131,10 +132,10 @@ def main() -> None:
     for name in arguments.only:
         found = examine(name, arguments.folder)
         (arguments.folder / f"{name}.json").write_text(json.dumps(found, indent=1))
-        files = [arguments.folder / f"{one}.json" for one in SCRIPTS]
-        results = [json.loads(file.read_text()) for file in files if file.exists()]
-        about = "Written by `make foreign`: modules of others, with `callbacks=[...]` as the only change.\n\n"
-        arguments.result.write_text(f"# Other people's modules\n\n{about}{table(results)}")
+    files = [arguments.folder / f"{one}.json" for one in SCRIPTS]
+    results = [json.loads(file.read_text()) for file in files if file.exists()]
+    about = "Written by `make foreign`: modules of others, with `callbacks=[...]` as the only change.\n\n"
+    arguments.result.write_text(f"# Other people's modules\n\n{about}{table(results)}")
 
 
 if __name__ == "__main__":
