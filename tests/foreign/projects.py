@@ -348,7 +348,7 @@ def travelling_salesman(job: Job) -> None:
 
 @of(
     "rl4co==0.7.0",
-    note="At an epoch's end the module draws another data set, which its loader does not get: the project's own Trainer "
+    note="At an epoch's end the module draws another data set, which its loader does not get: the project's Trainer "
     "reloads it. A resumed run trains on the new one, the run that is not stopped on the first.",
 )
 def travelling_salesman_without_reloading(job: Job) -> None:
@@ -410,6 +410,7 @@ def tables(callbacks: list[Any]) -> None:
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
+    off = {"checkpoints": None, "load_best": False, "early_stopping": None}
     model = TabularModel(
         data_config=DataConfig(target=["y"], continuous_cols=["x"]),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="8"),
