@@ -356,8 +356,8 @@ def travelling_salesman_without_reloading(job: Job) -> None:
 
 
 @of("rl4co==0.7.0")
-def attention_with_rollouts(job: Job) -> None:
-    _tour(job, "AttentionModel", {"baseline": "rollout"}, reloaded=True)
+def attention_and_a_mean_reward(job: Job) -> None:
+    _tour(job, "AttentionModel", {"baseline": "exponential"}, reloaded=True)
 
 
 # terratorch
@@ -415,9 +415,7 @@ def tables(callbacks: list[Any]) -> None:
         data_config=DataConfig(target=["y"], continuous_cols=["x"]),
         model_config=CategoryEmbeddingModelConfig(task="regression", layers="8"),
         optimizer_config=OptimizerConfig(),
-        trainer_config=TrainerConfig(
-            max_epochs=1, accelerator="cpu", checkpoints=None, load_best=False, early_stopping=None
-        ),
+        trainer_config=TrainerConfig(max_epochs=1, accelerator="cpu", **off),
         verbose=False,
     )
     model.fit(pandas.DataFrame({"x": np.arange(40.0), "y": np.arange(40.0)}), callbacks=callbacks)

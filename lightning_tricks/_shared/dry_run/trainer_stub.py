@@ -69,7 +69,7 @@ class NoOpOptimizer(NoOp):
         vars(self).update(_type=_wrapped_type(original), param_groups=copy.deepcopy(groups) or NoOp())
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # nothing sets it
         return self._type
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
