@@ -68,8 +68,8 @@ class NoOpOptimizer(NoOp):
         groups = [{**group, "params": []} for group in getattr(original, "param_groups", ())]
         vars(self).update(_type=_wrapped_type(original), param_groups=copy.deepcopy(groups) or NoOp())
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # nothing sets it
+    @property  # type: ignore[misc]  # nothing sets it
+    def __class__(self) -> Any:
         return self._type
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
