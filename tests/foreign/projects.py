@@ -242,7 +242,7 @@ def segmentation_of_scenes(job: Job) -> None:
 
     task = SemanticSegmentationTask(model="unet", backbone="resnet18", weights=None, in_channels=3, num_classes=3)
     scenes = loader(lambda g: {"image": image(g), "mask": torch.randint(3, (32, 32), generator=g)})
-    job.fit(task, scenes)
+    job.fit(task, scenes, scenes)
 
 
 @of("torchgeo==0.8.1", "requests")

@@ -61,6 +61,7 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         with (place / "output.txt").open("w") as output:
             subprocess.run(
                 [python, "-m", "tests.foreign.train", name, place],
+                cwd=place,  # some write where they run
                 env={**os.environ, "PYTHONPATH": str(Path.cwd())},
                 stdout=output,
                 stderr=subprocess.STDOUT,
