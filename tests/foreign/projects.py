@@ -249,7 +249,7 @@ def segmentation_of_scenes(job: Job) -> None:
 def bootstrap_your_own_latent(job: Job) -> None:
     from torchgeo.trainers import BYOLTask
 
-    job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3, size=32), loader(lambda g: {"image": image(g)}))
+    job.fit(BYOLTask(model="resnet18", weights=None, in_channels=3), loader(lambda g: {"image": image(g)}))
 
 
 @of("torchgeo==0.8.1", "requests")

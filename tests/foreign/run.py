@@ -107,7 +107,9 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 def _notes(one: dict[str, Any]) -> str:
     said = [f"- {SCRIPTS[one['name']].note}"] if SCRIPTS[one["name"]].note else []
-    said += [f"- error: {_short(one[key])}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one]
+    said += [
+        f"- error: {_short(one[key])}" for key in ("not examined", "bare", "refused", "with", "resume") if key in one
+    ]
     said += [
         f"- {key}: {', '.join(one[key][:8])}"
         for key in ("differs", "differs from itself", "resume differs")
