@@ -110,6 +110,10 @@ class LoaderTracker:
             loader.objects.restore_changes(state["objects"])
         self._saved_validation = ()
 
+    def datasets(self) -> list[Any]:
+        """Return the data sets of the training loaders that are tracked."""
+        return [loader.loader.dataset for loader in self._train]
+
     def record_rng_state(self, moment: str) -> None:
         """Note the random state from which replayed loaders draw their order, before an "iterator" or "batch"."""
         if self._replays:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,6 +19,7 @@ from lightning_tricks.auto_resume.callback_state import (
     restore_callback_states,
     restore_model_checkpoints,
 )
+from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
 from lightning_tricks.auto_resume.core.attributes.initial_values import initial_values
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
@@ -28,6 +30,7 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
     restore_pruning_masks,
 )
 from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
@@ -138,6 +141,24 @@ class RankState:
         restored = tuple(saved["attributes"]["values"])
         others = [path for path in before if path in now and before[path] != now[path]]
         return [path for path in others if not any(path == one or path.startswith(f"{one}.") for one in restored)]
+
+    def holders(self, objects: Sequence[object]) -> list[list[str]]:
+        """Return for each object the paths of the attributes that hold it."""
+        walk = ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names)
+        return [[path for path, slot in walk.slots.items() if slot.value is one] for one in objects]
+
+    def detach(self, objects: Sequence[object], holders: Sequence[Sequence[str]]) -> None:
+        """Give a copy to each attribute that holds one of the objects, but did not hold it in the stopped run.
+
+        It was set to another object after the loaders had been created. What is restored in it must not change what
+        the loaders read.
+        """
+        walk = ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names)
+        for one, known in zip(objects, holders, strict=False):
+            others = [slot for path, slot in walk.slots.items() if slot.value is one and path not in known]
+            replacement = copy.copy(one) if others else one
+            for slot in others:
+                set_attribute(slot.owner, slot.name, replacement)
 
     def restore_attributes(self, changes: Mapping[str, Any], *, before_hooks: bool = False) -> None:
         """Restore attributes.

@@ -171,6 +171,7 @@ class ResumableFit(FitObserver):
         if pending is not None and pending.save_point is SavePoint.FIT_END:
             self._pending = None
             clear_restart_flags(self.trainer)
+            self.rank.detach(self.loaders.datasets(), pending.rank_state.get("data_held_by", ()))
             self.loaders.create_iterators(self.trainer, pending.rank_state["loaders"])
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore(pending.rank_state)
@@ -220,6 +221,7 @@ class ResumableFit(FitObserver):
         """Restore the middle of an epoch: repeat the hooks of its start, move the loaders, then restore all state."""
         trainer, state = self.trainer, pending.rank_state
         clear_restart_flags(trainer)
+        self.rank.detach(self.loaders.datasets(), state.get("data_held_by", ()))
         self.rank.restore_structure(pending.shared_state)
         self._epoch_start = state["epoch"]
         if self._epoch_start is not None:
@@ -296,6 +298,7 @@ class ResumableFit(FitObserver):
             "made": self._loader_origins,
             "epoch": self._epoch_start,
             "loaders": self.loaders.state(trainer, at_end),
+            "data_held_by": self.rank.holders(self.loaders.datasets()),
         }
         state["not_saved"] = self.rank.unsaved_names(state)
         if self.writer.save(save_point, state, self.rank.shared_state, self.selection.identity):

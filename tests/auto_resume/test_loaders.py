@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import Trainer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_tricks import isolated_rng
+from lightning_tricks import AutoResume, isolated_rng
 from lightning_tricks.auto_resume.core.data.loader_position import position_of
 from lightning_tricks.auto_resume.core.data.random_draws import _numpy, _set_state, _state_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import (
@@ -33,6 +34,8 @@ from lightning_tricks.auto_resume.core.data.rng_state import (
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker, _loader_state
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, Net, same
 
 pytestmark = pytest.mark.oldest
 
@@ -642,3 +645,45 @@ def test_a_ring_buffer_holds_the_last_states():
         for count in (8, 9, 10, 11):
             unpack_rng_state(recorded.read(1, count))
             assert torch.equal(torch.get_rng_state(), states[count])
+
+
+class _Points(Dataset):
+    def __init__(self):
+        self.points = torch.rand(40, 64)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], index % 10
+
+
+class _DrawsForLater(Net):
+    """Draws a data set for the next epoch, while its loader goes on with the one that it was created with."""
+
+    def setup(self, stage):
+        self.data = _Points()
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=4)
+
+    def on_train_epoch_end(self):
+        self.data = _Points()
+
+
+@pytest.mark.parametrize("stops", [(4,), (13,), (4, 13)])
+def test_a_data_set_that_is_replaced_after_its_loader_was_created(tmp_path, stops):
+    def train(place, seed, *callbacks):
+        with isolated_rng(seed=seed):
+            module = _DrawsForLater()
+            trainer = Trainer(callbacks=[AutoResume(tmp_path / place), *callbacks], max_epochs=3, **QUIET)
+            trainer.fit(module)
+        return module
+
+    whole = train("whole", 0)
+    for step in stops:
+        with pytest.raises(SystemExit):
+            train("stopped", 0, Interrupts(step))
+    again = train("stopped", 0)
+    assert same(dict(again.state_dict()), dict(whole.state_dict()))
+    assert same(again.data.points, whole.data.points)
