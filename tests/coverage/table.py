@@ -1,14 +1,18 @@
 """Write the share of lines and branches that tests reach, by folder of the package: `make coverage` runs this."""
 
+from __future__ import annotations
+
 import io
 import platform
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coverage import Coverage
-from coverage.results import Numbers
+if TYPE_CHECKING:
+    from coverage import Coverage
+    from coverage.results import Numbers
 
 
 @dataclass
@@ -63,6 +67,8 @@ def table(measured: Coverage) -> str:
 
 
 if __name__ == "__main__":
+    from coverage import Coverage
+
     data = Coverage()
     data.load()
     Path(sys.argv[1]).write_text(table(data), encoding="utf-8")
