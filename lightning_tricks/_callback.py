@@ -128,9 +128,11 @@ class TrickCallback(Callback):
     def skip_hooks(self, *names: str) -> None:
         """Let Lightning skip hooks of a step until the next `setup`, as they have nothing to do.
 
-        Lightning skips a hook that is not callable; for each other one it enters a context of its profiler.
+        Lightning skips a hook that is not callable; for each other one it enters a context of its profiler. A hook that
+        a subclass of a user overrides is not skipped.
         """
-        vars(self).update(dict.fromkeys(names))
+        own = ("lightning_tricks.", "lightning.")
+        vars(self).update(dict.fromkeys(name for name in names if getattr(type(self), name).__module__.startswith(own)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning leaves bound methods of the module here after a fit; pickled, they would carry the whole model.

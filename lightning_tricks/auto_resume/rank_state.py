@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,7 +20,7 @@ from lightning_tricks.auto_resume.callback_state import (
     restore_model_checkpoints,
 )
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
-from lightning_tricks.auto_resume.core.attributes.initial_values import initial_values
+from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
     capture_gradients,
@@ -67,10 +67,6 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
-        self._initial_values = initial_values(
-            self._owners.module_and_callbacks(),
-            skipped=lambda owner: (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial"),
-        )  # hyper-parameters are part of the run's identity
         self._initial_settings = self._trainer_settings()
         self._unsaved_buffers: dict[str, Any] = {}
         self.failed: list[str] = []
@@ -123,8 +119,8 @@ class RankState:
             "gradients": capture_gradients(self.module) if self._accumulates_gradients() else {},
             "callbacks": capture_callback_states(self.trainer, per_rank=is_distributed),
         }
-        initial = {"initial": self._initial_values, "attributes": self.attribute_changes()}
-        return {**move_to_device(state, "cpu"), **initial}
+        attributes = {"attributes": self.attribute_changes(), "drawable": self._drawable_values()}
+        return {**move_to_device(state, "cpu"), **attributes}
 
     def unsaved_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the names of what changed and cannot be saved."""
@@ -132,15 +128,22 @@ class RankState:
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 
     def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the attributes that had other values where the saved run started, and did not change in it.
-
-        The run that continues keeps the values of the first start, so that a further resume is compared with these.
-        """
-        before, now = saved.get("initial", self._initial_values), self._initial_values
-        self._initial_values = dict(before)
-        restored = tuple(saved["attributes"]["values"])
+        """Return the attributes that had other values in the saved run, and were not saved, as they did not change."""
+        before, now = saved.get("drawable", {}), self._drawable_values()
+        restored = (*saved["attributes"]["values"], *saved["attributes"]["lost"])
         others = [path for path in before if path in now and before[path] != now[path]]
         return [path for path in others if not any(path == one or path.startswith(f"{one}.") for one in restored)]
+
+    def _drawable_values(self) -> dict[str, int]:
+        """Return digests of the attributes that random numbers may have made."""
+
+        def skipped(owner: object) -> Collection[str]:
+            # hyper-parameters are part of the run's identity, and modules of the collection restore what they need
+            is_ours = any(base.__module__.startswith("lightning_tricks.") for base in type(owner).__mro__)
+            own = [name for name in vars(owner) if name.startswith("_")] if is_ours else ()
+            return (*self._owners.skipped_names(owner), "_hparams", "_hparams_initial", *own)
+
+        return drawable_values(self._owners.module_and_callbacks(), skipped=skipped)
 
     def holders(self, objects: Sequence[object]) -> list[list[str]]:
         """Return for each object the paths of the attributes that hold it."""

@@ -63,7 +63,7 @@ def report_differences(
     Args:
         trainer: The Trainer of the fit.
         key_paths: What was not restored, as `find_differences` returns it.
-        drawn_anew: The attributes that had other values where the stopped run started.
+        drawn_anew: The attributes that had other values in the stopped run, and were not saved.
         data_differences: A sentence for each loader whose data are others.
     """
     ranks = gather_objects((key_paths, drawn_anew, data_differences))
@@ -73,7 +73,7 @@ def report_differences(
             callback.resumed(trainer, [*names, *drawn, *("the data" for _ in sentences[:1])])
     if drawn:
         sentences.append(
-            f"these attributes had other values when the stopped run started: {list_names(drawn, 5)}. They come from "
+            f"these attributes had other values in the stopped run: {list_names(drawn, 5)}. They come from "
             "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
             "the module is created, or keep them in a state_dict, as register_buffer does."
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit import is_in_batch
 from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -30,7 +31,6 @@ from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm
 from lightning_tricks.gradient_clipping.errors import lbfgs_error, nonfinite_error, unseen_step_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
-    is_sharding,
     on_any_rank,
     refuse_unsupported_strategies,
     scale_may_have_overflowed,
@@ -118,7 +118,7 @@ class GradientClipping(TrickCallback):
         self._clip_groups = ClipGroups(check_groups(groups), self.method or ClipNorm(self.max_norm))
         self._states: defaultdict[int, ClipState] = defaultdict(ClipState)  # by the optimizer's index
         self._names: dict[Tensor, str] = {}
-        self._is_in_batch = self._had_backward = False
+        self._had_backward = False
         self._installed = ExitStack()  # the hooks of one fit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,14 +152,15 @@ class GradientClipping(TrickCallback):
         for index, optimizer in enumerate(trainer.optimizers):
             if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
                 raise lbfgs_error()
-            self._installed.enter_context(optimizer.register_step_post_hook(self._refuse_unseen_step(index)))
-        if active_scaler(trainer) is None and not self.hold_lr_on_skip and not is_sharding(trainer):
-            self._is_in_batch = True
-            self.skip_hooks("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+            self._installed.enter_context(optimizer.register_step_post_hook(self._refuse_unseen_step(trainer, index)))
+        if active_scaler(trainer) is None:
+            self.skip_hooks("on_train_batch_start", "on_after_backward")
+        if not self.hold_lr_on_skip:
+            self.skip_hooks("on_train_batch_end")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note that there are no new gradients yet."""
-        self._is_in_batch, self._had_backward = True, False
+        self._had_backward = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that there are new gradients."""
@@ -204,7 +205,6 @@ class GradientClipping(TrickCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Restore the schedulers of skipped steps."""
-        self._is_in_batch = False
         for state in self._states.values():
             state.restore_schedulers()
 
@@ -232,7 +232,7 @@ class GradientClipping(TrickCallback):
         for state in self._states.values():
             state.close()
         self._names = {}
-        self._is_in_batch = self._had_backward = False
+        self._had_backward = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each optimizer, and what the thresholds have learnt."""
@@ -251,11 +251,11 @@ class GradientClipping(TrickCallback):
             self._names = _names(pl_module)  # some were added during the fit
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
 
-    def _refuse_unseen_step(self, index: int) -> Callable[..., None]:
+    def _refuse_unseen_step(self, trainer: Trainer, index: int) -> Callable[..., None]:
         """Return a hook that raises an error after a step of the optimizer that Lightning did not announce."""
 
         def refuse(*_: Any) -> None:
-            if not self._is_in_batch:
+            if not is_in_batch(trainer):
                 return  # torch.distributed.checkpoint makes a step, of zeros, where an optimizer has no state yet
             state = self._states[index]
             if not state.is_announced:

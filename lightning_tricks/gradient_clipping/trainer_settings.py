@@ -38,11 +38,6 @@ def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -
     return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
 
 
-def is_sharding(trainer: Trainer) -> bool:
-    """Whether the strategy divides each parameter among the ranks (FSDP2)."""
-    return "ModelParallelStrategy" in _base_names(trainer.strategy)
-
-
 def refuse_unsupported_strategies(trainer: Trainer) -> None:
     """Raise an error for strategies under which no rank sees the whole gradient."""
     strategies = _base_names(trainer.strategy)

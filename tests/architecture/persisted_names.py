@@ -62,7 +62,7 @@ LISTING = Path(__file__).with_suffix(".txt")
 _OF_LIGHTNING = ("callbacks", "state_dict", "loops", "optimizer_states", "lr_schedulers", "epoch", "global_step")
 _SAYS_WHAT_IT_IS = ("kind", "moment", "format")  # keys whose values are names as well
 _NAMED_BY_OTHERS = (  # keys whose keys are a user's
-    *("values", "lost", "fingerprint", "initial", "gradients", "masks", "arguments"),
+    *("values", "lost", "fingerprint", "drawable", "gradients", "masks", "arguments"),
     *("state_dict", "rank_pattern", "alpha_pattern"),
 )
 _SPECS = ("OptimizerSpec", "ScheduleSpec", "AGC", "ClipValue", "PercentileClip", "ZScoreClip")

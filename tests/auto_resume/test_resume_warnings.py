@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
-from lightning_tricks.auto_resume.core.attributes.initial_values import initial_values
+from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.contract.lab import Net, same
 
@@ -174,17 +174,17 @@ def test_what_was_drawn_without_a_seed_is_named(tmp_path, seeded):
     words = [str(one.message) for one in caught if "had other values" in str(one.message)]
     assert len(words) == (not seeded)
     if not seeded:
-        named = words[0].partition(": ")[2].partition("started: ")[2].partition(". They")[0]
+        named = words[0].partition("run: ")[2].partition(". They")[0]
         assert set(named.replace(" and 1 more", "").replace("module.", "").replace(",", "").split()) < set(_DRAWN)
         assert "seed_everything" in words[0]
 
 
-def test_initial_values_are_of_the_kinds_that_random_numbers_make():
+def test_drawable_values_are_of_the_kinds_that_random_numbers_make():
     module = _Drawing()
-    found = initial_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    found = drawable_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
     own = {path.removeprefix("module.") for path in found if path.count(".") == 1}
     assert own - {"automatic_optimization"} == {*_DRAWN, "kept"}
-    assert found == initial_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
+    assert found == drawable_values({"module": module}, skipped=lambda owner: ("shape", "optimization"))
     before = found["module.generator"]
     module.generator.random()
-    assert initial_values({"module": module})["module.generator"] != before
+    assert drawable_values({"module": module})["module.generator"] != before

@@ -309,7 +309,7 @@ class DoesNotListItsPath(Healthy):
 class _Unwatched(GradientClipping):
     """Does not notice the steps that it does not clip."""
 
-    def _refuse_unseen_step(self, index):
+    def _refuse_unseen_step(self, trainer, index):
         return lambda *_: None
 
 

@@ -368,3 +368,17 @@ def test_values_that_a_step_logs_before_and_after_the_optimizers_are_all_logged(
         assert [float(row[name]) for row in rows if row[name]] == [4.5, 4.5]
     for name in ("grad_norm/0/pre_clip", "grad_norm/1/pre_clip"):
         assert sum(bool(row[name]) for row in rows) == 20
+
+
+class _Counting(GradientClipping):
+    calls = 0
+
+    def on_after_backward(self, trainer, pl_module):
+        super().on_after_backward(trainer, pl_module)
+        self.calls += 1
+
+
+def test_a_hook_that_a_subclass_overrides_is_called(lab):
+    callback = _Counting(0.5)
+    lab.fit([callback], probe=False)
+    assert callback.calls == 20

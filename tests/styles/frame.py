@@ -10,7 +10,7 @@ import re
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Style:
         images: Whether ImageLogger is added: batches hold images, and the steps return what it shows.
         says: Regular expressions of other warnings that the callbacks owe in this style.
         left_out: Callback -> words in which it refuses this style, and without which the others are run.
+        resumed: Regular expressions of what AutoResume owes at a resume.
     """
 
     script: Callable[[Job], None]
@@ -54,6 +55,7 @@ class Style:
     images: bool = False
     says: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    resumed: tuple[str, ...] = ()
 
     def expected(self) -> list[str]:
         """The warnings that are owed."""
@@ -262,7 +264,7 @@ def new_warnings(run: Run, bare: Run) -> list[str]:
     return [line for line in dict.fromkeys(run.warnings) if line not in bare.warnings and not _OF_OTHERS.search(line)]
 
 
-def is_expected(line: str, expected: list[str]) -> bool:
+def is_expected(line: str, expected: Sequence[str]) -> bool:
     return any(re.search(words, line) for words in expected)
 
 

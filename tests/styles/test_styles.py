@@ -55,7 +55,9 @@ def test_stopped_in_the_middle_it_ends_as_the_bare_run(tmp_path, name):
     assert len(run.starts) == len(stops) + 1
     assert run.starts[0] == 0
     assert all(before < after for before, after in pairwise(run.starts)), "it resumed where it was stopped"
-    assert [line for line in run.warnings if "AutoResume" in line] == []
+    said = [line for line in run.warnings if "AutoResume" in line]
+    assert [line for line in said if not is_expected(line, style.resumed)] == []
+    assert [words for words in style.resumed if not any(is_expected(line, [words]) for line in said)] == []
 
 
 @pytest.mark.parametrize("name", ["state_that_is_no_tensor", "gan_with_toggled_optimizers"])

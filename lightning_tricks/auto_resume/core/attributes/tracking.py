@@ -25,8 +25,8 @@ from lightning_tricks.auto_resume.core.attributes.change_collector import (
     too_large_reason,
 )
 from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES
+from lightning_tricks.auto_resume.core.attributes.drawable_values import CLOCK_NAME, CLOCKS
 from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode
-from lightning_tricks.auto_resume.core.attributes.initial_values import CLOCK_NAME, CLOCKS
 from lightning_tricks.auto_resume.core.attributes.module_lists import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,

@@ -1,4 +1,4 @@
-"""What attributes were when a fit started, of the kinds that random numbers make: tensors, numbers and generators.
+"""What attributes are, of the kinds that random numbers make: tensors, numbers and generators.
 
 Values that a fit changes are saved and restored. One that it does not change is expected to be made again, which fails
 without a word where it was drawn without a seed.
@@ -26,7 +26,7 @@ _MAX_DEPTH = 3
 _MAX_ENTRIES = 1_000  # of a container, for its kind
 
 
-def initial_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
+def drawable_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
     """Return a digest of each attribute that random numbers may have made, the same in every process.
 
     These are tensors, arrays and floats, random generators with their states, buffers that no state dict holds, and
@@ -43,7 +43,7 @@ def initial_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_
         >>> class Sampler:
         ...     def __init__(self, offset):
         ...         self.offset, self.name = offset, "uniform"
-        >>> one, other = (initial_values({"sampler": Sampler(offset)}) for offset in (0.25, 0.5))
+        >>> one, other = (drawable_values({"sampler": Sampler(offset)}) for offset in (0.25, 0.5))
         >>> one.keys(), one == other
         (dict_keys(['sampler.offset']), False)
     """
