@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 from torch.utils.data import BatchSampler, DataLoader
 
 _TESTS = Path(__file__).parent
@@ -31,6 +32,17 @@ torch.zeros((), requires_grad=True).backward()
 # How fast examples are made depends on what else the machine does
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+if Version(torch.__version__) < Version("2.8"):
+    # Its cache of compiled code asks backends that are gone whether they equal new ones, and crashes at times
+    _BACKENDS = []
+    _make_backend = torch._TorchCompileWrapper.__init__
+
+    def _make_lasting_backend(self, *args, **kwargs):
+        _BACKENDS.append(self)
+        _make_backend(self, *args, **kwargs)
+
+    torch._TorchCompileWrapper.__init__ = _make_lasting_backend
 
 _IN_MEMORY = Path("/dev/shm")
 if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 << 30:

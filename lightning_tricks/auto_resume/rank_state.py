@@ -30,7 +30,7 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
     restore_pruning_masks,
 )
 from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSlot, ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
@@ -147,8 +147,8 @@ class RankState:
 
     def holders(self, objects: Sequence[object]) -> list[list[str]]:
         """Return for each object the paths of the attributes that hold it."""
-        walk = ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names)
-        return [[path for path, slot in walk.slots.items() if slot.value is one] for one in objects]
+        slots = self._attribute_slots()
+        return [[path for path, slot in slots.items() if slot.value is one] for one in objects]
 
     def detach(self, objects: Sequence[object], holders: Sequence[Sequence[str]]) -> None:
         """Give a copy to each attribute that holds one of the objects, but did not hold it in the stopped run.
@@ -156,12 +156,15 @@ class RankState:
         It was set to another object after the loaders had been created. What is restored in it must not change what
         the loaders read.
         """
-        walk = ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names)
+        slots = self._attribute_slots()
         for one, known in zip(objects, holders, strict=False):
-            others = [slot for path, slot in walk.slots.items() if slot.value is one and path not in known]
+            others = [slot for path, slot in slots.items() if slot.value is one and path not in known]
             replacement = copy.copy(one) if others else one
             for slot in others:
                 set_attribute(slot.owner, slot.name, replacement)
+
+    def _attribute_slots(self) -> dict[str, AttributeSlot]:
+        return ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names).slots
 
     def restore_attributes(self, changes: Mapping[str, Any], *, before_hooks: bool = False) -> None:
         """Restore attributes.

@@ -10,18 +10,18 @@ import random
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.utils.data._utils import worker
 
 from tests.auto_resume.training import DEFAULTS, train
+from tests.contract.processes import append_output_to, run_and_exit
 
 STOPPED = 75
 
@@ -93,17 +93,13 @@ def die_after(cpu_seconds: float) -> None:
 
 def _be_a_script(
     folder: Path, options: dict[str, Any], script: Callable[[Path, dict[str, Any]], Any], on_terminal: bool = False
-) -> None:
-    status = 1
-    torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
-    worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
-    try:
+) -> NoReturn:
+    def work() -> None:
+        torch.cuda._is_in_bad_fork = lambda: False  # it trains on the CPU, and may fork ranks whoever looked for a GPU
+        worker.MP_STATUS_CHECK_INTERVAL = 0.2  # seconds, not 5, until workers see that their rank was killed
         if not on_terminal:
             os.setpgid(0, 0)  # a signal to its process group is not for us
-            output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            append_output_to(folder / "output.txt")
         for logger in ("lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(logger).handlers:
                 if isinstance(handler, logging.StreamHandler):
@@ -114,15 +110,8 @@ def _be_a_script(
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         script(folder, options)
-        status = 0
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    run_and_exit(work)
 
 
 def logged(folder: Path) -> dict[tuple[int, str], str]:

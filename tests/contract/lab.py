@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import isolated_rng
+from tests.contract.processes import free_port
 
 BATCHES = 10
 QUIET = {
@@ -397,10 +397,7 @@ class Lab:
 
 def fork(function: Callable[[int], None], ranks: int) -> None:
     """Run `function(rank)` in forked processes that Lightning takes for externally launched ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_rank, args=(function, port), nprocs=ranks, start_method="fork")
+    torch.multiprocessing.start_processes(_rank, args=(function, free_port()), nprocs=ranks, start_method="fork")
 
 
 def _rank(rank: int, function: Callable[[int], None], port: int) -> None:

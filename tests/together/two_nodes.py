@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
-import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -26,6 +24,7 @@ from lightning_tricks import (
     SeedEverything,
 )
 from tests.contract.lab import QUIET, digits
+from tests.contract.processes import append_output_to, free_port, run_and_exit
 from tests.together.everything import NORM_TYPE, TogetherNet
 from tests.together.fits import VALIDATED, First, Last
 
@@ -74,10 +73,7 @@ def train(shared: str, left: str, dies: bool, ranks_per_node: int) -> None:
 def run_two_nodes(folder: Path, left: Path, *, dies: bool = False, ranks_per_node: int = 1, attempt: str) -> list[int]:
     """Run both nodes, each with torchrun's agent, and return their exit statuses."""
     left.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for node in range(2):
         place = folder / f"node {node}"
         place.mkdir(parents=True, exist_ok=True)
@@ -88,22 +84,13 @@ def run_two_nodes(folder: Path, left: Path, *, dies: bool = False, ranks_per_nod
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def _be_a_node(place: Path, node: int, port: int, ranks: int, attempt: str, arguments: tuple[object, ...]) -> None:
-    status = 1
-    try:
+def _be_a_node(place: Path, node: int, port: int, ranks: int, attempt: str, arguments: tuple[object, ...]) -> NoReturn:
+    def work() -> None:
         os.chdir(place)
-        output = os.open(f"output of {attempt}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        append_output_to(place / f"output of {attempt}.txt")
         line = ["--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
         config, _, _ = config_from_args(get_args_parser().parse_args([*line, f"--master-port={port}", "script.py"]))
         config.start_method = "fork"  # what has been imported is there
         elastic_launch(config, train)(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    run_and_exit(work)

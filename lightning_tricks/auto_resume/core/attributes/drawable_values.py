@@ -20,7 +20,6 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk,
 from lightning_tricks.auto_resume.core.attributes.value_types import container_base, container_items, is_subclass
 
 CLOCK_NAME = re.compile(r"time|clock|start|begin|began|since|stamp|tick|tic\b|\bt0|last|prev|_at\b", re.IGNORECASE)
-CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _DAY = 86_400.0
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 1_000  # of a container, for its kind

@@ -25,7 +25,7 @@ from lightning_tricks.auto_resume.core.attributes.change_collector import (
     too_large_reason,
 )
 from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES
-from lightning_tricks.auto_resume.core.attributes.drawable_values import CLOCK_NAME, CLOCKS
+from lightning_tricks.auto_resume.core.attributes.drawable_values import CLOCK_NAME
 from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode
 from lightning_tricks.auto_resume.core.attributes.module_lists import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
@@ -43,6 +43,8 @@ from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
 )
 from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, function_name, is_subclass, type_name
 from lightning_tricks.auto_resume.core.attributes.walkable_types import can_be_rebuilt
+
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 
 class AttributeTracker:
@@ -87,7 +89,7 @@ class AttributeTracker:
         skipped: SkippedNames = nothing_skipped,
     ) -> None:
         self._roots, self._skipped = roots, skipped
-        self._clocks = [clock() for clock in CLOCKS]
+        self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
         self._snapshots = dict(take_snapshots(walk, dict(walk.paths)))
         self._state_digests = {path: state_digest(value) for path, value in walk.stateful.items()}
@@ -181,7 +183,7 @@ class AttributeTracker:
         )
 
     def _is_clock(self, name: str, value: float) -> bool:
-        spans = zip(self._clocks, CLOCKS, strict=True)
+        spans = zip(self._clocks, _CLOCKS, strict=True)
         matching = {clock for start, clock in spans if start <= value <= clock()}
         # seconds since 1970 are hardly anything else; seconds since the machine started could be a sum of losses
         return not value.is_integer() and (time.time in matching or (bool(matching) and bool(CLOCK_NAME.search(name))))
