@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_tricks
-from tests.architecture.test_readme import _BLOCK, _of
+from tests.documents.blocks import PAGES, blocks_of
 
 _PACKAGE = Path(lightning_tricks.__file__).parent
 
@@ -87,10 +87,7 @@ def complaints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("typing")
     (folder / "mypy.ini").write_text(_CONFIG)
     files = {"forms": _FORMS}
-    files |= {f"readme_{i}": code for i, (code, _) in enumerate(_of("python"))}
-    pages = [page.read_text() for page in sorted((_PACKAGE.parent / "docs").glob("*.md"))]
-    blocks = [match[2] for page in pages for match in _BLOCK.finditer(page) if match[1] == "python"]
-    files |= {f"docs_{i}": code for i, code in enumerate(blocks)}
+    files |= {f"page_{i}": block.code for i, block in enumerate(blocks_of(*PAGES, language="python"))}
     files |= {f"docstring_{name}": code for name, code in _examples()}
     files |= {f"mistake_{i}": code for i, code in enumerate(_MISTAKES)}
     for name, code in files.items():

@@ -3,13 +3,12 @@
 import inspect
 import re
 import textwrap
-from pathlib import Path
 
 import lightning_tricks
 from tests.contract.cases import CASES
 from tests.contract.lab import SETTINGS
+from tests.documents.blocks import README
 
-README = Path(__file__).parents[2] / "README.md"
 _MARKS = {"tested": "✓", "refuses": "refuses", "untested": "untested"}
 
 

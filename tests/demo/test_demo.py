@@ -17,7 +17,7 @@ from lightning_tricks import demo
 from lightning_tricks.cli import main
 from tests.auto_resume.killing import run
 from tests.contract.cases import CASES
-from tests.contract.readme_tables import README
+from tests.documents.blocks import README
 
 _COMMAND = str(Path(sys.executable).with_name("lightning-tricks"))
 _THREE_EPOCHS = ("demo", "--max-epochs", "3", "--accelerator", "cpu")

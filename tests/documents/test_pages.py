@@ -1,0 +1,110 @@
+"""README.md and the pages of docs/ say what is true: their code runs and prints what they say, their commands exist."""
+
+import argparse
+import re
+import sys
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from lightning_tricks import Tricks, cli
+from lightning_tricks.training_cli import TricksCLI
+from tests.contract.readme_tables import rewritten
+from tests.documents.blocks import LANGUAGES, PAGES, README, blocks_of, our_arguments, run_each
+from tests.mixin.test_mixin import LitNet
+
+_TEXT = README.read_text()
+_PYTHON = blocks_of(*PAGES, language="python")
+_COMMANDS = [command for block in blocks_of(*PAGES, language="console") for command in block.commands]
+_TRAINING = ("fit", "validate", "test", "predict")
+_OTHERS = {"cd", "fuser", "git", "kill", "lsof", "make", "nvidia-smi", "pip", "plink", "ps", "python", "ssh"}
+_OTHERS |= {"systemctl", "tail", "tensorboard", "tmux"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_each([block.code for block in _PYTHON], tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.mark.parametrize("block", _PYTHON, ids=str)
+def test_python_block_prints_what_it_says(block, runs):
+    folder = runs[block.code]
+    assert (folder / "status").read_text() == "0", (folder / "error").read_text()
+    # the progress bar goes to standard output, too: the example's own lines come last
+    assert (folder / "output").read_text().rstrip().endswith((block.output or "").rstrip())
+
+
+def test_every_block_is_found():
+    for page in PAGES:
+        blocks = blocks_of(page)
+        text = re.sub(r"^```text\n.*?^```\n", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert len(blocks) == text.count("```") / 2, page
+        assert {block.language for block in blocks} <= LANGUAGES, page
+
+
+def test_first_example_fits_on_the_first_screen():
+    assert len(blocks_of(README, language="python")[0].code.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(_COMMANDS))
+def test_command_exists(command, capsys):
+    if command.startswith("make "):
+        makefile = (README.parent / "Makefile").read_text()
+        assert all(
+            re.search(rf"^{target}:", makefile, re.MULTILINE) for target in command.split()[1:] if "=" not in target
+        )
+        return
+    ours = list(our_arguments(command))
+    assert ours or command.removeprefix("sudo ").split()[0] in _OTHERS
+    for arguments in ours:
+        if arguments[0] in _TRAINING:
+            with pytest.raises(SystemExit) as stopped:
+                cli.main([arguments[0], "--help"])
+            assert stopped.value.code == 0
+            continue
+        ran = []
+        parse = argparse.ArgumentParser.parse_args
+
+        def keep(parser, argv, parse=parse, ran=ran):
+            parsed = parse(parser, argv)
+            ran.append(parsed.run)
+            parsed.run = lambda arguments: 0
+            return parsed
+
+        with patch.object(argparse.ArgumentParser, "parse_args", keep):
+            assert cli.main(arguments) == 0
+        assert ran
+
+
+@pytest.mark.parametrize("block", blocks_of(*PAGES, language="yaml"), ids=str)
+def test_yaml_block_builds(block, monkeypatch, tmp_path):
+    (tmp_path / "config.yaml").write_text(block.code)
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks", "--config", "config.yaml"])
+    built = TricksCLI(LitNet, run=False, save_config_callback=None)
+    config = yaml.safe_load(block.code)
+    if "model" in config:
+        assert built.model.tricks.as_dict() == Tricks(**config["model"]["tricks"]).as_dict()
+    names = {type(callback).__name__ for callback in built.trainer.callbacks}
+    assert {one["class_path"].rpartition(".")[2] for one in config.get("trainer", {}).get("callbacks", [])} <= names
+
+
+def test_tables_are_up_to_date():
+    assert rewritten(_TEXT) == _TEXT, "run `make fix`"
+
+
+def _anchors(page):
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
