@@ -28,7 +28,7 @@ e-to-z := tests/[e-z]*
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest ci soak fuzz sweep matrix foreign mutants coverage check fix bench constraints clean
+.PHONY: help demo test test-oldest ci soak fuzz sweep matrix foreign mutants coverage check fix bench docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,7 +57,7 @@ endef
 # The newest versions are installed beside the oldest, and these beside the first tests; what takes longest comes first
 ci: $(VENV)/bin/python
 	$(TWO_AT_A_TIME) $(VENV)/installed-test $(OLDEST)/installed $(wordlist 1,3,$(PARTS:%=test-%)) \
-	$(OLDEST_PARTS:%=test-oldest-%) $(wordlist 4,6,$(PARTS:%=test-%)) check
+	$(OLDEST_PARTS:%=test-oldest-%) $(wordlist 4,6,$(PARTS:%=test-%)) check docs
 
 soak: $(VENV)/installed-test ## Kill 400 runs of many scripts in all phases, and compare each with the undisturbed one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.auto_resume.soak --kills 400 --result tests/auto_resume/soak_result.md
@@ -93,14 +93,17 @@ check: $(VENV)/installed-test ## Lint, format, types, import rules
 	$(BIN)/mypy --python-version 3.13 --platform win32
 	$(BIN)/lint-imports
 
-fix: $(VENV)/installed-test ## Mend what ruff can mend, and the generated tables of README.md
+fix: $(VENV)/installed-test ## Mend what ruff can mend, and write the generated pages of docs/
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python -m tests.contract.readme_tables
+	$(BIN)/python -m tests.documents.generated
 
 bench: $(VENV)/installed-test ## Run the benchmarks, which print ratios, and write benchmarks/results.json and docs/benchmarks.md
 	for script in $(or $(SCRIPTS),benchmarks/[a-z]*.py); do $(BIN)/python $$script || exit 1; done
 	$(BIN)/python benchmarks/_summary.py
+
+docs: $(VENV)/installed-docs ## Build the documentation into build/docs; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 constraints: $(VENV)/installed-test ## Pin the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/$$/ ; python_version == "3.11" and sys_platform == "linux"/' > constraints.txt
@@ -133,6 +136,10 @@ $(VENV)/installed-mutants: | $(VENV)/installed-test
 
 $(VENV)/installed-coverage: | $(VENV)/installed-test
 	$(INSTALL) --editable ".[test,coverage]"
+	touch $@
+
+$(VENV)/installed-docs: | $(VENV)/installed-test
+	$(INSTALL) --editable ".[test,docs]"
 	touch $@
 
 $(VENV)/installed-test: $(DECLARED) | $(VENV)/bin/python

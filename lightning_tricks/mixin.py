@@ -56,7 +56,7 @@ class TricksMixin(_Base):
     Raises:
         TypeError: If `tricks` has another type, or the mixin does not come before LightningModule.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import LightningModule
         >>> class LitNet(TricksMixin, LightningModule):
         ...     def __init__(self, tricks: Tricks | None = None) -> None:

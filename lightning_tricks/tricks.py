@@ -75,7 +75,7 @@ class Tricks:
         TypeError: If a field has another type, or a dict names an argument that does not exist.
         ValueError: If a callback refuses a value, or a schedule is given without an optimizer.
 
-    Example:
+    Examples:
         >>> Tricks(seeding=42, gradient_clipping={"max_norm": 1.0, "log_layers": True}).gradient_clipping
         {'max_norm': 1.0, 'log_layers': True}
     """
@@ -151,7 +151,7 @@ class Tricks:
             TypeError: If there is no such field, or it has a wrong type.
             ValueError: If there is no such preset, or a value is wrong.
 
-        Example:
+        Examples:
             >>> Tricks.preset("regression", seeding=7).callbacks()[0].seed
             7
         """

@@ -15,7 +15,7 @@ _MAX_BATCHES = 256
 class MeanLoss:
     """The mean loss over samples, from losses of batches or of single samples, without host reads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> mean = MeanLoss()
         >>> mean.update(torch.tensor(1.0), samples=3)

@@ -66,7 +66,7 @@ def check_repeats(expression: str) -> None:
     Raises:
         ValueError: If the expression has more than three repeats, or repeats a group.
 
-    Example:
+    Examples:
         >>> check_repeats(r"^layer(\d+)\.(.*)$")
         >>> check_repeats("(a+)+$")
         Traceback (most recent call last):

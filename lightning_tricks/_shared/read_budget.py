@@ -24,7 +24,7 @@ class Budget:
         size: Size of the file in bytes; reading may take 40 MiB and 12 times this size.
         seconds: Processor time of the thread that reads, beside the time that copying the file takes.
 
-    Example:
+    Examples:
         >>> Budget(1000).spend(100 * 2**20)
         Traceback (most recent call last):
         lightning_tricks._shared.read_budget.OverBudgetError: reading it takes more than 41,955,040 bytes of memory

@@ -61,7 +61,7 @@ def derive_seed(seed: int, *keys: int) -> int:
     Returns:
         A seed in [0, 2**32 - 1], by numpy's `SeedSequence` hash (O'Neill, 2015).
 
-    Example:
+    Examples:
         >>> derive_seed(42, 0, 100) == derive_seed(42, 1, 100)
         False
     """
@@ -97,7 +97,7 @@ def capture_rng_state() -> dict[str, Any]:
     Raises:
         ValueError: If numpy's global generator is not MT19937, its default.
 
-    Example:
+    Examples:
         >>> state = capture_rng_state()
         >>> first = torch.rand(2), random.random()
         >>> restore_rng_state(state)
@@ -161,7 +161,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
     Yields:
         Nothing. The state is restored on leaving, also after an exception.
 
-    Example:
+    Examples:
         >>> before = torch.get_rng_state()
         >>> with isolated_rng(seed=1):
         ...     noise = torch.randn(3)

@@ -22,7 +22,7 @@ def render_text(renderable: Any) -> str:
 def list_names(names: Iterable[str], most: int = 4) -> str:
     """Return the first few names, and how many more there are.
 
-    Example:
+    Examples:
         >>> list_names(["mean", "std", "min"], most=1)
         'mean and 2 more'
     """
@@ -34,7 +34,7 @@ def list_names(names: Iterable[str], most: int = 4) -> str:
 def format_shape(shape: Iterable[int]) -> str:
     """Return a shape with its sizes joined by "x".
 
-    Example:
+    Examples:
         >>> format_shape((2, 3, 224))
         '2x3x224'
     """
@@ -44,7 +44,7 @@ def format_shape(shape: Iterable[int]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return an error's type and message or, if it has no message, where it was raised.
 
-    Example:
+    Examples:
         >>> describe_error(ValueError("too long"))
         'ValueError: too long'
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 def format_si(value: float, unit: str = "") -> str:
     """Return a number with three significant digits and a decimal prefix.
 
-    Example:
+    Examples:
         >>> format_si(4_089_184_256, "MAC"), format_si(25_557_032), format_si(999_600), format_si(128)
         ('4.09 GMAC', '25.6 M', '1.00 M', '128')
     """
@@ -22,7 +22,7 @@ def format_si(value: float, unit: str = "") -> str:
 def format_bytes(size: float) -> str:
     """Return a size in bytes with a binary prefix.
 
-    Example:
+    Examples:
         >>> format_bytes(512), format_bytes(1536), format_bytes(100 * 2**20)
         ('512 B', '1.5 KiB', '100 MiB')
     """

@@ -22,7 +22,7 @@ def parameters_without_gradient(module: nn.Module) -> list[str]:
     Returns:
         The qualified names, without the prefixes of `torch.compile`; of a tied parameter, the first one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.ModuleDict({"used": torch.nn.Linear(1, 1), "unused": torch.nn.Linear(1, 1)})
         >>> model["used"](torch.ones(1)).sum().backward()
@@ -42,7 +42,7 @@ def names_without_gradient(parameters: Mapping[str, Tensor]) -> list[str]:
 def describe_without_gradient(names: Sequence[str], rank: int | None = None) -> str:
     """Return the words for parameters without a gradient, with the rank on which that was seen if there are several.
 
-    Example:
+    Examples:
         >>> describe_without_gradient(["head.bias"], rank=1)
         'on rank 1, 1 trainable parameter got no gradient: head.bias'
     """

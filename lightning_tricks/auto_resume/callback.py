@@ -98,7 +98,7 @@ class AutoResume(TrickCallback):
         TypeError: If a number or the signals have the wrong type.
         ValueError: If a value is out of range, or a signal is unknown.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[AutoResume("runs/digits", every_n_train_steps=500)], accelerator="cpu")
     """

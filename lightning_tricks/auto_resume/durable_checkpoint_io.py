@@ -22,7 +22,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
     Args:
         before_replace: Called with the path of a local file and its SHA-256 right before the new file replaces the old.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(plugins=[DurableCheckpointIO()], accelerator="cpu", logger=False)
     """

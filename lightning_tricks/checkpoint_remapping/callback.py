@@ -65,7 +65,7 @@ class CheckpointRemapping(TrickCallback):
             submodule.
         CheckpointError: As in `load_weights` and `read_checkpoint`; the module is then not modified.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> pretrained = CheckpointRemapping("weights.safetensors", submodule="backbone", allow_unexpected="fc.*")
         >>> trainer = Trainer(callbacks=[pretrained], accelerator="cpu", logger=False)

@@ -72,7 +72,7 @@ class CudaMemory(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If one is out of range.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[CudaMemory()], accelerator="cpu", logger=False)
     """

@@ -62,7 +62,7 @@ class DeviceMonitor(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If one is out of range or unknown.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[DeviceMonitor(keys=["gpu/power_w", "host/data_wait"])], accelerator="cpu")
     """

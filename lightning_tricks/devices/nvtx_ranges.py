@@ -38,7 +38,7 @@ class NvtxRanges(TrickCallback):
     Raises:
         MisconfigurationException: If a Trainer has two of them.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[NvtxRanges()], accelerator="cpu", logger=False)
     """

@@ -1,6 +1,6 @@
 """A stand-in for NVML, to test scripts on machines without NVIDIA GPUs.
 
-Example:
+Examples:
     >>> from lightning_tricks.devices import select_gpus
     >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
     >>> with FakeNvml([FakeGpu(memory_used="79GiB"), FakeGpu(temperature=31)]):

@@ -80,7 +80,7 @@ def cross_validate(
 
     Source: scikit-learn's `cross_validate` and `cross_val_predict`.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> from functools import partial
         >>> from torch import nn

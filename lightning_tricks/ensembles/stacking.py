@@ -62,7 +62,7 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
 
     Source: Wolpert, Neural Networks 5, 1992; scikit-learn's class of this name.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> ensemble = StackingClassifier([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))])
         >>> ensemble(torch.zeros(2, 4)).sum(1).allclose(torch.ones(2))  # the mean, as it is not fitted

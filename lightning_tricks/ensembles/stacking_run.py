@@ -134,7 +134,7 @@ def plan_run(ensemble: Any) -> StackingRun:
 def stage_of_epoch(epochs: list[int], epoch: int) -> int:
     """Return the stage that an epoch belongs to, of stages with these lengths; the last one after their end.
 
-    Example:
+    Examples:
         >>> [stage_of_epoch([2, 1], epoch) for epoch in range(4)]
         [0, 0, 1, 1]
     """

@@ -127,7 +127,7 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
 
     Source: Lakshminarayanan et al., arXiv 1612.01474; torchensemble's class of this name.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> ensemble = VotingClassifier(nn.Linear, 5, {"in_features": 4, "out_features": 3}, seed=0)
         >>> ensemble.predict(torch.rand(2, 4)).shape, ensemble.member_outputs(torch.rand(2, 4)).shape

@@ -56,7 +56,7 @@ class Adapters(ReachCheckingCallback):
     Source: Houlsby et al., "Parameter-Efficient Transfer Learning for NLP" (2019); Pfeiffer et al., "AdapterFusion"
     (2021); He et al., "Towards a Unified View of Parameter-Efficient Transfer Learning" (2022).
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[Adapters(bottleneck=32, kind="houlsby")], accelerator="cpu", logger=False)
     """

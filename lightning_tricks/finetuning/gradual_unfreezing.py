@@ -80,7 +80,7 @@ class GradualUnfreezing(TrickCallback):
         MisconfigurationException: At the start of a fit, if a pattern matches nothing, a key releases nothing new or
             is beyond the run, two multipliers match one parameter, or a parameter of the schedule is in no optimizer.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> unfreezing = GradualUnfreezing({0: "head.*", 5: "layer4.*", 10: "*"}, lr_multipliers={"head.*": 10})
         >>> trainer = Trainer(callbacks=[unfreezing], accelerator="cpu", logger=False)

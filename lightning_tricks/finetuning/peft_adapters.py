@@ -50,7 +50,7 @@ class PeftAdapters(ReachCheckingCallback):
         MisconfigurationException: In a run, if an entry matches nothing, a rank exceeds a layer, the module has other
             adapters or is compiled, or an adapter is not called.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> config = {"peft_type": "IA3", "target_modules": ["fc1"], "feedforward_modules": ["fc1"]}
         >>> trainer = Trainer(callbacks=[PeftAdapters(config)], accelerator="cpu", logger=False)

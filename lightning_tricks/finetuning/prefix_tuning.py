@@ -46,7 +46,7 @@ class PrefixTuning(ReachCheckingCallback):
 
     Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation" (2021).
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[PrefixTuning(length=8)], accelerator="cpu", logger=False)
     """

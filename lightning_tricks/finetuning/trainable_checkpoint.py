@@ -67,7 +67,7 @@ class TrainableCheckpoint(TrickCallback):
             matches nothing.
         BaseMismatchError: If a checkpoint is loaded into a module of another base; the message lists what differs.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[TrainableCheckpoint()], accelerator="cpu", logger=False)
     """

@@ -64,7 +64,7 @@ class FlopsReport(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range or unknown, or if two contradict each other.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[FlopsReport(backward=True)], accelerator="cpu", logger=False)
     """

@@ -81,7 +81,7 @@ class GradientClipping(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range, or two contradict each other.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> clipping = GradientClipping(max_norm=1.0, groups={"embedding.*": 0.1}, on_nonfinite="skip")
         >>> trainer = Trainer(callbacks=[clipping], accelerator="cpu", logger=False)

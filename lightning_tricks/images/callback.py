@@ -53,7 +53,7 @@ class ImageLogger(StepsCallback):
         MisconfigurationException: In the first batch, if it has no images, or images that cannot be shown. If a step
             returns neither predictions nor targets, the batch is skipped with a warning.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> images = ImageLogger(n=9, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
         >>> trainer = Trainer(callbacks=[images], accelerator="cpu", logger=False)

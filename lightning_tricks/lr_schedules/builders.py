@@ -41,7 +41,7 @@ def build_optimizer(module: nn.Module | Sequence[nn.Module], spec: OptimizerSpec
     Raises:
         ValueError: If nothing is trainable, a pattern matches nothing, or `layer_decay` finds one layer only.
 
-    Example:
+    Examples:
         >>> optimizer = build_optimizer(nn.Linear(2, 2), OptimizerSpec("SGD", weight_decay=5e-4))
         >>> [(group["name"], group["weight_decay"]) for group in optimizer.param_groups]
         [('parameters', 0.0005), ('parameters, no decay', 0.0)]

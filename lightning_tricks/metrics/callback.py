@@ -82,7 +82,7 @@ class MetricsMonitor(StepsCallback):
             keys; in the first batch, if the metrics would misunderstand it; where another logs one of the keys, as
             soon as that shows; and if a loader has no batches.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_tricks import multiclass_metrics
         >>> monitor = MetricsMonitor(multiclass_metrics(10), best={"val/f1": "max"})

@@ -48,7 +48,7 @@ class ModelReport(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If `depth` is out of range.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[ModelReport("report")], accelerator="cpu", logger=False)
     """

@@ -53,7 +53,7 @@ class RunFingerprint(TrickCallback):
         TypeError: If an argument is of the wrong type.
         ValueError: If one is out of range or unknown.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[RunFingerprint("runs/a.jsonl", detail="layer")], accelerator="cpu")
     """

@@ -46,7 +46,7 @@ def assert_reproducible(
         AssertionError: If the runs diverge. The message names the step and the layer, and says whether the data, the
             forward pass, the gradient or the update differed.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer, seed_everything
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> def make_trainer():

@@ -50,7 +50,7 @@ class SeedEverything(TrickCallback):
         TypeError: If `seed` is no integer.
         ValueError: If `seed` is out of range, or `deterministic` has an unknown value.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[SeedEverything(42, per_rank=True)], accelerator="cpu", logger=False)
     """

@@ -59,7 +59,7 @@ def seed_everything(
         TypeError: If `seed` is no integer.
         ValueError: If `seed` (or `PL_GLOBAL_SEED`) is out of range, or `deterministic` has an unknown value.
 
-    Example:
+    Examples:
         >>> seed_everything(42, verbose=False)
         42
         >>> torch.rand(1)

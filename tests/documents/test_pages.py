@@ -10,11 +10,10 @@ import yaml
 
 from lightning_tricks import Tricks, cli
 from lightning_tricks.training_cli import TricksCLI
-from tests.contract.readme_tables import rewritten
 from tests.documents.blocks import LANGUAGES, PAGES, README, blocks_of, our_arguments, run_each
+from tests.documents.generated import DOCS, pages
 from tests.mixin.test_mixin import LitNet
 
-_TEXT = README.read_text()
 _PYTHON = blocks_of(*PAGES, language="python")
 _COMMANDS = [command for block in blocks_of(*PAGES, language="console") for command in block.commands]
 _TRAINING = ("fit", "validate", "test", "predict")
@@ -89,8 +88,10 @@ def test_yaml_block_builds(block, monkeypatch, tmp_path):
     assert {one["class_path"].rpartition(".")[2] for one in config.get("trainer", {}).get("callbacks", [])} <= names
 
 
-def test_tables_are_up_to_date():
-    assert rewritten(_TEXT) == _TEXT, "run `make fix`"
+def test_generated_pages_are_up_to_date():
+    wanted = pages()
+    assert {path: path.read_text() for path in wanted} == wanted, "run `make fix`"
+    assert {path for path in wanted if path.parent != DOCS} == {*(DOCS / "reference").iterdir()}
 
 
 def _anchors(page):

@@ -35,7 +35,7 @@ def write_durably(
     Raises:
         OSError: If the directory cannot be written, or the disk is full.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
         ...     digest, size = write_durably(Path(folder) / "note", lambda stream: stream.write(b"kept"))

@@ -29,7 +29,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         CheckpointError: If the last layer is not known to be a head, or several layers look like heads.
         TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
         >>> replace_head(model, 10)
         Linear(in_features=8, out_features=10, bias=True)

@@ -37,7 +37,7 @@ def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern
 def suggested_patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
     """Return patterns that match these names and, among those known, no others: globs where they are shorter.
 
-    Example:
+    Examples:
         >>> suggested_patterns(["fc.weight", "fc.bias", "a.0.bias", "a.1.bias"], ["a.0.weight", "a.1.weight"])
         ['fc.*', 'a.*.bias']
     """

@@ -69,7 +69,7 @@ def load_weights(
         NothingLoadedError: If no tensor fits.
         AttributeError: If the model has no such submodule.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 3)
         >>> report = load_weights(model, {"module.weight": torch.zeros(3, 2), "module.bias": torch.ones(3)})
         >>> report.loaded, report.diagnosis

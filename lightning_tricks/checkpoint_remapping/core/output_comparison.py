@@ -30,7 +30,7 @@ def max_output_difference(model_a: nn.Module, model_b: nn.Module, inputs: Any) -
     Raises:
         ValueError: If the outputs are not tensors of equal shapes.
 
-    Example:
+    Examples:
         >>> max_output_difference(torch.nn.Identity(), torch.nn.ReLU(), torch.tensor([-1.0, 2.0]))
         0.5
     """

@@ -58,7 +58,7 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
         CheckpointError: If two tensors would get the same name, or a tensor does not have the shape that a rule needs.
         TypeError, ValueError: If a rule is invalid.
 
-    Example:
+    Examples:
         >>> list(remap_keys({"module.conv1.weight": torch.zeros(1)}, ["wrappers", ("conv1", "stem.conv")]))
         ['stem.conv.weight']
     """

@@ -29,7 +29,7 @@ class RemapRule:
         TypeError: If a source or target is not a string.
         ValueError: If a source is empty or not a valid regular expression, or does not fit its targets.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_tricks import remap_keys
         >>> weights = {"module.fc.weight": torch.zeros(2, 3), "module.fc.total_ops": torch.zeros(1)}

@@ -48,7 +48,7 @@ def environment_report(*, nvml: Any = None) -> dict[str, Any]:
         Name -> text or None, in the order for people; "gpus" has a list of texts and "packages" a dict of versions.
         None stands for what is not there.
 
-    Example:
+    Examples:
         >>> sorted(environment_report())[:4]
         ['cpu', 'cuda', 'cudnn', 'driver']
     """
@@ -66,7 +66,7 @@ def environment_report(*, nvml: Any = None) -> dict[str, Any]:
 def environment_text(report: dict[str, Any]) -> str:
     """Return a report of `environment_report` as lines that need no markup, for a code block.
 
-    Example:
+    Examples:
         >>> print(environment_text({"python": "3.11.7", "nccl": None, "gpus": [], "packages": {"thop": "0.1.1"}}))
         Python:  3.11.7
         NCCL:    none

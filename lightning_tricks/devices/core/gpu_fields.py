@@ -58,7 +58,7 @@ def gpu_fields(query: str | Iterable[str]) -> list[GpuField]:
     Raises:
         ValueError: If there is no name, or an unknown one; the message has the most similar name.
 
-    Example:
+    Examples:
         >>> [field.title for field in gpu_fields("name, memory.used, memory_used")]
         ['name', 'memory.used [MiB]', 'memory_used [B]']
     """
@@ -117,7 +117,7 @@ def cell_text(value: Any) -> str:
 def printable(text: str) -> str:
     r"""Return text of a process or a driver in one line, without what a terminal would act on.
 
-    Example:
+    Examples:
         >>> printable("python train.py\x1b[2J")
         'python train.py\\x1b[2J'
     """

@@ -18,7 +18,7 @@ def pick_gpus(gpus: Sequence[Gpu], ids: str) -> list[Gpu]:
     Raises:
         ValueError: If there is no name, or one that no GPU or more than one has; the message names it.
 
-    Example:
+    Examples:
         >>> [gpu.index for gpu in pick_gpus([Gpu(index=0, uuid="GPU-8f6d"), Gpu(index=1, uuid="GPU-77aa")], "gpu-7,0")]
         [1, 0]
     """

@@ -48,7 +48,7 @@ def list_gpus(*, nvml: Any = None) -> list[Gpu]:
         ModuleNotFoundError: If nvidia-ml-py or psutil is missing; the message names the extra.
         NvmlUnavailableError: If there is no working driver.
 
-    Example:
+    Examples:
         >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
         >>> [(gpu.index, gpu.name, gpu.utilization) for gpu in list_gpus(nvml=FakeNvml([FakeGpu(utilization=97)]))]
         [(0, 'NVIDIA H100 80GB HBM3', 97)]

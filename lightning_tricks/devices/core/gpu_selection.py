@@ -94,7 +94,7 @@ def select_gpus(
         RankError: If this rank cannot use what the first rank has selected.
         ModuleNotFoundError: If a package of the extra `devices` is missing.
 
-    Example:
+    Examples:
         >>> from lightning_tricks.devices.testing import FakeGpu, FakeNvml
         >>> gpus = [FakeGpu(memory_used="79GiB"), FakeGpu(utilization=97), FakeGpu()]
         >>> select_gpus(lock=False, nvml=FakeNvml(gpus))

@@ -27,7 +27,7 @@ def limit_memory(fraction: float, device: int | str | torch.device | None = None
         ValueError: If `fraction` is out of range, or `device` is not a CUDA device of this process.
         RuntimeError: If there is no CUDA device.
 
-    Example:
+    Examples:
         >>> if torch.cuda.is_available():
         ...     limit_memory(0.5, "cuda:0")
     """

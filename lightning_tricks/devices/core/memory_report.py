@@ -145,7 +145,7 @@ def memory_report(
         ValueError: If `n_largest` is negative.
         RuntimeError: If there is no such device.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(1000, 1000, bias=False)
         >>> report = memory_report("cpu", model=model, n_largest=1_000)
         >>> next(one for one in report.largest if one.name)

@@ -23,7 +23,7 @@ def parse_size(name: str, value: object) -> int:
         TypeError: If the value is neither a number nor text.
         ValueError: If it is negative, or no size.
 
-    Example:
+    Examples:
         >>> parse_size("size", "1.5 GiB"), parse_size("size", "2GB"), parse_size("size", 512)
         (1610612736, 2000000000, 512)
     """

@@ -63,7 +63,7 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
     Raises:
         ValueError: If CUDA would drop a part of the value.
 
-    Example:
+    Examples:
         >>> gpus = [Gpu(index=0, uuid="GPU-ab"), Gpu(index=1, uuid="GPU-cd")]
         >>> [device.gpu.index for device in visible_devices("1,0", gpus)]
         [1, 0]

@@ -53,7 +53,7 @@ def fast_gradient_sign(inputs: Tensor, gradient: Tensor, steps: Tensor | float) 
 
     Source: Goodfellow et al., arXiv 1412.6572.
 
-    Example:
+    Examples:
         >>> fast_gradient_sign(torch.zeros(1, 2), torch.tensor([[-3.0, 0.1]]), torch.tensor([0.1, 0.2])).tolist()
         [[-0.10000000149011612, 0.20000000298023224]]
     """

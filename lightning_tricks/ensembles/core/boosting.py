@@ -28,7 +28,7 @@ def negative_gradient(criterion: Criterion, scores: Tensor, targets: Tensor) -> 
 
     Source: Friedman, Annals of Statistics 29, 2001.
 
-    Example:
+    Examples:
         >>> negative_gradient(nn.CrossEntropyLoss(), torch.zeros(1, 2), torch.tensor([1])).tolist()
         [[-0.5, 0.5]]
     """
@@ -54,7 +54,7 @@ def negative_gradient(criterion: Criterion, scores: Tensor, targets: Tensor) -> 
 def exclusive_sums(outputs: Tensor) -> Tensor:
     """Return for each member the sum of the outputs of those before it: (n, B, ...) of outputs (n, B, ...).
 
-    Example:
+    Examples:
         >>> exclusive_sums(torch.tensor([[1.0], [2.0], [3.0]])).tolist()
         [[0.0], [1.0], [3.0]]
     """

@@ -63,7 +63,7 @@ def log_mean_probabilities(scores: Tensor, weights: Tensor | None = None) -> Ten
 def mean_probabilities(scores: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the members' mean probabilities, (B, C), of logits (n, B, C): soft voting.
 
-    Example:
+    Examples:
         >>> mean_probabilities(torch.tensor([[[0.0, 0.0]], [[0.0, torch.inf]]]).nan_to_num(posinf=100)).tolist()
         [[0.25, 0.75]]
     """
@@ -78,7 +78,7 @@ def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
 def votes(scores: Tensor, weights: Tensor | None = None) -> Tensor:
     """Count the members' votes as shares: (B, C) of logits (n, B, C).
 
-    Example:
+    Examples:
         >>> votes(torch.tensor([[[0.0, 1.0]], [[0.0, 2.0]], [[3.0, 0.0]], [[0.0, 1.0]]])).tolist()
         [[0.25, 0.75]]
     """
@@ -141,7 +141,7 @@ def classification_uncertainty(scores: Tensor, weights: Tensor | None = None) ->
 
     Source: Depeweg et al., arXiv 1710.07283.
 
-    Example:
+    Examples:
         >>> sure = torch.tensor([[[50.0, 0.0]], [[0.0, 50.0]]])  # both members are, but not of the same class
         >>> uncertainty = classification_uncertainty(sure)
         >>> [round(float(part), 3) for part in (uncertainty.total, uncertainty.aleatoric, uncertainty.epistemic)]
@@ -168,7 +168,7 @@ def regression_uncertainty(
 
     Source: Lakshminarayanan et al., arXiv 1612.01474.
 
-    Example:
+    Examples:
         >>> regression_uncertainty(torch.tensor([[[1.0]], [[3.0]]])).epistemic.tolist()
         [[1.0]]
     """
@@ -192,7 +192,7 @@ def snapshot_factor(step: int, cycle: int) -> float:
 
     Source: Huang et al., arXiv 1704.00109.
 
-    Example:
+    Examples:
         >>> [round(snapshot_factor(step, cycle=4), 3) for step in range(6)]
         [1.0, 0.854, 0.5, 0.146, 1.0, 0.854]
     """
@@ -210,7 +210,7 @@ def triangle_factor(step: int, cycle: int, high: float, low: float) -> float:
 
     Source: Garipov et al., arXiv 1802.10026.
 
-    Example:
+    Examples:
         >>> [triangle_factor(step, cycle=4, high=1.0, low=0.0) for step in range(5)]
         [1.0, 0.5, 0.0, 0.5, 1.0]
     """
@@ -225,7 +225,7 @@ def normalized_weights(weights: Sequence[float] | None, n: int) -> Tensor | None
     Raises:
         ValueError: If there are not n, or one is negative or not finite, or all are 0.
 
-    Example:
+    Examples:
         >>> normalized_weights([1, 3], 2).tolist()
         [0.25, 0.75]
     """

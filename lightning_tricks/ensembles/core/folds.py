@@ -60,7 +60,7 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
     Raises:
         ValueError: If rows are missing, held out twice or in both parts, or if there are too few of them.
 
-    Example:
+    Examples:
         >>> [held_out.tolist() for _, held_out in make_folds(2, 4, torch.tensor([0, 1, 1, 0]), stratified=True)]
         [[0, 1], [2, 3]]
     """
@@ -80,7 +80,7 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
 def k_folds(size: int, n_folds: int) -> Tensor:
     """Return the fold of each row, (size,): blocks of rows that differ in length by at most one.
 
-    Example:
+    Examples:
         >>> k_folds(5, 2).tolist()
         [0, 0, 0, 1, 1]
     """
@@ -101,7 +101,7 @@ def stratified_folds(labels: Tensor, n_folds: int) -> Tensor:
 
     Source: scikit-learn's `StratifiedKFold(shuffle=False)`, whose folds these are.
 
-    Example:
+    Examples:
         >>> stratified_folds(torch.tensor([0, 0, 0, 0, 1, 1]), 2).tolist()
         [0, 0, 1, 1, 0, 1]
     """

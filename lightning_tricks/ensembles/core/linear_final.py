@@ -117,7 +117,7 @@ def fit_linear_model(
     Returns:
         The coefficients (n_outputs, F) and intercepts (n_outputs,) of the logits or predictions, of the features' type.
 
-    Example:
+    Examples:
         >>> from sklearn.linear_model import LinearRegression
         >>> x = torch.tensor([[0.0], [1.0], [2.0]])
         >>> [round(float(value), 4) for value in fit_linear_model(LinearRegression(), x, 2 * x + 1)]

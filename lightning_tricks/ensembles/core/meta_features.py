@@ -27,7 +27,7 @@ def classifier_features(logits: Tensor, method: str = "auto") -> Tensor:
 
     Source: scikit-learn's `StackingClassifier`.
 
-    Example:
+    Examples:
         >>> classifier_features(torch.tensor([[[0.0, 0.0]], [[0.0, 50.0]]])).tolist()
         [[0.5, 1.0]]
     """
@@ -45,7 +45,7 @@ def classifier_features(logits: Tensor, method: str = "auto") -> Tensor:
 def member_columns(columns: Tensor) -> Tensor:
     """Return the columns of members, (n, B, columns), beside each other: (B, n x columns).
 
-    Example:
+    Examples:
         >>> member_columns(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])).tolist()
         [[1.0, 3.0], [2.0, 4.0]]
     """

@@ -25,7 +25,7 @@ class SoftDecisionTree(nn.Module):
 
     Source: Frosst and Hinton, arXiv 1711.09784; the weights have the names and shapes of torchensemble's trees.
 
-    Example:
+    Examples:
         >>> SoftDecisionTree(4, 3, depth=2)(torch.rand(5, 4)).shape
         torch.Size([5, 3])
     """
@@ -63,7 +63,7 @@ def tree_sizes(weights: Mapping[str, Any], prefix: str = "") -> dict[str, int] |
         weights: Tensors by name.
         prefix: What stands in front of the names of the tree.
 
-    Example:
+    Examples:
         >>> tree_sizes(SoftDecisionTree(4, 3, depth=2).state_dict())
         {'n_inputs': 4, 'n_outputs': 3, 'depth': 2}
     """
@@ -87,7 +87,7 @@ def balance_penalty(gates: Tensor, lamda: float) -> Tensor:
 
     Source: Frosst and Hinton, arXiv 1711.09784, equation 5.
 
-    Example:
+    Examples:
         >>> balance_penalty(torch.full((1, 8, 1), 0.5), lamda=1.0)
         tensor([0.6931])
     """

@@ -61,7 +61,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: If the model has no LoRA, or this process has only a part of a weight.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from lightning_tricks.finetuning import add_lora
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -123,7 +123,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionR
         ValueError: If the files are those of another model, layers or shapes, which are listed, or need what only peft
             has, such as DoRA.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from lightning_tricks.finetuning import add_lora
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

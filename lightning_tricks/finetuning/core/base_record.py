@@ -45,7 +45,7 @@ def base_fingerprints(model: nn.Module) -> dict[str, TensorRecord]:
     Args:
         model: The model, on any devices.
 
-    Example:
+    Examples:
         >>> base_fingerprints(nn.Linear(3, 2))["weight"][:2]
         ((2, 3), 'float32')
     """

@@ -97,7 +97,7 @@ def add_adapters(
         ValueError: If a pattern matches nothing, there is no known transformer block, a layer would bypass its
             adapter, or the model has adapters already or is compiled.
 
-    Example:
+    Examples:
         >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
         >>> model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(64, 10))
         >>> print(add_adapters(model, AdapterSettings(8, modules_to_save="1")))  # doctest: +NORMALIZE_WHITESPACE

@@ -77,7 +77,7 @@ def freeze_(module: nn.Module, *patterns: str, norm: bool = True) -> ParameterCo
     Raises:
         ValueError: If a pattern matches no parameter.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         >>> print(freeze_(model, "0.*", "1.*"))
         15 values in 4 tensors
@@ -106,7 +106,7 @@ def unfreeze_(module: nn.Module, *patterns: str) -> ParameterCount:
     Raises:
         ValueError: If a pattern matches no parameter.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(2, 3).requires_grad_(False)
         >>> unfreeze_(model, "bias")
         ParameterCount(tensors=1, values=3)
@@ -127,7 +127,7 @@ def trainable_summary(model: nn.Module) -> TrainableSummary:
     Returns:
         The counts.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), nn.Linear(3, 1))
         >>> print(trainable_summary(model))
         trainable: 4 of 13 values (30.77 %) in 2 of 4 tensors

@@ -49,7 +49,7 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
         ValueError: If the optimizer takes only one group, or what a scheduler keeps for each group is not known. Only
             if that shows in the number of learning rates that it then returns, groups have been split already.
 
-    Example:
+    Examples:
         >>> import torch
         >>> body, head = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> optimizer = torch.optim.SGD([body, head], lr=1.0)

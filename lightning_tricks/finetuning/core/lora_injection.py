@@ -45,7 +45,7 @@ def add_lora(
     Raises:
         ValueError: If a pattern matches nothing, a rank exceeds a layer, the model has LoRA already or is compiled.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
         Low-rank changes (rank 4) in 1 Linear add 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.

@@ -30,7 +30,7 @@ def merge(model: nn.Module) -> nn.Module:
         ValueError: If there is no LoRA, or a weight cannot be set: it is sharded, or a hook computes it. Nothing is
             changed then.
 
-    Example:
+    Examples:
         >>> from lightning_tricks.finetuning import LoRASettings, add_lora
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         >>> report = add_lora(model, LoRASettings(rank=4))

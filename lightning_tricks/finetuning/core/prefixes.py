@@ -70,7 +70,7 @@ def add_prefixes(
         ValueError: If a pattern matches nothing, there is no `nn.MultiheadAttention`, or one has a forward pass of its
             own, the model has prefixes already or is compiled.
 
-    Example:
+    Examples:
         >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
         >>> model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(64, 10))
         >>> print(add_prefixes(model, PrefixSettings(8, modules_to_save="1")))  # doctest: +NORMALIZE_WHITESPACE

@@ -39,7 +39,7 @@ def watching_reach(model: nn.Module, names: Iterable[str]) -> Iterator[Reach]:
         model: The model.
         names: Qualified names of modules of it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> with watching_reach(model, ["0", "1"]) as reach:

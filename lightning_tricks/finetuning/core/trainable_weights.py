@@ -141,7 +141,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         ValueError: If the file is no such checkpoint.
         RuntimeError: If saved tensors do not fit the model, as in `load_state_dict`.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from lightning_tricks.finetuning.core.base_record import base_fingerprints
         >>> model = nn.Linear(3, 2)

@@ -24,7 +24,7 @@ def check_schedule(schedule: object) -> dict[int, tuple[str, ...]]:
         TypeError: If the schedule, a key or a pattern is of the wrong type.
         ValueError: If a key is negative or given twice, there is no key 0, or patterns are missing or malformed.
 
-    Example:
+    Examples:
         >>> check_schedule({"5": ["layer4.*", "layer3.*"], 0: "head.*"})
         {0: ('head.*',), 5: ('layer4.*', 'layer3.*')}
     """
@@ -142,7 +142,7 @@ def plan_unfreezing(module: nn.Module, schedule: Mapping[int, Sequence[str]]) ->
     Raises:
         ValueError: If a pattern matches nothing, or a key releases nothing new.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         >>> plan = plan_unfreezing(model, {0: ["1.*"], 4: ["*"]})
         >>> [plan.names[parameter] for parameter in plan.released_at(4)]

@@ -66,7 +66,7 @@ def count_flops(
             count a backward pass.
         Exception: The model's own error, with a hint on how `inputs` was used.
 
-    Example:
+    Examples:
         >>> import torch
         >>> count = count_flops(nn.Conv2d(3, 8, 3, padding=1), torch.empty(1, 3, 32, 32), backward=True)
         >>> count.macs, count.flops, count.train_step_flops  # the images need no gradient

@@ -52,7 +52,7 @@ class PercentileThreshold:
 
     Source: Seetharaman et al., arXiv 2007.14469, whose history is unlimited.
 
-    Example:
+    Examples:
         >>> threshold = PercentileThreshold(percentile=50)
         >>> [threshold.update(torch.tensor(norm)).item() for norm in (1.0, 3.0, float("nan"), 9.0)]
         [1.0, 2.0, 2.0, 3.0]
@@ -126,7 +126,7 @@ class ZScoreThreshold:
 
     Source: Kumar et al., arXiv 2504.02507.
 
-    Example:
+    Examples:
         >>> threshold = ZScoreThreshold(z=2.0, warmup_steps=2)
         >>> [round(threshold.update(torch.tensor(norm)).item(), 3) for norm in (1.0, 3.0, 4.0, 9.0)]
         [inf, inf, inf, 2.684]

@@ -50,7 +50,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
     Source: Pascanu et al., arXiv 1211.5063.
 
-    Example:
+    Examples:
         >>> weight = torch.zeros(2, requires_grad=True)
         >>> weight.grad = torch.tensor([3.0, 4.0])
         >>> clip_grad_norm_(weight, max_norm=1.0), weight.grad
@@ -137,7 +137,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
         TypeError: If `clip_value` is no number, or a gradient is sparse.
         ValueError: If `clip_value` is not positive.
 
-    Example:
+    Examples:
         >>> weight = torch.zeros(2, requires_grad=True)
         >>> weight.grad = torch.tensor([3.0, -0.4])
         >>> clip_grad_value_(weight, 0.5)

@@ -26,7 +26,7 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     Returns:
         A function for a step that never comes: it removes the hook that waits for it. After the step it does nothing.
 
-    Example:
+    Examples:
         >>> weight = torch.ones(2, requires_grad=True)
         >>> optimizer = torch.optim.AdamW([weight])
         >>> weight.grad = torch.tensor([1.0, torch.nan])

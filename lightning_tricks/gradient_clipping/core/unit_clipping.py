@@ -47,7 +47,7 @@ def adaptive_clip_grad_(
 
     Source: Brock et al., arXiv 2102.06171.
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
         >>> weight.grad = torch.tensor([[30.0, 40.0], [0.0, 1e-6]])
         >>> adaptive_clip_grad_(weight, clip_factor=0.1)

@@ -39,7 +39,7 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], dtype: torch.dtype = torch
         TypeError: If the type is not one of these.
         ValueError: If the shape, the mode or the range of values is not one of these.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> to_tensor(np.full((4, 6, 3), 255, dtype=np.uint8)[::-1]).shape
         torch.Size([3, 4, 6])
@@ -67,7 +67,7 @@ def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
     Raises:
         TypeError, ValueError: Those of `to_tensor`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> to_numpy(torch.rand(3, 4, 6)).shape
         (4, 6, 3)
@@ -90,7 +90,7 @@ def to_pil(image: ImageLike) -> PILImage:
         TypeError, ValueError: Those of `to_tensor`.
         ModuleNotFoundError: If Pillow is missing; the message names the extra.
 
-    Example:
+    Examples:
         >>> import torch
         >>> to_pil(torch.zeros(1, 4, 6)).size
         (6, 4)
@@ -123,7 +123,7 @@ def denormalize(images: Tensor, mean: Sequence[float] | float, std: Sequence[flo
         TypeError: If the images are no floats.
         ValueError: If there are not as many numbers as channels, or `std` is not above 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> denormalize(torch.zeros(3, 2, 2), mean=[0.5, 0.4, 0.3], std=0.2)[:, 0, 0]
         tensor([0.5000, 0.4000, 0.3000])

@@ -42,7 +42,7 @@ def image_grid(
     Raises:
         TypeError, ValueError: Those of `to_tensor`; if there are no images, or not as many captions.
 
-    Example:
+    Examples:
         >>> import torch
         >>> image_grid(torch.rand(6, 1, 8, 8), columns=3).size
         (200, 134)

@@ -43,7 +43,7 @@ class OptimizerSpec:
         TypeError: If a value is of the wrong type.
         ValueError: If a name is unknown or a value out of range.
 
-    Example:
+    Examples:
         >>> OptimizerSpec("SGD", lr=0.1, weight_decay=5e-4, kwargs={"momentum": 0.9}).name
         'SGD'
     """

@@ -32,7 +32,7 @@ def layer_of_parameters(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: If there is only one layer.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> layer_of_parameters(net)
         {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 1}

@@ -36,7 +36,7 @@ def plot_schedule(
         ImportError: If matplotlib is missing, with the extra to install.
         ValueError: If the spec does not fit into the run.
 
-    Example:
+    Examples:
         >>> plot_schedule(ScheduleSpec("wsd"), 1000).get_xlabel()
         'optimizer steps'
     """

@@ -70,7 +70,7 @@ class ScheduleSpec:
         TypeError: If a value is of the wrong type.
         ValueError: If a name is unknown, a value out of range, missing, or one that the kind does not take.
 
-    Example:
+    Examples:
         >>> ScheduleSpec("multistep", milestones=[100, 140, 240], interval="epoch").gamma
         0.1
     """
@@ -174,7 +174,7 @@ class ScheduleSpec:
         Raises:
             ValueError: If the spec does not fit into the run, or needs `steps_per_epoch`.
 
-        Example:
+        Examples:
             >>> ScheduleSpec("warmup_linear", warmup="1 step").factors(4)
             [0.5, 1.0, 0.6666666666666667, 0.33333333333333337, 0.0]
         """

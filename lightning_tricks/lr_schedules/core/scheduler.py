@@ -22,7 +22,7 @@ class FactorLR(LRScheduler):
         optimizer: The optimizer whose learning rates are set.
         factor: Function of the number of steps made that returns the factor of the base learning rate.
 
-    Example:
+    Examples:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
         >>> scheduler = FactorLR(optimizer, lambda step: 1 / (1 + step))

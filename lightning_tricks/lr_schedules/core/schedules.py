@@ -18,7 +18,7 @@ def ramp(step: float, warmup: float = 0) -> float:
         step: Steps made so far, >= 0.
         warmup: Steps below the peak, >= 0.
 
-    Example:
+    Examples:
         >>> [ramp(step, warmup=3) for step in range(5)]
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
@@ -43,7 +43,7 @@ def warmup_cosine(step: float, total: float, warmup: float = 0, end_factor: floa
 
     Source: Loshchilov and Hutter, arXiv 1608.03983.
 
-    Example:
+    Examples:
         >>> [round(warmup_cosine(step, total=4, warmup=1), 3) for step in range(6)]
         [0.5, 1.0, 0.75, 0.25, 0.0, 0.0]
     """
@@ -55,7 +55,7 @@ def warmup_cosine(step: float, total: float, warmup: float = 0, end_factor: floa
 def warmup_linear(step: float, total: float, warmup: float = 0, end_factor: float = 0.0) -> float:
     """Rise, then fall in a straight line to `end_factor` at `total`; arguments as in `warmup_cosine`.
 
-    Example:
+    Examples:
         >>> [warmup_linear(step, total=5, warmup=1) for step in range(7)]
         [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
@@ -74,7 +74,7 @@ def wsd(step: float, total: float, warmup: float = 0, decay: float = 0, end_fact
 
     Source: Hu et al., MiniCPM, arXiv 2404.06395.
 
-    Example:
+    Examples:
         >>> [wsd(step, total=6, warmup=1, decay=2) for step in range(8)]
         [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
@@ -95,7 +95,7 @@ def inverse_sqrt(step: float, warmup: float = 0, total: float = math.inf) -> flo
 
     Source: Vaswani et al., arXiv 1706.03762, scaled to a peak of 1.
 
-    Example:
+    Examples:
         >>> [round(inverse_sqrt(step, warmup=1), 3) for step in (0, 1, 7, 31)]
         [0.5, 1.0, 0.5, 0.25]
     """
@@ -110,7 +110,7 @@ def multistep(step: float, milestones: Sequence[float], gamma: float = 0.1) -> f
         milestones: Steps at which the factor falls, increasing.
         gamma: The factor that is applied at each milestone.
 
-    Example:
+    Examples:
         >>> [multistep(step, [2, 3], gamma=0.5) for step in range(5)]
         [1.0, 1.0, 0.5, 0.25, 0.25]
     """
@@ -120,7 +120,7 @@ def multistep(step: float, milestones: Sequence[float], gamma: float = 0.1) -> f
 def step(step: float, step_size: float, gamma: float = 0.1, total: float = math.inf) -> float:
     """Multiply by `gamma` every `step_size` steps, as torch's StepLR, until `total`.
 
-    Example:
+    Examples:
         >>> [step(now, step_size=2, gamma=0.5) for now in range(5)]
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
@@ -130,7 +130,7 @@ def step(step: float, step_size: float, gamma: float = 0.1, total: float = math.
 def exponential(step: float, gamma: float, total: float = math.inf) -> float:
     """Multiply by `gamma` at each step, as torch's ExponentialLR, until `total`.
 
-    Example:
+    Examples:
         >>> [exponential(step, gamma=0.5, total=2) for step in range(4)]
         [1.0, 0.5, 0.25, 0.25]
     """
@@ -140,7 +140,7 @@ def exponential(step: float, gamma: float, total: float = math.inf) -> float:
 def polynomial(step: float, total: float, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0) -> float:
     """Fall as (1 - step / total) to the power of `power`, as torch's PolynomialLR, after a rise if there is a `warmup`.
 
-    Example:
+    Examples:
         >>> [polynomial(step, total=4, power=2.0) for step in range(6)]
         [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
@@ -167,7 +167,7 @@ def one_cycle(
 
     Source: Smith and Topin, arXiv 1708.07120.
 
-    Example:
+    Examples:
         >>> [round(one_cycle(step, total=5, warmup=3), 2) for step in range(6)]
         [0.04, 0.52, 1.0, 0.5, 0.0, 0.0]
     """

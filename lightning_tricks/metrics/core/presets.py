@@ -55,7 +55,7 @@ def binary_metrics(threshold: float = 0.5, ignore_index: int | None = None) -> P
         threshold: What a probability has to exceed to count as 1.
         ignore_index: A value of `target` whose elements do not count.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = binary_metrics()
         >>> metrics.update(torch.tensor([0.2, 0.8, 0.6]), torch.tensor([0, 1, 0]))
@@ -95,7 +95,7 @@ def multiclass_metrics(
         curves: Adds `auroc` and `ap` (one class against the rest, macro, exact): `preds` have to be probabilities, and
             all of them are kept until the end of the epoch.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = multiclass_metrics(3)
         >>> metrics.update(torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 1, 2]))
@@ -149,7 +149,7 @@ def multilabel_metrics(num_labels: int, threshold: float = 0.5, ignore_index: in
         threshold: What a probability has to exceed to count as 1.
         ignore_index: A value of `target` whose elements do not count.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = multilabel_metrics(2)
         >>> metrics.update(torch.tensor([[0.9, 0.1], [0.7, 0.8]]), torch.tensor([[1, 0], [0, 1]]))
@@ -183,7 +183,7 @@ def regression_metrics(num_outputs: int = 1) -> Preset:
     Args:
         num_outputs: K, the number of outputs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = regression_metrics()
         >>> metrics.update(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
@@ -211,7 +211,7 @@ def retrieval_metrics(top_k: int | None = None, ignore_index: int | None = None)
         top_k: Only so many documents of a query count; None for all.
         ignore_index: A value of `target` whose rows do not count.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = retrieval_metrics()
         >>> query = torch.tensor([0, 0, 1, 1])
@@ -244,7 +244,7 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
         num_classes: C, the number of classes, at least 2.
         ignore_index: A class of `target` whose pixels do not count, such as 255.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = segmentation_metrics(2)
         >>> metrics.update(torch.tensor([[[0, 1], [1, 1]]]), torch.tensor([[[0, 0], [1, 1]]]))

@@ -40,7 +40,7 @@ class MetricSuite:
         TypeError: If `metrics` is none of these.
         ValueError: If there is no metric, or there are more or fewer classes than names.
 
-    Example:
+    Examples:
         >>> import torch
         >>> suite = MetricSuite({"task": "multiclass", "num_classes": 2}, class_names=["cat", "dog"])
         >>> suite.update(preds=torch.tensor([[0.9, 0.1], [0.8, 0.2]]), target=torch.tensor([0, 1]))

@@ -49,7 +49,7 @@ def summarize_model(
         TypeError: If `model` is not a module.
         Exception: The model's own error, with a hint on how `inputs` was used.
 
-    Example:
+    Examples:
         >>> summary = summarize_model(nn.Linear(8, 4), torch.zeros(2, 8))
         >>> summary.memory.weights, [row.name for row in summary.parameters]
         (144, ['weight', 'bias'])

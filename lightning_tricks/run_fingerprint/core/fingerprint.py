@@ -38,7 +38,7 @@ def fingerprint(value: Any) -> Tensor:
 
     Source: the mixing is that of the finalizer of MurmurHash3, on words that are numbered by the golden ratio.
 
-    Example:
+    Examples:
         >>> fingerprint(torch.tensor([1.0, 2.0])) == fingerprint(torch.tensor([2.0, 1.0]))
         tensor(False)
     """

@@ -38,7 +38,7 @@ def drawable_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing
     Returns:
         Path -> digest of 64 bits.
 
-    Example:
+    Examples:
         >>> class Sampler:
         ...     def __init__(self, offset):
         ...         self.offset, self.name = offset, "uniform"

@@ -69,7 +69,7 @@ class AttributeTracker:
         skipped: Returns the names of attributes to leave out of an object; `"state_dict"` among them leaves out its
             state.
 
-    Example:
+    Examples:
         >>> from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
         >>> class Meter:
         ...     def __init__(self):

@@ -87,7 +87,7 @@ def read_checkpoint(
         UnsafeCheckpointError: If it asks for a call that no checkpoint needs.
         CheckpointError: If several entries could be the weights, or a device is not available.
 
-    Example:
+    Examples:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"epoch": 3, "model": {"weight": torch.eye(2)}}, f"{folder}/checkpoint.pt")
         ...     checkpoint = read_checkpoint(f"{folder}/checkpoint.pt")

@@ -30,7 +30,7 @@ def save_weights(
     Raises:
         ValueError: If the suffix is another one, or the format cannot hold a value.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_weights(torch.nn.DataParallel(torch.nn.Linear(2, 3)), f"{folder}/weights.safetensors")

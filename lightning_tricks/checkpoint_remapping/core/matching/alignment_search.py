@@ -48,7 +48,7 @@ def align(
     Raises:
         AmbiguousAlignmentError: If two assignments are equally good.
 
-    Example:
+    Examples:
         >>> weights = {f"module.{name}": tensor for name, tensor in torch.nn.Linear(2, 3).state_dict().items()}
         >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
         {'module.weight': '0.weight', 'module.bias': '0.bias'}

@@ -19,7 +19,7 @@ NO_NUMBER = -1
 def parts_of(path: str) -> Parts:
     """Split a path at dots, underscores and numbers.
 
-    Example:
+    Examples:
         >>> parts_of("layer1.0.conv_2")
         ('layer', '1', '.0', '.conv', '2')
     """
