@@ -17,7 +17,7 @@ from lightning_tricks import demo
 from lightning_tricks.cli import main
 from tests.auto_resume.killing import run
 from tests.contract.cases import CASES
-from tests.documents.blocks import README
+from tests.documents.generated import DOCS
 
 _COMMAND = str(Path(sys.executable).with_name("lightning-tricks"))
 _THREE_EPOCHS = ("demo", "--max-epochs", "3", "--accelerator", "cpu")
@@ -97,13 +97,12 @@ def test_killed_and_continued_it_is_the_same(two_runs, tmp_path):
     assert not (out / "resume").exists()
 
 
-def test_readme_shows_this_table(two_runs):
+def test_the_documentation_shows_this_table(two_runs):
     _, command, _ = two_runs
-    section = README.read_text().partition("## The demo")[2].partition("\n## ")[0]
-    texts = section, command.stdout
+    texts = (DOCS / "demo.md").read_text(), command.stdout
     shown, printed = ([re.sub(r"[\d.]+|\s+", " ", line) for line in _table(text)] for text in texts)
     assert len(shown) > 10
-    assert shown == printed, "numbers aside, README.md shows what the demo prints"
+    assert shown == printed, "numbers aside, docs/demo.md shows what the demo prints"
 
 
 def test_writes_a_report_that_agrees(two_runs):
