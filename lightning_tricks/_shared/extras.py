@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
+
+from packaging.requirements import Requirement
 
 
 def import_extra(module: str, extra: str, need: str) -> Any:
@@ -23,5 +26,24 @@ def import_extra(module: str, extra: str, need: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:  # something that the package needs itself
             raise
-        message = f"{need}, from the extra '{extra}': pip install \".[{extra}]\""
+        message = f"{need}, from the extra '{extra}': {install_command(extra)}"
         raise ModuleNotFoundError(message, name=package) from None
+
+
+def install_command(extra: str) -> str:
+    """Return a command that installs what an extra consists of, wherever it is run.
+
+    Examples:
+        >>> install_command("finetune")
+        'pip install "peft>=0.21"'
+    """
+    try:
+        declared = [Requirement(line) for line in requires("lightning-tricks") or ()]
+    except PackageNotFoundError:  # its source on the path alone
+        declared = []
+    packages = []
+    for one in declared:
+        if one.marker is not None and one.marker.evaluate({"extra": extra}):
+            one.marker = None
+            packages.append(f'"{one}"')
+    return f"pip install {' '.join(packages) or f'.[{extra}]'}"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import summarize_model
+from lightning_tricks._shared.extras import install_command
 from lightning_tricks.model_report.core.autograd_graph import DOT_NOT_INSTALLED, render_graph
 from tests.contract.lab import same
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
@@ -158,7 +159,7 @@ def test_without_the_extra(package, what, monkeypatch):
         "lightning_tricks.model_report.core.summarize_model.find_spec", lambda name: None if name == package else sys
     )
     summary = summarize_model(nn.Linear(8, 4), ROWS)
-    assert summary.notes == (f"{what}: {package} is not installed (pip install 'lightning-tricks[reports]')",)
+    assert summary.notes == (f"{what}: {package} is not installed ({install_command('reports')})",)
 
 
 class TestFiles:

@@ -341,7 +341,7 @@ def test_an_error_of_a_users_own_code_is_raised_with_its_line(command):
 def test_without_the_extra_the_error_names_it(package, command, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     assert command("fit", "--model", "my_project.Net") == 2
-    assert 'pip install ".[cli]"' in capsys.readouterr().err.splitlines()[-1]
+    assert 'pip install "jsonargparse[' in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_of_all_commands_lists_these_and_loads_no_torch():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.checks import check_choice, check_names
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
@@ -151,15 +152,9 @@ def adapted_names(model: nn.Module) -> list[str]:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-        import peft.mapping
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        message = "PeftAdapters needs peft, from the extra 'finetune': pip install \"lightning-tricks[finetune]\""
-        raise ModuleNotFoundError(message, name="peft") from error
-    return peft
+    need = "PeftAdapters needs peft"
+    import_extra("peft.mapping", "finetune", need)
+    return import_extra("peft", "finetune", need)
 
 
 def _kind(config: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
 if TYPE_CHECKING:
@@ -40,15 +41,10 @@ def plot_schedule(
         >>> plot_schedule(ScheduleSpec("wsd"), 1000).get_xlabel()
         'optimizer steps'
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'plot_schedule needs matplotlib, in the extra "reports": pip install "lightning-tricks[reports]".'
-        ) from error
+    figure = import_extra("matplotlib.figure", "reports", "plot_schedule needs matplotlib")
     rates = [lr * factor for factor in spec.factors(total_steps, steps_per_epoch)]
     if ax is None:
-        ax = Figure(figsize=(7, 3), layout="constrained").subplots()
+        ax = figure.Figure(figsize=(7, 3), layout="constrained").subplots()
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
         ax.margins(x=0)

@@ -15,6 +15,7 @@ from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.runner import NoGradientError, TensorCopies, dry_run, find_loss
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward
+from lightning_tricks._shared.extras import install_command
 from lightning_tricks.model_report.core.autograd_graph import dot_source
 from lightning_tricks.model_report.core.parameter_statistics import measure_memory, parameter_rows
 from lightning_tricks.model_report.core.report_summary import ModelReportSummary
@@ -120,6 +121,6 @@ def _autograd_graph(model_copy: nn.Module, call: ModelCall, _: TensorCopies, opt
 
 def _is_installed(package: str, what: str, notes: list[str]) -> bool:
     if find_spec(package) is None:
-        notes.append(f"{what}: {package} is not installed (pip install 'lightning-tricks[reports]')")
+        notes.append(f"{what}: {package} is not installed ({install_command('reports')})")
         return False
     return True
