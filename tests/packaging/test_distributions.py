@@ -1,0 +1,111 @@
+"""What `pip install` gets: the wheel and the source distribution are complete, and work outside the checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.specifiers import SpecifierSet
+
+import lightning_tricks
+
+_ROOT = Path(__file__).parents[2]
+_BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def _build(what, source, target):
+    run = subprocess.run(
+        [sys.executable, "-c", _BUILD, f"build_{what}", str(target)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return target / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    source, target = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("sdist")
+    files = subprocess.run(["git", "ls-files"], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+    for file in files.splitlines():
+        if not (_ROOT / file).is_symlink() and (_ROOT / file).exists():
+            (source / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(_ROOT / file, source / file)
+    return _build("sdist", source, target)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel is built from the source distribution, as an installer does it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return _build("wheel", next(folder.iterdir()), folder)
+
+
+def _files(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _of_dist_info(wheel, name):
+    return next(data.decode() for path, data in _files(wheel).items() if path.endswith(f".dist-info/{name}"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    package = {
+        path.relative_to(_ROOT).as_posix()
+        for path in Path(lightning_tricks.__file__).parent.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    inside = {name for name in _files(wheel) if ".dist-info/" not in name}
+    assert inside == package
+    assert "lightning_tricks/py.typed" in inside
+
+
+def test_the_metadata_is_valid_and_says_what_pyproject_says(wheel):
+    metadata = Metadata.from_email(_of_dist_info(wheel, "METADATA"), validate=True)
+    assert metadata.description == (_ROOT / "README.md").read_text()
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.license_expression == "Apache-2.0"
+    assert metadata.requires_python == SpecifierSet(">=3.10")
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)} <= {*metadata.classifiers}
+    required = {one.name for one in metadata.requires_dist if one.marker is None}
+    assert {"lightning", "torch", "torchmetrics", "torchensemble", "thop"} <= required
+    lightning = next(one for one in metadata.requires_dist if one.name == "lightning")
+    assert not {"2.6.2", "2.6.3"} & {*lightning.specifier.filter(["2.6.1", "2.6.2", "2.6.3", "2.6.4"])}
+    assert set(metadata.provides_extra) >= {"all", "cli", "devices", "docs", "finetune", "reports"}
+    assert re.search(r"^lightning-tricks = lightning_tricks\.cli:main$", _of_dist_info(wheel, "entry_points.txt"), re.M)
+    assert _of_dist_info(wheel, "licenses/LICENSE") == (_ROOT / "LICENSE").read_text()
+
+
+def test_installed_from_the_wheel_it_runs_outside_the_checkout(wheel, tmp_path):
+    place, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "--target", str(place), str(wheel)], check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    code = "import lightning_tricks as t; [getattr(t, name) for name in t.__all__]; print(t.__file__, t.__version__)"
+    ran = [
+        subprocess.run(
+            [sys.executable, *command], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for command in (["-c", code], ["-m", "lightning_tricks", "--version"])
+    ]
+    file, version = ran[0].split()
+    assert Path(file) == place / "lightning_tricks" / "__init__.py"
+    assert wheel.name.split("-")[1] == version
+    assert version in ran[1]
+
+
+def test_the_source_distribution_holds_what_a_packager_reads(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "lightning_tricks/py.typed"} <= names
