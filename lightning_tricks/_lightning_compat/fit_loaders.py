@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
@@ -76,6 +77,34 @@ def skip_train_batches(trainer: Trainer, count: int) -> None:
     set_private(fetcher, fetched=fetched)
     if fetcher.length is not None:
         set_private(fetcher, done=fetched >= fetcher.length)
+
+
+@needs_private("AutoResume")
+def call_with_next_batch(trainer: Trainer, function: Callable[[Any], object]) -> None:
+    """Call a function with the batch that is trained on next, when it is fetched; now if it was fetched in advance."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetcher.batches:
+        function(fetcher.batches[0][0])
+    else:
+        set_private(fetcher, iterator=_ReportingIterator(fetcher.iterator, function))
+
+
+class _ReportingIterator:
+    """Calls a function with the next batch; no generator, as `iter` of Lightning's iterators begins the epoch anew."""
+
+    def __init__(self, iterator: Any, function: Callable[[Any], object]) -> None:
+        self._iterator = iterator
+        self._function: Callable[[Any], object] | None = function
+
+    def __iter__(self) -> _ReportingIterator:
+        return self
+
+    def __next__(self) -> Any:
+        fetched = next(self._iterator)
+        function, self._function = self._function, None
+        if function is not None:
+            function(fetched[0])
+        return fetched
 
 
 @needs_private("AutoResume")

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.fit import num_batches_done
 from lightning_tricks._lightning_compat.fit_loaders import (
+    call_with_next_batch,
     load_loader_states,
     mark_restarted_loaders,
     recreate_iterators,
@@ -25,12 +26,14 @@ from lightning_tricks._torch_compat.loaders import persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines
 from lightning_tricks.auto_resume.core.data.loader_position import has_persistent_workers, is_tracked, position_of
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
+from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 from lightning_tricks.auto_resume.core.data.tracked_loader import TrackedDataLoader, why_not_trackable
 from lightning_tricks.auto_resume.core.signals import StopRequest
 
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
 _POSITION_KEY = "place"  # the position of a loader
+_FIRST_KEY = "first"  # digest of the first batch of replayed loaders
 
 
 class LoaderTracker:
@@ -55,6 +58,7 @@ class LoaderTracker:
         self._replays = False
         # The random states before replayed loaders created their iterators and fetched their first batch
         self._rng_states: dict[str, torch.Tensor] = {}
+        self._first_digest = ""  # of that batch
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
         self._iterators_pending = False  # until the hooks of the epoch's start were called again
 
@@ -119,6 +123,15 @@ class LoaderTracker:
         if self._replays:
             self._rng_states[moment] = pack_rng_state()
 
+    def record_first_batch(self, trainer: Trainer) -> None:
+        """Note the batch that replayed loaders give next, the first of an epoch."""
+        if self._replays:
+            self._first_digest = ""
+            call_with_next_batch(trainer, self._record_digest)
+
+    def _record_digest(self, batch: Any) -> None:
+        self._first_digest = value_digest(batch)
+
     def create_iterators(self, trainer: Trainer, saved: Mapping[str, Any]) -> bool:
         """Create the iterators of tracked loaders at their positions; return whether that was still to be done."""
         pending, self._iterators_pending = self._iterators_pending, False
@@ -140,9 +153,20 @@ class LoaderTracker:
             unpack_rng_state(self._rng_states["iterator"])
             recreate_iterators(trainer)
             unpack_rng_state(self._rng_states["batch"])
-            skip_train_batches(trainer, num_batches_done(trainer))
+            self._replay(trainer, saved.get(_FIRST_KEY, ""))
         if len(saved[_RESTARTED_KEY]) == len(restarted_loaders(trainer)):
             mark_restarted_loaders(trainer, saved[_RESTARTED_KEY])
+
+    def _replay(self, trainer: Trainer, first_digest: str) -> None:
+        """Read loaders again up to their position, and report if their first batch is another one."""
+        self.record_first_batch(trainer)
+        skip_train_batches(trainer, num_batches_done(trainer))
+        if first_digest and self._first_digest and self._first_digest != first_digest:
+            self.differences.append(
+                "the training loader, which is no DataLoader, gives another first batch of the epoch than before. Let "
+                "its order depend on nothing but the global random state, or give it a state_dict and a "
+                "load_state_dict."
+            )
 
     def state(self, trainer: Trainer, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
@@ -157,6 +181,7 @@ class LoaderTracker:
             "validation": validation or [dict(state) for state in self._saved_validation],
             "replays": self._replays,
             RNG_STATE_KEY: self._rng_states,
+            _FIRST_KEY: self._first_digest,
         }
 
     def _train_positions(self, trainer: Trainer, at_end: bool) -> list[dict[str, Any]]:

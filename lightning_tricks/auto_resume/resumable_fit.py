@@ -210,6 +210,7 @@ class ResumableFit(FitObserver):
                 finish_batch()
             return
         self.loaders.record_rng_state("batch")
+        self.loaders.record_first_batch(self.trainer)
         epoch = self.trainer.current_epoch
         stop_requested, time_over = self._ask_ranks()
         if epoch > 0 and (stop_requested or time_over or self.writer.is_epoch_due(epoch)):

@@ -81,6 +81,7 @@ def _state(trainer):
         ("fetcher", "fetched", fit_loaders.recreate_iterators),
         ("fetcher", "fetched", lambda trainer: fit_loaders.skip_train_batches(trainer, 1)),
         ("fetcher", "batches", fit_loaders.train_iterators),
+        ("fetcher", "iterator", lambda trainer: fit_loaders.call_with_next_batch(trainer, print)),
         ("iterator", "_consumed", fit_loaders.restarted_loaders),
         ("iterator", "_consumed", lambda trainer: fit_loaders.mark_restarted_loaders(trainer, [True])),
         ("fit", "_combined_loader_states_to_load", fit_loaders.load_loader_states),

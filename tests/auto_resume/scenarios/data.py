@@ -295,3 +295,33 @@ def split_with_generator(job: Job) -> None:
     job.seed()
     train, _ = random_split(job.samples(60), [36, 24], generator=torch.Generator().manual_seed(1))
     job.fit(Net(), train=job.loader(train, shuffle=True))
+
+
+class Shuffling:
+    """A loader that is no DataLoader."""
+
+    def __init__(self, data: Any, chance: Any) -> None:
+        self.data, self.chance = data, chance
+
+    def __len__(self) -> int:
+        return len(self.data) // 4
+
+    def __iter__(self) -> Any:
+        order = list(range(len(self.data)))
+        self.chance.shuffle(order)
+        for start in range(0, len(order), 4):
+            yield [
+                torch.stack(part) for part in zip(*map(self.data.__getitem__, order[start : start + 4]), strict=True)
+            ]
+
+
+@scenario()
+def shuffled_by_a_loader_of_its_own(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=Shuffling(job.samples(), random))
+
+
+@scenario(warning="gives another first batch of the epoch than before")
+def shuffled_without_seed_by_a_loader_of_its_own(job: Job) -> None:
+    job.seed()
+    job.fit(Net(), train=Shuffling(job.samples(), random.Random()))
