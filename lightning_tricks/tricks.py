@@ -138,12 +138,12 @@ class Tricks:
         All presets seed with 42. "classification" and "regression" clip the gradient norm to 1, measure, and report
         the model and its FLOPs. "finetune" trains a low-rank change (`LoRA`) of rank 8, clips, saves what trained alone
         and reports the model. "reproducible" asks torch for deterministic algorithms, with a warning where there is
-        none, and records the fingerprint of each step in `dirpath`.
+        none, and records the fingerprint of each step in `dirpath` if there is one.
 
         Args:
             name: The name of the preset.
             num_classes: The number of classes. "classification" without it measures the accuracy and the loss alone,
-                "finetune" nothing.
+                "finetune" and "reproducible" nothing. A regression has none.
             dirpath: The directory in which the run is saved, and from which it is resumed; None for neither.
             **fields: Fields that replace those of the preset; None switches one off.
 
@@ -156,6 +156,11 @@ class Tricks:
             7
         """
         check_choice("preset", name, _PRESETS)
+        if name == "regression" and num_classes is not None:
+            raise ValueError(
+                f"num_classes={num_classes!r}: the preset 'regression' measures errors of numbers. Use the preset "
+                "'classification', or leave num_classes out."
+            )
         chosen = dict(_PRESETS[name])
         if name == "classification" or num_classes is not None:
             chosen["metrics"] = {"metrics": {"task": "multiclass", "num_classes": num_classes}}

@@ -84,6 +84,8 @@ def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
         Tricks.preset("regression", gradient_cliping=1.0)
     with pytest.raises(ValueError, match="num_classes must be a whole number >= 2, got 1"):
         Tricks.preset("classification", num_classes=1)
+    with pytest.raises(ValueError, match="num_classes=10: the preset 'regression' measures errors of numbers"):
+        Tricks.preset("regression", num_classes=10)
 
 
 @pytest.mark.parametrize(

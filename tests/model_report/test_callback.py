@@ -54,6 +54,17 @@ def test_example_input_array_and_depth():
     assert "LayerNorm" not in report.summary.layers
 
 
+def test_depth_counts_from_the_module_where_its_training_step_is_run():
+    layers = []
+    for depth in (1, 2):
+        report = ModelReport(depth=depth)
+        fit([report])
+        layers.append(report.summary.layers)
+    assert "Sequential" in layers[0]
+    assert "LayerNorm" not in layers[0]
+    assert "LayerNorm" in layers[1]
+
+
 def test_an_example_that_does_not_fit_is_a_warning():
     class Wrong(Net):
         example_input_array = torch.zeros(7, 63)

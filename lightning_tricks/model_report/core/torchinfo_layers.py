@@ -30,9 +30,9 @@ def torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
 
     data, keywords = (list(call.args), call.kwargs) if call.args else (dict(call.kwargs), {})
     columns = ("input_size", "output_size", "num_params")
-    called = model_copy
+    called, levels = model_copy, depth
     if call.method == "training_step":
-        called, data = TrainingStep(model_copy, call), list(call.args[:1])
+        called, data, levels = TrainingStep(model_copy, call), list(call.args[:1]), depth + 1
         if hasattr(data[0], "_fields"):  # torchinfo would rebuild a named tuple from one argument
             data = [tuple(data[0])]
     # keeps torchinfo from changing the modes of the modules
@@ -40,7 +40,7 @@ def torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
     try:
         with torch.enable_grad(), redirect_backward(model_copy, run_backward):
             statistics = torchinfo.summary(
-                called, input_data=data, depth=depth, col_names=columns, verbose=0, **keywords
+                called, input_data=data, depth=levels, col_names=columns, verbose=0, **keywords
             )
     except RuntimeError as error:  # torchinfo raises it from the model's own error
         raise (error.__cause__ or error) from None
