@@ -104,6 +104,8 @@ bench: $(VENV)/installed-test ## Run the benchmarks, which print ratios, and wri
 
 docs: $(VENV)/installed-docs ## Build the documentation into build/docs; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	# it is read from disk: nothing is loaded from elsewhere
+	! grep -rE '<(script|link)[^>]*(src|href)="https?:' build/docs --include='*.html'
 
 constraints: $(VENV)/installed-test ## Pin the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/$$/ ; python_version == "3.11" and sys_platform == "linux"/' > constraints.txt
