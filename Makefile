@@ -102,7 +102,7 @@ bench: $(VENV)/installed-test ## Run the benchmarks, which print ratios, and wri
 	for script in $(or $(SCRIPTS),benchmarks/[a-z]*.py); do $(BIN)/python $$script || exit 1; done
 	$(BIN)/python benchmarks/_summary.py
 
-docs: $(VENV)/installed-docs ## Build the documentation into build/docs; a link that leads nowhere is an error
+docs: $(VENV)/installed-test ## Build the documentation into build/docs; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	# it is read from disk: nothing is loaded from elsewhere
 	! grep -rE '<(script|link)[^>]*(src|href)="https?:' build/docs --include='*.html'
@@ -138,10 +138,6 @@ $(VENV)/installed-mutants: | $(VENV)/installed-test
 
 $(VENV)/installed-coverage: | $(VENV)/installed-test
 	$(INSTALL) --editable ".[test,coverage]"
-	touch $@
-
-$(VENV)/installed-docs: | $(VENV)/installed-test
-	$(INSTALL) --editable ".[test,docs]"
 	touch $@
 
 $(VENV)/installed-test: $(DECLARED) | $(VENV)/bin/python
