@@ -31,23 +31,20 @@ def gather() -> dict[str, Any]:
 
 
 def page(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page."""
+    """Yield the lines of the page: a section for each script."""
     yield HEAD
-    yield "| claim | case | contestant | peer | ratio | spread | rounds | device |"
-    yield "| --- | --- | --- | --- | ---: | --- | ---: | --- |"
-    environments: dict[str, list[str]] = {}
     for claim, result in results.items():
         where = result["environment"]
-        environments.setdefault(_versions(where), []).append(claim)
-        device = f"{where['device']}, {where['threads']} thread{'s' * (where['threads'] > 1)}"
+        threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
+        yield f"## {claim}\n"
+        yield f"{where['device']}, {threads}, {result['rounds']} rounds; {_versions(where)}.\n"
+        yield "| case | contestant | peer | ratio | spread |"
+        yield "| --- | --- | --- | ---: | --- |"
         for case, contestants in result["ratios"].items():
             for name, ratio in contestants.items():
                 spread = f"{ratio['q1']:.3g} to {ratio['q3']:.3g}" if ratio["q1"] != ratio["q3"] else "counted"
-                cells = [case, name, ratio.get("peer", ""), f"{ratio['median']:.3g}", spread]
-                yield f"| {' | '.join([claim, *cells, str(result['rounds']), device])} |"
-    yield ""
-    for versions, claims in environments.items():
-        yield f"- {versions}: {', '.join(claims)}."
+                yield f"| {case} | {name} | {ratio.get('peer', '')} | {ratio['median']:.3g} | {spread} |"
+        yield ""
 
 
 def _versions(where: Mapping[str, Any]) -> str:
