@@ -108,11 +108,13 @@ class Pictures:
         title: What they show.
         captions: A line for each; one that starts with "!" is a mistake.
         pictures: Each as the base64 of a PNG file.
+        note: What else is to be said, or "".
     """
 
     title: str
     captions: Sequence[str]
     pictures: Sequence[str] = field(repr=False)
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

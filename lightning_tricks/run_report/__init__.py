@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.run_report.callback import RunReport as RunReport
     from lightning_tricks.run_report.core.comparison_page import comparison_page as comparison_page
-    from lightning_tricks.run_report.core.findings import Finding as Finding
+    from lightning_tricks.run_report.core.finding import Finding as Finding
     from lightning_tricks.run_report.core.findings import find_all as find_all
     from lightning_tricks.run_report.core.page import run_page as run_page
     from lightning_tricks.run_report.core.record import RunRecord as RunRecord
@@ -36,7 +36,8 @@ else:  # or a type checker would take any name for one of the package
         {
             "callback": ("RunReport",),
             "core.comparison_page": ("comparison_page",),
-            "core.findings": ("Finding", "find_all"),
+            "core.finding": ("Finding",),
+            "core.findings": ("find_all",),
             "core.page": ("run_page",),
             "core.record": ("RunRecord", "RunReportError"),
             "core.record_file": ("read_record",),

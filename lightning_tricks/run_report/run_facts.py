@@ -71,7 +71,8 @@ def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for argument in _TRAINER:
         value = getattr(trainer, argument, None)
         if value is not None:
-            yield argument, _text(value)
+            is_count = argument.startswith("limit_") and isinstance(value, int)
+            yield argument, f"{value} batches" if is_count else _text(value)
     yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
 
 

@@ -30,6 +30,8 @@ class Scale:
         low, high = self.low, self.high
         if self.is_log:
             value, low, high = (math.log10(max(one, 1e-300)) for one in (value, low, high))
+        if math.isnan(value):
+            return self.start
         share = min(max((value - low) / (high - low), 0.0), 1.0)
         return self.start + share * (self.end - self.start)
 

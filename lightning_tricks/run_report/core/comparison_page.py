@@ -169,7 +169,7 @@ def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
         last = [points[-1].value if points else None for points in curves]
         best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]
         both = None not in last
-        difference = f"{last[1] - last[0]:+.4g}" if last[0] is not None and last[1] is not None else ""
+        difference = format_number(last[1] - last[0]) if last[0] is not None and last[1] is not None else ""
         rows.append(
             (
                 key,

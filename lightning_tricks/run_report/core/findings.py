@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from lightning_tricks.run_report.core.finding import Check, Finding
 from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.training_findings import TRAINING_CHECKS
+from lightning_tricks.run_report.core.usage_findings import USAGE_CHECKS
 
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that was unusual.
-
-    Attributes:
-        level: "warning" if it may make the result worthless or costs much, else "note".
-        text: The sentence.
-    """
-
-    level: Literal["warning", "note"]
-    text: str
+CHECKS: tuple[Check, ...] = (*TRAINING_CHECKS, *USAGE_CHECKS)
 
 
 def find_all(record: RunRecord) -> list[Finding]:
-    """Return what was unusual, warnings first."""
-    return []
+    """Return what was unusual, warnings first.
+
+    Example:
+        >>> from lightning_tricks.run_report import RunRecord
+        >>> [finding.text for finding in find_all(RunRecord(step=10, is_seeded=False))]
+        ['The run was not seeded: it cannot be repeated. SeedEverything(42) seeds it.']
+    """
+    found = [finding for check in CHECKS for finding in check(record)]
+    return sorted(found, key=lambda finding: finding.level != "warning")

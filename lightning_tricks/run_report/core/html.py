@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lightning_tricks.run_report.core.findings import Finding
+from lightning_tricks.run_report.core.finding import Finding
 from lightning_tricks.run_report.core.record_file import PAGE_MARK
 from lightning_tricks.run_report.core.svg import Line
 
@@ -35,6 +35,7 @@ background:var(--soft);color:#fff;font:700 11px/17px Georgia,serif;text-align:ce
 .findings li.warning{border-color:var(--c1);background:#fdf3ec}
 .findings li.warning::before{content:"!";background:var(--c1);font-family:inherit}
 .two{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,430px),1fr));gap:26px 34px}
+.stack{display:grid;gap:26px;align-content:start;min-width:0}
 figure{margin:0;min-width:0;break-inside:avoid}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;margin-bottom:4px}
 figcaption h3{margin:0}.key{font-size:13px;color:var(--soft);white-space:nowrap}
@@ -43,7 +44,9 @@ figcaption h3{margin:0}.key{font-size:13px;color:var(--soft);white-space:nowrap}
 .key.ring i{width:11px;height:11px;border:1.5px solid var(--soft);border-radius:50%;margin-right:4px}
 .key.dashed i{border-top-style:dashed}
 svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{font-size:12px;fill:var(--soft)}svg text.light{fill:#fff}svg text.dark{fill:var(--ink)}
+svg text{font-size:12px;fill:var(--soft)}
+svg text.label{paint-order:stroke;stroke:#fff;stroke-width:4px}
+svg text.light{fill:#fff}svg text.dark{fill:var(--ink)}
 .grid{stroke:var(--line);stroke-width:.8}.axis{stroke:#8b949c;stroke-width:1}
 .rule{stroke:var(--soft);stroke-width:1;stroke-dasharray:5 4}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}.line.faint{stroke-width:1;opacity:.35}
@@ -101,6 +104,12 @@ def side_by_side(parts: Sequence[str]) -> str:
     """Return parts in two columns."""
     inside = "\n".join(part for part in parts if part)
     return f'<div class="two">{inside}</div>' if inside else ""
+
+
+def stacked(parts: Sequence[str]) -> str:
+    """Return parts below each other in one column."""
+    inside = "\n".join(part for part in parts if part)
+    return f'<div class="stack">{inside}</div>' if inside else ""
 
 
 def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "", *, has_best: bool = False) -> str:

@@ -28,6 +28,8 @@ def format_percent(share: float) -> str:
         >>> format_percent(0.384), format_percent(0.0042), format_percent(0.9996)
         ('38 %', '0.42 %', '99.96 %')
     """
+    if not math.isfinite(share):
+        return "unknown"
     percent = 100 * share
     if 0 < percent < 1:
         return f"{percent:.2g} %"

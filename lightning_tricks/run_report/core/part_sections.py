@@ -23,9 +23,10 @@ from lightning_tricks.run_report.core.html import (
     preformatted,
     section,
     side_by_side,
+    stacked,
     table,
 )
-from lightning_tricks.run_report.core.numbers import format_number, format_time
+from lightning_tricks.run_report.core.numbers import format_number, format_percent, format_time
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
 
@@ -71,7 +72,9 @@ def class_sections(record: RunRecord) -> list[str]:
         matrices = [_matrix(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
         curves = [_reliability(part) for part in record.parts_of(Reliability) if part.stage == stage]
         classes = [_classes(part) for part in record.parts_of(ClassValues) if part.stage == stage]
-        sections.append(section(f"Classes ({stage})", [side_by_side([*matrices, *curves, *classes])]))
+        if not classes:
+            classes = [_recalls(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
+        sections.append(section(f"Classes ({stage})", [side_by_side([*matrices, stacked([*curves, *classes])])]))
     return sections
 
 
@@ -117,9 +120,24 @@ def _classes(part: ClassValues) -> str:
     return figure(f"metrics of each class, epoch {part.epoch}", shown + (more if len(rows) > _MOST_CLASSES else ""))
 
 
+def _recalls(part: ConfusionMatrix) -> str:
+    """Return what a confusion matrix says of each class."""
+    columns = [sum(row[place] for row in part.counts if place < len(row)) for place in range(len(part.counts))]
+    rows = []
+    for place, (name, row) in enumerate(zip(part.classes, part.counts, strict=False)):
+        right, total = row[place] if place < len(row) else 0, sum(row)
+        precision = format_percent(right / columns[place]) if columns[place] else ""
+        rows.append((name, f"{total:,}", format_percent(right / total) if total else "", precision))
+    shown = table(("class", "samples", "recall", "precision"), rows[:_MOST_CLASSES])
+    return figure(f"classes, epoch {part.epoch}", shown)
+
+
 def picture_sections(record: RunRecord) -> list[str]:
     """Return the pictures that callbacks have kept, such as the most confident mistakes."""
-    return [section(part.title, [gallery(part.captions, part.pictures)]) for part in record.parts_of(Pictures)]
+    return [
+        section(part.title, [gallery(part.captions, part.pictures), paragraph(part.note, "soft") if part.note else ""])
+        for part in record.parts_of(Pictures)
+    ]
 
 
 def cost_parts(record: RunRecord) -> list[str]:

@@ -72,11 +72,11 @@ def line_chart(
         may_be_log = False
     y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
     parts = [_frame(x, y, x_label, y_label + " (log)" * y.is_log if y_label else "")]
+    parts += [_curve(line, points, x, y) for line, points in drawn]
     if rule is not None and math.isfinite(rule[0]):
         height = y(rule[0])
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
-        parts.append(_text(_RIGHT, height - 4, rule[1], "end"))
-    parts += [_curve(line, points, x, y) for line, points in drawn]
+        parts.append(_text(_RIGHT, height - 4, rule[1], "end", ' class="label"'))
     for step, words in marks:
         parts.append(f'<path class="mark" d="M{x(step):.1f} {_BOTTOM}l-4 7h8z"><title>{escape(words)}</title></path>')
     return svg(_WIDTH, _HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
@@ -193,7 +193,10 @@ def reliability_chart(confidence: Sequence[float], share: Sequence[float], weigh
     points = list(zip(confidence, share, strict=True))
     for (a, b), (c, d) in pairwise(points):
         parts.append(f'<line class="line c0" x1="{x(a):.1f}" y1="{y(b):.1f}" x2="{x(c):.1f}" y2="{y(d):.1f}"/>')
-    for a, b in points:
+    for (a, b), part in zip(points, weight, strict=True):
+        radius = 4 if part >= 0.01 else 2  # few samples say little
         words = escape(f"confidence {a:.2f}, {label} {b:.2f}")
-        parts.append(f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"><title>{words}</title></circle>')
+        parts.append(
+            f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
+        )
     return svg(_WIDTH, _HEIGHT, parts, f"{label} over confidence")
