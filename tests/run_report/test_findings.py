@@ -44,7 +44,7 @@ GIT = {"commit": "c0ffee" * 6 + "abcd"}
 # words of the finding, a record that has it, one that has not
 CASES = {
     "clipped": (
-        "60 % of 100 steps were clipped: max_norm=1 is below the median norm of 2; the learning rate acts on",
+        "60 % of 100 steps were clipped: max_norm=1 is below the median norm of 2. Most updates were rescaled",
         record_of(NORMS, "step", parts=[clipped(60)]),
         record_of(NORMS, "step", parts=[clipped(10)]),
     ),

@@ -105,6 +105,9 @@ def metric_pictures(record: RunRecord) -> list[Picture]:
             continue
         parts = split_key(key)
         pictures.setdefault(parts.name, Picture(parts.name)).curves.append((parts, key))
+    stages = ["train", "val", "test", ""]
+    for picture in pictures.values():
+        picture.curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].kind))
     order = {"loss": 0, "acc": 1, "accuracy": 1}
     return sorted(pictures.values(), key=lambda one: (order.get(one.name, 2), "loss" not in one.name))
 

@@ -29,8 +29,8 @@ def clipped_steps(record: RunRecord) -> Sequence[Finding]:
         if part.clipped >= 0.2 * part.steps:
             if limit and norms and part.max_norm is not None and part.max_norm < median(norms):
                 said += f": {limit} is below the median norm of {format_number(median(norms))}"
-            advice = "the learning rate acts on rescaled gradients" if part.clipped >= 0.5 * part.steps else ""
-            found += warn(f"{said}; {advice}." if advice else f"{said}.")
+            most = " Most updates were rescaled; a larger max_norm clips only what is unusual."
+            found += warn(f"{said}.{most if limit and part.clipped > 0.5 * part.steps else ''}")
         elif not part.clipped and limit and norms and part.max_norm is not None and part.max_norm > 10 * max(norms):
             largest = format_number(max(norms))
             found += note(f"No step was clipped: {limit} is far above the largest norm that was logged, {largest}.")
