@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from lightning_tricks.model_report import summarize_model as summarize_model
     from lightning_tricks.run_fingerprint import RunFingerprint as RunFingerprint
     from lightning_tricks.run_fingerprint import assert_reproducible as assert_reproducible
+    from lightning_tricks.run_report import RunReport as RunReport
     from lightning_tricks.seeding import SeedEverything as SeedEverything
     from lightning_tricks.seeding import capture_rng_state as capture_rng_state
     from lightning_tricks.seeding import isolated_rng as isolated_rng
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
         "PercentileClip",
         "PrefixTuning",
         "RunFingerprint",
+        "RunReport",
         "ScheduleSpec",
         "SeedEverything",
         "SnapshotEnsembleClassifier",
@@ -248,6 +250,7 @@ else:  # or a type checker would take any name for one of the package
             "mixin": ("TricksMixin",),
             "model_report": ("ModelReport", "summarize_model"),
             "run_fingerprint": ("RunFingerprint", "assert_reproducible"),
+            "run_report": ("RunReport",),
             "seeding": ("SeedEverything", "capture_rng_state", "isolated_rng", "restore_rng_state", "seed_everything"),
             "tricks": ("Tricks",),
         },

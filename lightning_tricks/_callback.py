@@ -17,6 +17,7 @@ from lightning_tricks._lightning_compat.ddp import ddp_wrapper, stops_at_unused_
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.logger_images import can_log_images
+from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
 
 _STEP_HOOKS = (
@@ -35,6 +36,11 @@ _STEP_HOOKS = (
 )
 
 
+def is_reported(trainer: Trainer) -> bool:
+    """Whether a callback of the Trainer shows what others return from `report_parts`."""
+    return any(getattr(callback, "takes_report_parts", False) for callback in callbacks_of(trainer))
+
+
 def _normalized(path: str | os.PathLike[str]) -> str:
     return os.path.normpath(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
 
@@ -46,10 +52,12 @@ class TrickCallback(Callback):
         allows_several: Whether a Trainer takes several of this type.
         added_by_mixin: Whether a module's `TricksMixin` made it, not the user of the Trainer.
         path_arguments: The names of the arguments that may be a path; their values are never taken from a checkpoint.
+        takes_report_parts: Whether it shows what the callbacks of its Trainer return from `report_parts`.
     """
 
     allows_several = False
     added_by_mixin = False
+    takes_report_parts = False
     path_arguments: tuple[str, ...] = ()
 
     @classmethod
@@ -102,6 +110,14 @@ class TrickCallback(Callback):
         It is called on each rank, on the CPU, in any stage, before the checkpoint's own weights are loaded.
         """
         return False
+
+    def report_parts(self, trainer: Trainer) -> Sequence[ReportPart]:
+        """Return what a report of the fit should show beside what is logged, as plain values.
+
+        It is called on rank zero alone, between steps, at the end of an epoch and of the fit: it may read from the
+        device, and must not communicate with other ranks.
+        """
+        return ()
 
     def changes_later(self, pl_module: LightningModule) -> Collection[str]:
         """Return the names of tensors that are frozen now and that this callback releases later in the fit.

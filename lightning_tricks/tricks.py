@@ -53,6 +53,7 @@ class Tricks:
         seeding: `SeedEverything`: the seed, from which the initial weights and all other random numbers come.
         auto_resume: `AutoResume`: the directory from which a run is resumed that was killed.
         run_fingerprint: `RunFingerprint`: the file that tells later where two runs diverge.
+        run_report: `RunReport`: the folder of a page that shows the run.
         gradient_clipping: `GradientClipping`: the largest norm of the gradients, or another method of clipping.
         checkpoint_remapping: `CheckpointRemapping`: the file from which weights of any names are loaded.
         gradual_unfreezing: `GradualUnfreezing`: which parameters train from which epoch on, as `{0: "fc.*", 5: "*"}`.
@@ -83,6 +84,7 @@ class Tricks:
     seeding: int | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "SeedEverything"})
     auto_resume: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "AutoResume"})
     run_fingerprint: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RunFingerprint"})
+    run_report: str | bool | dict[str, Any] | None = field(default=None, metadata={"callback": "RunReport"})
     gradient_clipping: float | bool | dict[str, Any] | None = field(
         default=None, metadata={"callback": "GradientClipping"}
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._lightning_compat.guards import needs_private, set_private
-from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
+from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
+from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -99,8 +100,34 @@ def epoch_end_step(trainer: Trainer) -> int:
     return max(logger_step(trainer) - 1, 0)
 
 
+@contextmanager
+def observe_logged_values(trainer: Trainer, function: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call a function with all values that the Trainer sends to its loggers under a step, also if it has no logger.
+
+    These are tensors and numbers, before they are read from the device; those of the single batches of an evaluation
+    are left out, as they are not logged under a step of the fit.
+    """
+    with needs_private("RunReport"):
+        connector = trainer._logger_connector
+        log_metrics = connector.log_metrics
+
+    def observed(metrics: Any, step: int | None = None) -> None:
+        if step is None:
+            function(metrics)
+        log_metrics(metrics, step=step)
+
+    with overriding(connector, log_metrics=observed):
+        yield
+
+
 def log_to_loggers(trainer: Trainer, values: dict[str, float], step: int) -> None:
-    """Send values of rank zero to the loggers; unlike `LightningModule.log`, this neither copies nor synchronises."""
+    """Send values of rank zero to the loggers; unlike `LightningModule.log`, this neither copies nor synchronises.
+
+    Callbacks with a method `on_values_sent` are told as well.
+    """
     if trainer.is_global_zero and values:
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
+        for callback in callbacks_of(trainer):
+            if (listener := getattr(callback, "on_values_sent", None)) is not None:
+                listener(trainer, values, step)

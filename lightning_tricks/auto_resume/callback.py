@@ -20,6 +20,7 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_tuning
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
 from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints
@@ -208,6 +209,17 @@ class AutoResume(TrickCallback):
         self._close()
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
+
+    def report_parts(self, trainer: Trainer) -> list[Facts]:
+        """Return where and how often the fit is saved."""
+        cadence = {
+            "steps": self.every_n_train_steps,
+            "epochs": self.every_n_epochs,
+            "seconds": None if math.isinf(self.seconds_between_saves) else f"{self.seconds_between_saves:g}",
+        }
+        often = ", ".join(f"every {number} {unit}" for unit, number in cadence.items() if number is not None)
+        facts = [("directory", os.fspath(self.dirpath)), ("saves", often or "at its end")]
+        return [Facts(title="Saves of AutoResume", facts=facts)]
 
     @property
     def seconds_between_saves(self) -> float:

@@ -13,7 +13,8 @@ from lightning_tricks._lightning_compat.logged_values import log_to_loggers, log
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report
+from lightning_tricks._shared.report_parts import DeviceUse
+from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report, device_use
 from lightning_tricks.devices.core.quantities import check_keys
 from lightning_tricks.devices.core.verdict import loader_settings
 from lightning_tricks.devices.monitored_run import MonitoredRun
@@ -165,6 +166,10 @@ class DeviceMonitor(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop to measure."""
         self._close()
+
+    def report_parts(self, trainer: Trainer) -> list[DeviceUse]:
+        """Return the summary of each rank, once the fit is over."""
+        return [device_use(summary) for summary in self.summary or () if summary.stage == "train"]
 
     @property
     def _running(self) -> MonitoredRun:

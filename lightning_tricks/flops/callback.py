@@ -19,7 +19,9 @@ from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks._shared.dry_run.runner import NoGradientError
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.text import describe_error
+from lightning_tricks._shared.units import format_si
 from lightning_tricks.flops.core.flops_count import FlopsCount
 from lightning_tricks.flops.core.flops_table import check_report_path
 from lightning_tricks.flops.core.model_flops import check_backend, count_call
@@ -98,6 +100,18 @@ class FlopsReport(TrickCallback):
         self.count: FlopsCount | None = None
         self._installed = ExitStack()
         self._close()
+
+    def report_parts(self, trainer: Trainer) -> list[Facts]:
+        """Return the totals of the count."""
+        count = self.count
+        if count is None:
+            return []
+        facts = [("forward", format_si(count.flops, "FLOP")), ("parameters", format_si(count.params))]
+        if count.train_step_flops is not None:
+            facts.insert(1, ("training step", format_si(count.train_step_flops, "FLOP")))
+        if count.trainable_params != count.params:
+            facts.append(("trainable parameters", format_si(count.trainable_params)))
+        return [Facts(title="FLOPs", facts=facts, sentences=list(count.notes)[:10])]
 
     def _close(self) -> None:
         """Undo what was installed for a fit, and forget what belongs to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from lightning_tricks._lightning_compat.fit import is_in_batch
 from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.report_parts import ClippedSteps
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState, load_states, states_to_dict
 from lightning_tricks.gradient_clipping.core.clipping import (
@@ -233,6 +235,21 @@ class GradientClipping(TrickCallback):
             state.close()
         self._names = {}
         self._had_backward = False
+
+    def report_parts(self, trainer: Trainer) -> list[ClippedSteps]:
+        """Return how many steps of each optimizer were clipped and skipped."""
+        max_norm = self.max_norm if self.method is None and math.isfinite(self.max_norm) else None
+        return [
+            ClippedSteps(
+                optimizer=index,
+                steps=state.counts.steps,
+                clipped=int(state.counts.clipped),
+                skipped=int(state.counts.skipped) if self.on_nonfinite == "skip" else 0,
+                max_norm=max_norm if self._clip_groups.is_single else None,
+            )
+            for index, state in sorted(self._states.items())
+            if state.counts.steps
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each optimizer, and what the thresholds have learnt."""

@@ -12,16 +12,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_tricks._callback import StepsCallback
+from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._shared.checks import check_choice, check_count
-from lightning_tricks._shared.logger_images import log_image
+from lightning_tricks._shared.logger_images import can_log_images, log_image
 from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.report_parts import Pictures
 from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.images.core.confident_mistakes import RankedSamples, concat_samples, rank_predictions
 from lightning_tricks.images.core.conversion import denormalize, to_tensor
 from lightning_tricks.images.core.grid import image_grid
+from lightning_tricks.images.core.small_pictures import small_pngs
 
 _STAGES = ("train", "val", "test")
+_MOST_REPORTED = 24
 
 
 class ImageLogger(StepsCallback):
@@ -89,11 +92,12 @@ class ImageLogger(StepsCallback):
             raise TypeError(
                 f"output_transform must be a function of (outputs, batch, stage), got {output_transform!r}."
             )
-        self._active = False
+        self._active = self._is_reported = False
         self._reset()
 
     def _reset(self) -> None:
         self._kept: dict[str, RankedSamples] = {}
+        self._reported: dict[str, Pictures] = {}  # of the last epoch of each stage
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
         self._warned: set[str] = set()
 
@@ -101,7 +105,8 @@ class ImageLogger(StepsCallback):
         """Find out whether a logger can log images."""
         super().setup(trainer, pl_module, stage)
         self._reset()
-        self._active = self.has_image_logger(trainer)
+        self._is_reported = is_reported(trainer)
+        self._active = self.has_image_logger(trainer) or self._is_reported
 
     def on_step_end(
         self,
@@ -140,12 +145,26 @@ class ImageLogger(StepsCallback):
         samples = concat_samples(ranks).top(self.n).cpu()
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
+        captions = self._captions(samples, self._prediction_kinds[stage]["values"])
+        if self._is_reported and self._function == "fit":
+            self._reported[stage] = Pictures(
+                title=f"Most confident mistakes ({stage})",
+                note=f"Epoch {trainer.current_epoch}.",
+                captions=captions[:_MOST_REPORTED],
+                pictures=small_pngs(shown[:_MOST_REPORTED]),
+            )
+        if not can_log_images(trainer.loggers):
+            return
         try:
-            grid = image_grid(shown, captions=self._captions(samples, self._prediction_kinds[stage]["values"]))
+            grid = image_grid(shown, captions=captions)
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger logs no images: {error}")
             return
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
+
+    def report_parts(self, trainer: Trainer) -> list[Pictures]:
+        """Return the images of the last epoch."""
+        return list(self._reported.values())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the images."""

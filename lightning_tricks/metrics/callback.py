@@ -11,25 +11,27 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_tricks._callback import StepsCallback
+from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
 from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.best_keys import BestKeys
 from lightning_tricks.metrics.core.expected_names import expected_names
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
 from lightning_tricks.metrics.core.metric_values import is_number
-from lightning_tricks.metrics.core.plots import history_figure
+from lightning_tricks.metrics.core.plots import PlotData, history_figure
+from lightning_tricks.metrics.core.report_parts import make_parts
 from lightning_tricks.metrics.core.suite import MetricSuite
 from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
 from lightning_tricks.metrics.dataloader_checks import check_not_empty, num_batches
 from lightning_tricks.metrics.dataloader_metrics import DataloaderMetrics
 from lightning_tricks.metrics.epoch_metrics import EpochMetrics
 from lightning_tricks.metrics.key_conflicts import KeyConflicts, MetricsError
-from lightning_tricks.metrics.plot_logging import PendingPlots
+from lightning_tricks.metrics.plot_logging import PendingPlots, plot_data
 from lightning_tricks.metrics.unmeasured_batches import UnmeasuredBatches
 
 if TYPE_CHECKING:
@@ -127,12 +129,14 @@ class MetricsMonitor(StepsCallback):
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
-        self._makes_plots = False
+        self._makes_plots = self._is_reported = False
         self._reset()
 
     def _reset(self) -> None:
-        self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._makes_plots)
+        curves = self._makes_plots or self._is_reported
+        self._epoch = EpochMetrics(self.metrics, self.class_names, curves=curves)
         self._plots = PendingPlots()
+        self._reported: dict[str, PlotData] = {}  # of the last epoch, by prefix
         self._conflicts = KeyConflicts(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
 
@@ -184,6 +188,7 @@ class MetricsMonitor(StepsCallback):
         """Start with no data, and refuse what cannot be measured or would be logged twice."""
         super().setup(trainer, pl_module, stage)
         self._makes_plots = self.plots is not False and self.has_image_logger(trainer)
+        self._is_reported = is_reported(trainer)
         self._reset()
         self._check_other_monitors(trainer)
         if stage == "fit":
@@ -288,6 +293,15 @@ class MetricsMonitor(StepsCallback):
         check_not_empty(trainer, self._function, self.stages, self._name)
         self._reset()
 
+    def report_parts(self, trainer: Trainer) -> list[ReportPart]:
+        """Return confusion matrix, reliability and single classes of the last evaluation."""
+        self._history.records()  # reads the values of the records from the device
+        return [
+            part
+            for data in self._reported.values()
+            for part in make_parts(data, self.class_names or (), self._keys.key)
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the history."""
         return {"history": self._history.state_dict()}
@@ -363,12 +377,15 @@ class MetricsMonitor(StepsCallback):
         for key, value in to_log.items():
             if key in required or key not in other_keys:
                 log_epoch_value(trainer, self._name, key, value)
-        if self._makes_plots and trainer.is_global_zero and stage != "train":
-            self._plot(trainer, record, dataloader.suite)
+        if (self._makes_plots or self._is_reported) and trainer.is_global_zero and stage != "train":
+            data = plot_data(record, dataloader.suite)
+            self._reported[record.prefix] = data
+            if self._makes_plots:
+                self._plot(trainer, data)
 
-    def _plot(self, trainer: Trainer, record: EpochRecord, suite: MetricSuite) -> None:
+    def _plot(self, trainer: Trainer, data: PlotData) -> None:
         """Keep what is plotted at the end of a fit; plot it now in every n-th epoch and outside a fit."""
-        self._plots.add(record, suite)
+        self._plots.add(data)
         every_n_epochs = self.plots if not isinstance(self.plots, bool) else 0
         if self._function != "fit" or (every_n_epochs and (trainer.current_epoch + 1) % every_n_epochs == 0):
             self._plots.log(trainer, self._history, self._keys, self.class_names or ())

@@ -14,16 +14,21 @@ from lightning_tricks.metrics.core.plots import PlotData, as_array, make_figures
 from lightning_tricks.metrics.core.suite import MetricSuite
 
 
+def plot_data(record: EpochRecord, suite: MetricSuite) -> PlotData:
+    """Return the data of an epoch that pictures are made of; it reads from the device."""
+    kind = suite.task.kind if suite.task is not None else ""
+    return PlotData(record, kind, suite.confusion_matrix(), suite.score_histogram())
+
+
 class PendingPlots:
     """The last data of each dataloader that were not plotted yet."""
 
     def __init__(self) -> None:
         self._data: dict[str, PlotData] = {}
 
-    def add(self, record: EpochRecord, suite: MetricSuite) -> None:
+    def add(self, data: PlotData) -> None:
         """Keep the data of an epoch, in place of those of the epoch before it."""
-        kind = suite.task.kind if suite.task is not None else ""
-        self._data[record.prefix] = PlotData(record, kind, suite.confusion_matrix(), suite.score_histogram())
+        self._data[data.record.prefix] = data
 
     def log(self, trainer: Trainer, history: History, keys: LoggedKeys, class_names: Sequence[str]) -> None:
         """Plot the data and send the images to the loggers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks._shared.unused_parameters import names_without_gradient
+from lightning_tricks._shared.units import format_bytes
+from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
 from lightning_tricks.model_report.core.report_summary import ModelReportSummary
 from lightning_tricks.model_report.core.summarize_model import summarize_call
 
@@ -95,6 +97,17 @@ class ModelReport(TrickCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget the parameters."""
         self._stop()
+
+    def report_parts(self, trainer: Trainer) -> list[Facts]:
+        """Return the totals of the report."""
+        summary = self.summary
+        if summary is None:
+            return []
+        sizes = {one.name: format_bytes(getattr(summary.memory, one.name)) for one in fields(summary.memory)}
+        facts = [(f"memory of {name.replace('_', ' ')}", text) for name, text in sizes.items()]
+        missing = describe_without_gradient(list(summary.without_gradient), None) if summary.without_gradient else ""
+        said = f"Until the first step, {missing}." if missing else ""
+        return [Facts(title="Model", facts=facts, sentences=[said] if said else [])]
 
     def _stop(self) -> None:
         self._awaits_step_after, self._unreached = None, {}

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.run_fingerprint.core.record import RecordHeader
 from lightning_tricks.run_fingerprint.core.record_file import rank_path
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
@@ -164,6 +165,15 @@ class RunFingerprint(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
         self._close()
+
+    def report_parts(self, trainer: Trainer) -> list[Facts]:
+        """Return where the record is, and how to compare it."""
+        if not self._num_rows:
+            return []
+        path = os.fspath(self.path)
+        facts = [("file", path), ("batches", f"{self._num_rows:,}"), ("detail", self.detail)]
+        said = f"To find the first step at which another run differs: lightning-tricks fingerprint diff {path} OTHER"
+        return [Facts(title="Run fingerprint", facts=facts, sentences=[said])]
 
     def state_dict(self) -> dict[str, Any]:
         """Write the remaining rows, and return how many rows the file has."""

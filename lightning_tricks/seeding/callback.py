@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.rng import check_seed, derive_seed, determinism_settings, seed_global_rngs
 from lightning_tricks.seeding.functional import check_determinism, seed_everything
 
@@ -145,6 +146,11 @@ class SeedEverything(TrickCallback):
         if self._has_rank_seed:
             self._has_rank_seed = False
             self._seed_for_rank(0, trainer)
+
+    def report_parts(self, trainer: Trainer) -> list[Facts]:
+        """Return the seed and the settings of determinism."""
+        facts = [(name.replace("_", " "), str(value)) for name, value in self.state_dict().items()]
+        return [Facts(title="Seed", facts=facts)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the present settings of determinism."""

@@ -98,6 +98,7 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
     [
         (lambda unknown: logged_values.logs_at_this_step(unknown), "logging at the logger's interval"),
         (lambda unknown: logged_values.log_step_values(unknown, "Trick", {}), "logging by Trick"),
+        (lambda unknown: logged_values.observe_logged_values(unknown, print).__enter__(), "RunReport"),
         (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
         (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
         (
@@ -209,6 +210,42 @@ class _LogsToo(Net):
 
     def on_train_epoch_end(self):
         self.log("both", 2.0)
+
+
+class _LogsInAllStages(EvaluatedNet):
+    """Logs in steps and epochs of training, and in single batches of validation."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 2.0, on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_observe_logged_values(tmp_path, logger):
+    """What goes to loggers is seen, with a logger and without; not what is logged in sanity checking."""
+    seen = []
+
+    class Observes(lightning.pytorch.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.observed = logged_values.observe_logged_values(trainer, lambda values: seen.append(dict(values)))
+            self.observed.__enter__()
+
+        def teardown(self, trainer, pl_module, stage):
+            self.observed.__exit__(None, None, None)
+
+    options = {"max_epochs": 1, "log_every_n_steps": 5, "limit_val_batches": 2, "callbacks": [Observes()]}
+    trainer = Trainer(**{**QUIET, **options, "logger": CSVLogger(tmp_path) if logger else False})
+    trainer.fit(_LogsInAllStages(), loader(), loader())
+    assert [{key: float(value) for key, value in values.items()} for values in seen] == [
+        {"own_step": 4.0},
+        {"own_step": 9.0},
+        {"val_epoch": 2.0},
+        {"own_epoch": 4.5},
+    ]
+    assert "log_metrics" not in vars(trainer._logger_connector)
 
 
 class _LogsOfLoaders(Net):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks.devices.core.quantities import quantity_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,18 @@ class DeviceSummary:
 def joules_to_kwh(joules: float) -> float:
     """Return an energy in kWh."""
     return joules / _JOULES_IN_KWH
+
+
+def device_use(summary: DeviceSummary) -> DeviceUse:
+    """Return what one rank's devices did, as texts for a report."""
+    rows = []
+    for key, mean in summary.means.items():
+        device, _, name = key.partition("/")
+        label = f"{device} {summary.products.get(device, '')}".rstrip()
+        rows.append((label, name.replace("_", " "), _with_unit(mean, key), _with_unit(summary.maxima[key], key)))
+    energy = [(f"{name}", "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
+    wait = summary.means.get("host/data_wait")
+    return DeviceUse(rank=summary.rank, data_wait=wait, rows=[*rows, *energy], verdict=list(summary.verdict))
 
 
 def device_report(ranks: Sequence[DeviceSummary]) -> Group:

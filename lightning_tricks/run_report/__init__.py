@@ -1,0 +1,45 @@
+"""One HTML page about a fit: what was unusual, curves, and what is needed to repeat the run; two runs compared.
+
+When to use it: for every run that you may look at again, or show to somebody who has no access to your logger.
+
+Caveats: the page shows hyper-parameters and the differences to the git commit: read it before you publish it. What a
+module sends to a logger directly, by `self.logger.log_metrics`, is not seen.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_tricks.run_report.callback import RunReport as RunReport
+    from lightning_tricks.run_report.core.comparison_page import comparison_page as comparison_page
+    from lightning_tricks.run_report.core.finding import Finding as Finding
+    from lightning_tricks.run_report.core.findings import find_all as find_all
+    from lightning_tricks.run_report.core.page import run_page as run_page
+    from lightning_tricks.run_report.core.record import RunRecord as RunRecord
+    from lightning_tricks.run_report.core.record import RunReportError as RunReportError
+    from lightning_tricks.run_report.core.record_file import read_record as read_record
+
+    __all__ = [
+        "Finding",
+        "RunRecord",
+        "RunReport",
+        "RunReportError",
+        "comparison_page",
+        "find_all",
+        "read_record",
+        "run_page",
+    ]
+else:  # or a type checker would take any name for one of the package
+    from lightning_tricks._lazy import lazy_names
+
+    __getattr__, __dir__, __all__ = lazy_names(
+        __name__,
+        {
+            "callback": ("RunReport",),
+            "core.comparison_page": ("comparison_page",),
+            "core.finding": ("Finding",),
+            "core.findings": ("find_all",),
+            "core.page": ("run_page",),
+            "core.record": ("RunRecord", "RunReportError"),
+            "core.record_file": ("read_record",),
+        },
+    )

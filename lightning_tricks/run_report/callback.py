@@ -1,0 +1,218 @@
+"""The callback `RunReport`."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
+from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
+from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks._shared.text import describe_error
+from lightning_tricks.run_report.core.record import Resume, Status
+from lightning_tricks.run_report.core.record_file import PAGE_FILE
+from lightning_tricks.run_report.core.run_writer import RunWriter
+from lightning_tricks.run_report.run_facts import describe_run, learning_rates
+
+
+class RunReport(TrickCallback):
+    """Write one HTML page about a fit: what was unusual, curves, and what is needed to repeat the run.
+
+    The page needs no network and no script. It is made at the end of each epoch and of the fit, after an exception too,
+    and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and
+    validation together, learning rates, norms of gradients; and what other callbacks of this package know: clipped and
+    skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes. What there
+    is no data for is left out. Sentences with numbers come first, such as "38 % of 1,200 steps were clipped".
+
+    In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
+    `lightning-tricks report DIR` makes the page anew, and `lightning-tricks report A B` one that compares two runs. A
+    fit that is resumed by `ckpt_path` or `AutoResume` continues the record from where the checkpoint was saved. Where
+    the folder has the record of another fit, its files are moved to `earlier-1` in it, and a message says so.
+
+    Values are recorded as the Trainer sends them to loggers, every `log_every_n_steps`. They stay on the device until
+    an epoch ends, a checkpoint is saved or 256 of them wait. Records of more than 20,000 logged steps are thinned:
+    neighbours are merged into their mean, minimum and maximum. Under DDP rank zero writes. Values that are sent to a
+    logger directly, by `self.logger.log_metrics`, are not seen. Texts of hyper-parameters whose name says that they are
+    secret, such as `api_key`, are left out, but the differences to the git commit of the working folder are shown:
+    read the page before you publish it.
+
+    Args:
+        path: The folder of the report; it is created if it does not exist.
+
+    Raises:
+        TypeError: If `path` is no path.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[RunReport("runs/a")], accelerator="cpu", logger=False)
+    """
+
+    path_arguments = ("path",)
+    takes_report_parts = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = check_path("path", path, "a folder")
+        self._installed = ExitStack()  # what observes one fit
+        self._writer: RunWriter | None = None  # on rank zero, between the start of training and its end
+        self._position = (0, -1)  # rows, and the step of the last one
+        self._position_to_keep: tuple[int, int] | None = None  # of the record that a resumed fit continues
+        self._rates: dict[str, Any] = {}
+        self._ends_epoch = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise an error for a folder that cannot be written."""
+        super().setup(trainer, pl_module, stage)
+        self._close()
+        if stage != "fit":
+            return
+        self._position_to_keep, self._position = None, (0, -1)
+        path, problem = Path(self.path), ""
+        if trainer.is_global_zero and not is_fast_dev_run(trainer):
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                if not os.access(path, os.W_OK):
+                    problem = "it is not writable"
+            except OSError as error:
+                problem = str(error)
+        if problem:
+            raise MisconfigurationException(f"RunReport cannot write to {path}: {problem}. Choose another path.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the record, or continue it after a resume, and observe what is logged."""
+        if is_fast_dev_run(trainer):
+            rank_zero_info("RunReport does not report on a fast_dev_run.")
+        if is_fast_dev_run(trainer) or not trainer.is_global_zero:
+            self.skip_hooks("on_train_batch_start")
+            return
+        writer = self._writer = RunWriter(Path(self.path), describe_run(trainer, pl_module))
+        with self._stops_on_oserror():
+            if self._position_to_keep is None:
+                writer.start()
+            else:
+                now = Resume(trainer.global_step, trainer.current_epoch, time.time())
+                writer.resume(*self._position_to_keep, now)
+            if writer.said:
+                rank_zero_info(f"RunReport: {writer.said}.")
+            self._position = writer.position()
+        self._installed.enter_context(observe_logged_values(trainer, lambda values: self._on_values(trainer, values)))
+
+    def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
+        """Note what `AutoResume` could not restore."""
+        if self._writer is not None and self._writer.record.resumes:
+            self._writer.record.resumes[-1].not_restored = [str(name)[:200] for name in not_restored[:100]]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the learning rates that the step uses, if it is one that is logged."""
+        if self._writer is not None and logs_at_this_step(trainer):
+            rates = learning_rates(trainer)
+            self._rates = {
+                name: rate.detach().clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
+            }
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the page anew in the middle of an epoch, unless that was done a moment ago."""
+        if not trainer.sanity_checking and self._writer is not None and self._writer.is_page_due():
+            self._write(trainer, "running")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that the next values are those of the epoch."""
+        self._ends_epoch = True
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask the callbacks for what they know, before they forget it."""
+        if self._writer is not None:
+            self._writer.record.add_parts(self._parts(trainer))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the page of what there is."""
+        is_error = isinstance(exception, Exception)
+        try:
+            # a lost device cannot be read
+            self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
+        except RuntimeError as error:
+            warnings.warn(f"RunReport could not write its last page: {describe_error(error)}", stacklevel=2)
+        finally:
+            self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the page at the end of a fit, when all callbacks are done."""
+        if self._writer is not None:
+            self._write(trainer, "finished")
+            rank_zero_info(f"RunReport: {Path(self.path) / PAGE_FILE}")
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what was logged so far, and return how many rows the record has."""
+        if self._writer is not None:
+            with self._stops_on_oserror():
+                self._position = self._writer.position()
+        return {"rows": self._position[0], "last_step": self._position[1]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Remember from which row to continue the record."""
+        self._position_to_keep = self._position = (int(state_dict["rows"]), int(state_dict["last_step"]))
+
+    def _on_values(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
+        """Record what the Trainer sends to its loggers, whether it has any or not."""
+        if self._writer is None:
+            return
+        is_epoch, self._ends_epoch = self._ends_epoch or not trainer.training, False
+        known = {name: value for name, value in values.items() if name not in ("step", "epoch")}
+        if not is_epoch:
+            known = {**self._rates, **known}
+        with self._stops_on_oserror():
+            kind: Literal["step", "epoch"] = "epoch" if is_epoch else "step"
+            self._writer.values.add(kind, logger_step(trainer), trainer.current_epoch, known)
+        if is_epoch and trainer.training and self._writer is not None and self._writer.is_page_due():
+            self._write(trainer, "running")
+
+    def on_values_sent(self, trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+        """Record what another callback has sent to the loggers itself."""
+        if self._writer is not None:
+            with self._stops_on_oserror():
+                self._writer.values.add("epoch", step, trainer.current_epoch, values)
+
+    def _write(self, trainer: Trainer, status: Status, message: str = "") -> None:
+        writer = self._writer
+        if writer is None:
+            return
+        writer.record.step, writer.record.epochs = trainer.global_step, trainer.current_epoch
+        with self._stops_on_oserror():
+            writer.write(status, self._parts(trainer), message)
+            self._position = writer.position()
+
+    def _parts(self, trainer: Trainer) -> list[ReportPart]:
+        return [
+            part
+            for callback in callbacks_of(trainer)
+            if isinstance(callback, TrickCallback)
+            for part in callback.report_parts(trainer)
+        ]
+
+    @contextmanager
+    def _stops_on_oserror(self) -> Iterator[None]:
+        """If a file cannot be written, training continues without the report."""
+        try:
+            yield
+        except OSError as error:
+            warnings.warn(f"RunReport stops: {self.path} cannot be written ({error}).", stacklevel=2)
+            self._close()
+
+    def _close(self) -> None:
+        self._installed.close()
+        self._writer, self._rates, self._ends_epoch = None, {}, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_installed": ExitStack(), "_writer": None, "_rates": {}}

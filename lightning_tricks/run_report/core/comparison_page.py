@@ -1,0 +1,183 @@
+"""The page that compares two runs."""
+
+from __future__ import annotations
+
+from html import escape
+
+from lightning_tricks.run_report.core.curves import (
+    GRADIENTS,
+    LEARNING_RATE,
+    best_point,
+    keys_of_topic,
+    metric_pictures,
+    running_mean,
+    sign_of_better,
+    split_key,
+)
+from lightning_tricks.run_report.core.findings import find_all
+from lightning_tricks.run_report.core.html import (
+    figure,
+    findings_list,
+    folded,
+    page,
+    paragraph,
+    section,
+    side_by_side,
+    table,
+)
+from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
+from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.svg import Line, line_chart
+
+_NOISY = 60  # points from which only the mean is drawn
+_MOST_PICTURES, _MOST_FOLDED = 6, 60
+_MOST_ROWS = 300
+
+
+def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] = ("A", "B")) -> str:
+    """Return a page that compares two runs as HTML.
+
+    Args:
+        first: One run.
+        second: The other run.
+        names: What they are called.
+
+    Examples:
+        >>> from lightning_tricks.run_report import RunRecord
+        >>> "What differs" in comparison_page(RunRecord(step=100), RunRecord(step=200))
+        True
+    """
+    runs = (first, second)
+    pictures = _metric_figures(runs, names)
+    body = [
+        f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1></header>",
+        section("What differs", [_differences(runs, names)]),
+        section(
+            "Loss and metrics",
+            [
+                side_by_side(pictures[:_MOST_PICTURES]),
+                folded(
+                    f"{len(pictures) - _MOST_PICTURES} more curves",
+                    side_by_side(pictures[_MOST_PICTURES : _MOST_PICTURES + _MOST_FOLDED]),
+                ),
+            ],
+        ),
+        section("Last and best values", [_values(runs, names)]),
+        section("Learning rate and gradients", [side_by_side(_other_figures(runs, names))]),
+        section(
+            "What stands out",
+            [
+                side_by_side(
+                    [
+                        f"<div><h3>{escape(name)}</h3>{findings_list(find_all(run)) or paragraph('Nothing.')}</div>"
+                        for name, run in zip(names, runs, strict=True)
+                    ]
+                )
+            ],
+        ),
+    ]
+    return page(f"{names[0]} and {names[1]}", [part for part in body if part])
+
+
+def settings_of(record: RunRecord) -> dict[str, str]:
+    """Return all that a run was told or depends on, by name."""
+    groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
+    found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
+    found |= {f"version of {name}": text for name, text in record.versions}
+    if record.git is not None:
+        changed = f", {len(record.git.changed):,} changed files" if record.git.changed else ""
+        found["git commit"] = f"{record.git.commit[:12]}{changed}"
+        found["differences to the commit"] = f"{len(record.git.diff):,} characters" if record.git.diff else "none"
+    return found
+
+
+def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the settings that differ: name, text in the first run, text in the second; "-" where one lacks it."""
+    left, right = settings_of(first), settings_of(second)
+    differing = [
+        (name, left.get(name, "-"), right.get(name, "-"))
+        for name in {**left, **right}
+        if left.get(name) != right.get(name)
+    ]
+    diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
+    if diffs[0] != diffs[1] and len(diffs[0]) == len(diffs[1]):  # what is shown of them is equal
+        differing.append(("differences to the commit", "differ from those of the other run", ""))
+    return differing
+
+
+def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
+    first, second = runs
+    rows = [
+        ("started", format_time(first.started), format_time(second.started)),
+        ("status", first.status, second.status),
+        ("training took", format_seconds(first.seconds), format_seconds(second.seconds)),
+        ("steps", f"{first.step:,}", f"{second.step:,}"),
+        ("epochs", f"{first.epochs:,}", f"{second.epochs:,}"),
+        ("module", first.module, second.module),
+    ]
+    rows = [row for row in rows if row[1] != row[2]]
+    settings = differing_settings(first, second)
+    alike = "" if settings else paragraph("No setting and no version differs.")
+    shown = table(("", *names), [*rows, *settings[:_MOST_ROWS]], texts=3) if rows or settings else ""
+    return shown + alike
+
+
+def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
+    curves: dict[str, list[Line]] = {}
+    for color, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for picture in metric_pictures(run):
+            for parts, key in picture.curves:
+                points = run.curve(key)
+                if len(points) > _NOISY:
+                    points = running_mean(points, max(5, len(points) // 25))
+                label = " ".join(word for word in (name, parts.stage, parts.kind) if word)
+                is_train = parts.stage == "train"
+                best = None if is_train else best_point(points, sign_of_better(picture.name))
+                line = Line(label, points, color, is_dashed=is_train, best=best if len(points) > 1 else None)
+                curves.setdefault(picture.name, []).append(line)
+    return [
+        figure(
+            name,
+            line_chart(lines, may_be_log="loss" in name.lower()),
+            lines,
+            has_best=any(line.best is not None for line in lines),
+        )
+        for name, lines in curves.items()
+        if any(len(line.points) > 1 for line in lines)
+    ]
+
+
+def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
+    keys = [key for topic in (LEARNING_RATE, GRADIENTS) for run in runs for key in keys_of_topic(run, topic)]
+    figures = []
+    for key in list(dict.fromkeys(keys))[:12]:
+        lines = []
+        for color, (run, name) in enumerate(zip(runs, names, strict=True)):
+            points = run.curve(key)
+            if len(points) > _NOISY and not key.startswith("learning_rate"):
+                points = running_mean(points, max(5, len(points) // 25))
+            lines.append(Line(name, points, color, is_dashed=color == 1))
+        figures.append(figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
+    return figures
+
+
+def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
+    keys = [key for run in runs for picture in metric_pictures(run) for _, key in picture.curves]
+    rows, marked = [], []
+    for key in list(dict.fromkeys(keys))[:_MOST_ROWS]:
+        curves = [run.curve(key) for run in runs]
+        last = [points[-1].value if points else None for points in curves]
+        best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]
+        both = None not in last
+        difference = format_number(last[1] - last[0]) if last[0] is not None and last[1] is not None else ""
+        rows.append(
+            (
+                key,
+                *("" if value is None else format_number(value) for value in last),
+                difference,
+                *("" if point is None else format_number(point.value) for point in best),
+            )
+        )
+        marked.append(not both)
+    columns = ("value", f"last, {names[0]}", f"last, {names[1]}", "difference", *(f"best, {name}" for name in names))
+    return table(columns, rows, marked) if rows else ""

@@ -1,0 +1,148 @@
+"""Curves for pictures: which keys belong into one picture, means of noisy values, fewer points."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_tricks._shared.report_parts import ClassValues
+from lightning_tricks.run_report.core.record import Point, RunRecord
+
+_STAGES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_LOWER_IS_BETTER = re.compile(
+    r"(^|[^a-z])(loss|error|err|mae|mse|rmse|mape|perplexity|ppl|ece|nll|brier|wer|cer)($|[^a-z])"
+)
+_HIGHER_IS_BETTER = re.compile(
+    r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d)($|[^a-z])"
+)
+LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"
+_DEVICE = re.compile(r"^(gpu\d+|host)/")
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """The parts of a logged key.
+
+    Attributes:
+        name: The name of the value, without its stage, such as "loss".
+        stage: "train", "val", "test" or "".
+        kind: "step", "epoch" or "": the suffix that Lightning adds to what is logged twice.
+    """
+
+    name: str
+    stage: str
+    kind: str
+
+
+@dataclass
+class Picture:
+    """Curves that belong into one picture.
+
+    Attributes:
+        name: What they show.
+        curves: Label and key of each.
+    """
+
+    name: str
+    curves: list[tuple[KeyParts, str]] = field(default_factory=list)
+
+
+def split_key(key: str) -> KeyParts:
+    """Return the parts of a logged key.
+
+    Examples:
+        >>> split_key("val/loss"), split_key("train_acc_step").kind, split_key("loss/val/dataloader_idx_1").name
+        (KeyParts(name='loss', stage='val', kind=''), 'step', 'loss (loader 1)')
+    """
+    base, _, loader = key.partition("/dataloader_idx_")
+    kind = next((kind for kind in ("step", "epoch") if base.endswith(f"_{kind}")), "")
+    base = base.removesuffix(f"_{kind}") if kind else base
+    words = re.split(r"([/_.-])", base)
+    stage = ""
+    for place in dict.fromkeys((0, len(words) - 1)):
+        if words[place].lower() in _STAGES and len(words) > 1:
+            stage = _STAGES[words[place].lower()]
+            words = words[2:] if place == 0 else words[:-2]
+            break
+    name = "".join(words)
+    return KeyParts(f"{name} (loader {loader})" if loader else name, stage, kind)
+
+
+def sign_of_better(name: str) -> int:
+    """Return 1 for a metric that should be high, -1 for one that should be low, 0 where that is unknown."""
+    name = name.lower().replace("_", " ")
+    return -1 if _LOWER_IS_BETTER.search(name) else int(bool(_HIGHER_IS_BETTER.search(name)))
+
+
+def topic_of(key: str) -> str:
+    """Return the topic of a key that is no metric, or ""."""
+    if key == "learning_rate" or key.startswith(("learning_rate/", "lr-")):
+        return LEARNING_RATE
+    if key.startswith("grad_norm/"):
+        return GRADIENTS
+    if key.startswith(("flops/", "params/")):
+        return COST
+    return DEVICES if _DEVICE.match(key) else ""
+
+
+def keys_of_topic(record: RunRecord, topic: str) -> list[str]:
+    """Return the keys of a topic that have at least two points."""
+    return [key for key in record.logged_keys() if topic_of(key) == topic and len(record.curve(key)) > 1]
+
+
+def metric_pictures(record: RunRecord) -> list[Picture]:
+    """Return the pictures of losses and metrics, losses first; values of single classes are left out."""
+    of_classes = {key for part in record.parts_of(ClassValues) for key in part.keys}
+    pictures: dict[str, Picture] = {}
+    for key in record.logged_keys():
+        if topic_of(key) or key in of_classes or not record.curve(key):
+            continue
+        parts = split_key(key)
+        pictures.setdefault(parts.name, Picture(parts.name)).curves.append((parts, key))
+    stages = ["train", "val", "test", ""]
+    for picture in pictures.values():
+        picture.curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].kind))
+    order = {"loss": 0, "acc": 1, "accuracy": 1}
+    return sorted(pictures.values(), key=lambda one: (order.get(one.name, 2), "loss" not in one.name))
+
+
+def best_point(points: Sequence[Point], sign: int) -> Point | None:
+    """Return the first of the best points, or None where there is none or it is unknown what is better."""
+    finite = [point for point in points if math.isfinite(point.value)]
+    return max(finite, key=lambda point: sign * point.value) if finite and sign else None
+
+
+def running_mean(points: Sequence[Point], width: int) -> list[Point]:
+    """Return the means of `width` neighbouring points each, without those that are not finite."""
+    finite = [point for point in points if math.isfinite(point.value)]
+    sums = [0.0]
+    for point in finite:
+        sums.append(sums[-1] + point.value)
+    smooth, half = [], width // 2
+    for place, point in enumerate(finite):
+        first, last = max(0, place - half), min(len(finite), place + half + 1)
+        mean = (sums[last] - sums[first]) / (last - first)
+        smooth.append(Point(point.step, point.epoch, mean, mean, mean))
+    return smooth
+
+
+def thin_points(points: Sequence[Point], most: int = 1000) -> list[Point]:
+    """Return at most about `most` points: of each group of neighbours the lowest and the highest, in their order."""
+    if len(points) <= most:
+        return list(points)
+    groups = most // 2
+    chosen = []
+    for number in range(groups):
+        group = points[number * len(points) // groups : (number + 1) * len(points) // groups]
+        worst = [place for place, point in enumerate(group) if not math.isfinite(point.value)][:1]
+        places = range(len(group))
+        low = min(places, key=lambda place: group[place].low)
+        high = max(places, key=lambda place: group[place].high)
+        chosen += [group[place] for place in sorted({low, high, *worst})]
+    return chosen

@@ -1,0 +1,22 @@
+"""What was unusual in a run, in sentences with numbers."""
+
+from __future__ import annotations
+
+from lightning_tricks.run_report.core.finding import Check, Finding
+from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.training_findings import TRAINING_CHECKS
+from lightning_tricks.run_report.core.usage_findings import USAGE_CHECKS
+
+CHECKS: tuple[Check, ...] = (*TRAINING_CHECKS, *USAGE_CHECKS)
+
+
+def find_all(record: RunRecord) -> list[Finding]:
+    """Return what was unusual, warnings first.
+
+    Examples:
+        >>> from lightning_tricks.run_report import RunRecord
+        >>> [finding.text for finding in find_all(RunRecord(step=10, is_seeded=False))]
+        ['The run was not seeded: it cannot be repeated. SeedEverything(42) seeds it.']
+    """
+    found = [finding for check in CHECKS for finding in check(record)]
+    return sorted(found, key=lambda finding: finding.level != "warning")

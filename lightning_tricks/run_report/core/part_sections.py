@@ -1,0 +1,202 @@
+"""The sections of a page that show what the callbacks know."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_tricks._shared.report_parts import (
+    ClassValues,
+    ClippedSteps,
+    ConfusionMatrix,
+    DeviceUse,
+    Facts,
+    Pictures,
+    Reliability,
+)
+from lightning_tricks.run_report.core.curves import GRADIENTS, keys_of_topic
+from lightning_tricks.run_report.core.html import (
+    facts_table,
+    figure,
+    folded,
+    gallery,
+    paragraph,
+    preformatted,
+    section,
+    side_by_side,
+    stacked,
+    table,
+)
+from lightning_tricks.run_report.core.numbers import format_number, format_percent, format_time
+from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
+
+_MOST_MATRIX = 60  # classes that are drawn
+_MOST_CLASSES = 40  # rows of the table of classes
+_COST_TITLES = ("FLOPs", "Model")
+
+
+def gradient_figures(record: RunRecord) -> list[str]:
+    """Return the norms of the gradients of each optimizer, with clipped and skipped steps."""
+    keys = keys_of_topic(record, GRADIENTS)
+    clipped = {part.optimizer: part for part in record.parts_of(ClippedSteps)}
+    figures = []
+    for key in [key for key in keys if key.endswith("/pre_clip")]:
+        prefix = key.removesuffix("pre_clip")
+        number = prefix.removeprefix("grad_norm/").strip("/")
+        part = clipped.get(int(number) if number.isdecimal() else 0)
+        before, after = record.curve(key), record.curve(f"{prefix}post_clip")
+        lines = [Line("before clipping", before, 1), Line("after clipping", after, 0)]
+        rule = None if part is None or part.max_norm is None else (part.max_norm, "max_norm")
+        skips = [point for point in before if not math.isfinite(point.value)]
+        marks = [(point.step, f"not finite at step {point.step:,}") for point in skips[:200]]
+        picture = line_chart(lines, y_label="norm", rule=rule, marks=marks, may_be_log=True)
+        title = "gradient norm" + (f" of optimizer {number}" if number else "")
+        figures.append(figure(title, picture, lines, _clip_note(part) if part is not None else ""))
+    return figures
+
+
+def _clip_note(part: ClippedSteps) -> str:
+    words = f"{part.clipped:,} of {part.steps:,} steps clipped"
+    return words + (f", {part.skipped:,} skipped." if part.skipped else ".")
+
+
+def class_sections(record: RunRecord) -> list[str]:
+    """Return the confusion matrix, the reliability and the values of single classes of each stage."""
+    parts: list[ConfusionMatrix | Reliability | ClassValues] = [
+        *record.parts_of(ConfusionMatrix),
+        *record.parts_of(Reliability),
+        *record.parts_of(ClassValues),
+    ]
+    sections = []
+    for stage in dict.fromkeys(part.stage for part in parts):
+        matrices = [_matrix(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
+        curves = [_reliability(part) for part in record.parts_of(Reliability) if part.stage == stage]
+        classes = [_classes(part) for part in record.parts_of(ClassValues) if part.stage == stage]
+        if not classes:
+            classes = [_recalls(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
+        sections.append(section(f"Classes ({stage})", [side_by_side([*matrices, stacked([*curves, *classes])])]))
+    return sections
+
+
+def _matrix(part: ConfusionMatrix) -> str:
+    title, size = f"confusion matrix, epoch {part.epoch}", len(part.counts)
+    if size <= _MOST_MATRIX and len(part.classes) == size and all(len(row) == size for row in part.counts):
+        return figure(title, matrix_chart(part.counts, part.classes))
+    wrong = [
+        (count, target, predicted)
+        for target, row in enumerate(part.counts)
+        for predicted, count in enumerate(row)
+        if count and target != predicted
+    ]
+    names = dict(enumerate(part.classes))
+    rows = [
+        (names.get(target, str(target)), names.get(predicted, str(predicted)), f"{count:,}")
+        for count, target, predicted in sorted(wrong, reverse=True)[:20]
+    ]
+    return figure("most frequent confusions", table(("target", "prediction", "count"), rows, texts=2))
+
+
+def _reliability(part: Reliability) -> str:
+    error = calibration_error(part)
+    picture = reliability_chart(part.confidence, part.share, part.weight, part.label)
+    note = f"Expected calibration error {error:.3f}. Bars: the share of the samples."
+    return figure(f"reliability, epoch {part.epoch}", picture, note=note)
+
+
+def calibration_error(part: Reliability) -> float:
+    """Return the expected calibration error: the mean distance of confidence and share."""
+    bins = zip(part.confidence, part.share, part.weight, strict=False)
+    return sum(abs(confidence - share) * weight for confidence, share, weight in bins)
+
+
+def _classes(part: ClassValues) -> str:
+    rows = [
+        (name, *("" if value is None else format_number(value) for value in values))
+        for name, values in zip(part.classes, part.values, strict=False)
+        if len(values) == len(part.metrics)
+    ]
+    shown = table(("class", *part.metrics), rows[:_MOST_CLASSES])
+    more = folded(f"{len(rows) - _MOST_CLASSES} more classes", table(("class", *part.metrics), rows[_MOST_CLASSES:]))
+    return figure(f"metrics of each class, epoch {part.epoch}", shown + (more if len(rows) > _MOST_CLASSES else ""))
+
+
+def _recalls(part: ConfusionMatrix) -> str:
+    """Return what a confusion matrix says of each class."""
+    columns = [sum(row[place] for row in part.counts if place < len(row)) for place in range(len(part.counts))]
+    rows = []
+    for place, (name, row) in enumerate(zip(part.classes, part.counts, strict=False)):
+        right, total = row[place] if place < len(row) else 0, sum(row)
+        precision = format_percent(right / columns[place]) if columns[place] else ""
+        rows.append((name, f"{total:,}", format_percent(right / total) if total else "", precision))
+    shown = table(("class", "samples", "recall", "precision"), rows[:_MOST_CLASSES])
+    return figure(f"classes, epoch {part.epoch}", shown)
+
+
+def picture_sections(record: RunRecord) -> list[str]:
+    """Return the pictures that callbacks have kept, such as the most confident mistakes."""
+    return [
+        section(part.title, [gallery(part.captions, part.pictures), paragraph(part.note, "soft") if part.note else ""])
+        for part in record.parts_of(Pictures)
+    ]
+
+
+def cost_parts(record: RunRecord) -> list[str]:
+    """Return FLOPs and parameters as tables."""
+    return [_facts(part) for part in record.parts_of(Facts) if part.title in _COST_TITLES]
+
+
+def _facts(part: Facts) -> str:
+    said = "".join(paragraph(sentence, "soft") for sentence in part.sentences)
+    return f"<div>{facts_table(part.facts, part.title)}{said}</div>"
+
+
+def device_parts(record: RunRecord) -> list[str]:
+    """Return what each rank's devices did in training."""
+    parts = []
+    uses = record.parts_of(DeviceUse)
+    for part in uses:
+        rank = f"Rank {part.rank}: " if len(uses) > 1 else ""
+        parts += [paragraph(f"{rank}{sentence}") for sentence in part.verdict]
+    rows = [
+        (*([str(part.rank)] if len(uses) > 1 else []), *row)
+        for part in sorted(uses, key=lambda one: one.rank)
+        for row in part.rows
+    ]
+    columns = (*(["rank"] if len(uses) > 1 else []), "device", "quantity", "mean", "maximum")
+    return [*parts, table(columns, rows, texts=len(columns) - 2)] if rows else parts
+
+
+def repeatability_section(record: RunRecord) -> str:
+    """Return seed, resumes, fingerprint and versions."""
+    others = [_facts(part) for part in record.parts_of(Facts) if part.title not in _COST_TITLES]
+    resumes = [
+        (f"{one.step:,}", str(one.epoch), format_time(one.time), ", ".join(one.not_restored[:10]) or "nothing")
+        for one in record.resumes
+    ]
+    columns = ("step", "epoch", "time", "not restored")
+    resumed = f"<div><h3>Resumes</h3>{table(columns, resumes[-50:], texts=4)}</div>" if resumes else ""
+    versions = facts_table(record.versions, "Versions")
+    return section("Repeatability", [side_by_side([*others, resumed, versions])])
+
+
+def code_section(record: RunRecord) -> str:
+    """Return the git commit and the differences to it."""
+    git = record.git
+    if git is None:
+        return ""
+    facts = [("commit", git.commit), *([("branch", git.branch)] if git.branch else [])]
+    facts.append(("changed files", f"{len(git.changed):,}" if git.changed else "none"))
+    changed = preformatted("\n".join(git.changed)) if git.changed else ""
+    cut = paragraph("Only the beginning was kept.", "soft") if git.is_cut else ""
+    diff = folded(f"Differences to the commit ({git.diff.count(chr(10)):,} lines)", preformatted(git.diff) + cut)
+    return section("Code", [facts_table(facts), folded("Changed files", changed), diff if git.diff else ""])
+
+
+def settings_section(record: RunRecord) -> str:
+    """Return hyper-parameters, the Trainer's arguments and facts about the data."""
+    tables = [
+        facts_table(record.arguments, "Hyper-parameters"),
+        facts_table(record.trainer, "Trainer"),
+        facts_table(record.data, "Data"),
+    ]
+    return section("Settings", [side_by_side(tables)])

@@ -1,0 +1,187 @@
+"""`RunRecord`: what is known about one run, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from lightning_tricks._shared.report_parts import ReportPart, part_name
+
+MOST_KEYS = 1000
+Status = Literal["running", "finished", "stopped", "failed"]
+STATUSES: tuple[Status, ...] = ("running", "finished", "stopped", "failed")
+Part = TypeVar("Part")
+
+
+class RunReportError(ValueError):
+    """The files of a report are missing, damaged, or no files of `RunReport`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values that were logged together.
+
+    Attributes:
+        kind: "step" for the values of a training step, "epoch" for those at the end of an epoch.
+        step: The step under which a logger shows them.
+        epoch: The epoch, counted from 0.
+        values: Key -> value; of rows that were merged, the mean.
+        count: How many rows were merged into this one.
+        low: Of merged rows, key -> the smallest value.
+        high: Of merged rows, key -> the largest value.
+    """
+
+    kind: Literal["step", "epoch"]
+    step: int
+    epoch: int
+    values: dict[str, float]
+    count: int = 1
+    low: dict[str, float] = field(default_factory=dict)
+    high: dict[str, float] = field(default_factory=dict)
+
+
+class Point(NamedTuple):
+    """A value of a curve, with the smallest and the largest one that were merged into it."""
+
+    step: int
+    epoch: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class Resume:
+    """A moment at which the run was resumed.
+
+    Attributes:
+        step: The optimizer steps done by then.
+        epoch: The epoch, counted from 0.
+        time: The time, in seconds since 1970.
+        not_restored: What was not restored as it was saved, as far as `AutoResume` says so.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    not_restored: list[str] = field(default_factory=list)
+
+
+@dataclass
+class GitState:
+    """The state of the working folder's git checkout.
+
+    Attributes:
+        commit: The hash of the commit.
+        branch: The branch, or "" if there is none.
+        changed: The names of changed files, as `git status --short` prints them.
+        diff: The differences to the commit.
+        is_cut: Whether the differences are longer than what is kept.
+    """
+
+    commit: str
+    branch: str = ""
+    changed: list[str] = field(default_factory=list)
+    diff: str = ""
+    is_cut: bool = False
+
+
+@dataclass
+class RunRecord:
+    """What is known about one run.
+
+    Attributes:
+        module: The name of the module's class.
+        status: "running", "finished", "stopped" (by a signal or a key) or "failed".
+        message: The error, if it failed.
+        started: When it started, in seconds since 1970.
+        written: When this was written.
+        seconds: How long it trained, over all resumes.
+        step: The optimizer steps done.
+        epochs: The epochs done.
+        is_seeded: Whether a seed was set by Lightning or by `SeedEverything`.
+        arguments: Name and text of each hyper-parameter.
+        trainer: Name and text of what the Trainer was told.
+        data: Name and text of facts about the data.
+        versions: Name and version of libraries.
+        git: The git checkout, or None.
+        resumes: When it was resumed.
+        parts: What the callbacks know.
+        rows: What was logged.
+        keys_left_out: How many keys there were beyond the first 1,000.
+    """
+
+    module: str = ""
+    status: Status = "running"
+    message: str = ""
+    started: float = 0.0
+    written: float = 0.0
+    seconds: float = 0.0
+    step: int = 0
+    epochs: int = 0
+    is_seeded: bool = True
+    arguments: list[tuple[str, str]] = field(default_factory=list)
+    trainer: list[tuple[str, str]] = field(default_factory=list)
+    data: list[tuple[str, str]] = field(default_factory=list)
+    versions: list[tuple[str, str]] = field(default_factory=list)
+    git: GitState | None = None
+    resumes: list[Resume] = field(default_factory=list)
+    parts: list[ReportPart] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    keys_left_out: int = 0
+
+    def logged_keys(self) -> list[str]:
+        """Return the keys of all rows, in the order in which they came."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.values))
+
+    def curve(self, key: str) -> list[Point]:
+        """Return the values of a key."""
+        return [
+            Point(row.step, row.epoch, value, row.low.get(key, value), row.high.get(key, value))
+            for row in self.rows
+            if (value := row.values.get(key)) is not None
+        ]
+
+    def parts_of(self, kind: type[Part]) -> list[Part]:
+        """Return the parts of a kind."""
+        return [part for part in self.parts if isinstance(part, kind)]
+
+    def add_parts(self, parts: Iterable[ReportPart]) -> None:
+        """Add parts; each replaces the one of the same name."""
+        named = {part_name(part): part for part in (*self.parts, *parts)}
+        self.parts = list(named.values())
+
+
+def merge_rows(rows: Sequence[Row]) -> Row:
+    """Merge neighbouring rows of one kind: means, weighted, with the smallest and the largest value of each key."""
+    last = rows[-1]
+    values, low, high = {}, {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row.values):
+        having = [row for row in rows if key in row.values]
+        total = sum(row.count for row in having)
+        values[key] = sum(row.values[key] * row.count for row in having) / total
+        low[key] = _extreme(min, [row.low.get(key, row.values[key]) for row in having])
+        high[key] = _extreme(max, [row.high.get(key, row.values[key]) for row in having])
+    return Row(last.kind, last.step, last.epoch, values, sum(row.count for row in rows), low, high)
+
+
+def _extreme(choose: Any, values: Sequence[float]) -> float:
+    return float(choose((value for value in values if not math.isnan(value)), default=math.nan))
+
+
+def thin_rows(rows: Sequence[Row], most: int) -> list[Row]:
+    """Merge pairs of neighbouring rows of each kind of which there are more than `most`."""
+    waiting: dict[str, Row] = {}
+    crowded = {kind for kind in ("step", "epoch") if sum(row.kind == kind for row in rows) > most}
+    thinned: list[tuple[int, Row]] = []
+    for place, row in enumerate(rows):
+        if row.kind not in crowded:
+            thinned.append((place, row))
+        elif row.kind in waiting:
+            thinned.append((place, merge_rows([waiting.pop(row.kind), row])))
+        else:
+            waiting[row.kind] = row
+    last = [(len(rows), row) for row in waiting.values()]
+    return [row for _, row in sorted([*thinned, *last], key=lambda pair: pair[0])]

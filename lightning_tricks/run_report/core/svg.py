@@ -1,0 +1,202 @@
+"""Pictures of curves, matrices and bars as SVG for an HTML page, whose style sheet gives the colours.
+
+The pictures are drawn here, not by matplotlib, so that a report needs no further package, is made anew in milliseconds
+at the end of each epoch, and stays small. Texts are escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from lightning_tricks.run_report.core.axes import Scale, make_scale
+from lightning_tricks.run_report.core.curves import thin_points
+from lightning_tricks.run_report.core.numbers import format_number
+from lightning_tricks.run_report.core.record import Point
+
+_WIDTH, _HEIGHT = 540, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 526, 10, 204
+_MOST_MARKERS = 60
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a picture.
+
+    Attributes:
+        label: What the legend says; "" for nothing.
+        points: Its points.
+        color: The number of its colour, from 0 to 6.
+        is_faint: Whether it stands behind another one.
+        is_dashed: Whether it is dashed.
+        best: The point that is marked, or None.
+    """
+
+    label: str
+    points: Sequence[Point]
+    color: int = 0
+    is_faint: bool = False
+    is_dashed: bool = False
+    best: Point | None = None
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    x_label: str = "step",
+    y_label: str = "",
+    rule: tuple[float, str] | None = None,
+    marks: Sequence[tuple[int, str]] = (),
+    may_be_log: bool = False,
+) -> str:
+    """Draw curves over steps.
+
+    Args:
+        lines: The curves.
+        x_label: The name of the horizontal axis.
+        y_label: The name of the vertical axis, with its unit.
+        rule: A value with its name, at which a horizontal line is drawn.
+        marks: Steps with a text each, marked on the horizontal axis.
+        may_be_log: Whether the vertical axis may be logarithmic, where values span three decades.
+    """
+    drawn = [(line, thin_points(line.points)) for line in lines]
+    all_points = [point for _, points in drawn for point in points]
+    x = make_scale((point.step for point in all_points), _LEFT, _RIGHT)
+    front = [point for line, points in drawn for point in points if not line.is_faint]
+    heights = [value for point in front or all_points for value in (point.value, point.low, point.high)]
+    if not make_scale(heights, 0, 1, may_be_log=may_be_log).is_log:  # else what is faint may lie below
+        heights = [value for point in all_points for value in (point.value, point.low, point.high)]
+        may_be_log = False
+    y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
+    parts = [_frame(x, y, x_label, y_label + " (log)" * y.is_log if y_label else "")]
+    parts += [_curve(line, points, x, y) for line, points in drawn]
+    if rule is not None and math.isfinite(rule[0]):
+        height = y(rule[0])
+        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
+        parts.append(_text(_RIGHT, height - 4, rule[1], "end", ' class="label"'))
+    for step, words in marks:
+        parts.append(f'<path class="mark" d="M{x(step):.1f} {_BOTTOM}l-4 7h8z"><title>{escape(words)}</title></path>')
+    return svg(_WIDTH, _HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
+
+
+def svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    """Return a whole picture that is as wide as its place."""
+    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
+
+
+def _frame(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
+    parts = []
+    for value in y.ticks(5):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(_text(_LEFT - 7, y(value) + 4, format_number(value), "end"))
+    for value in x.ticks(6):
+        if x.low <= value and value == int(value):
+            parts.append(
+                f'<line class="axis" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>'
+            )
+            parts.append(_text(x(value), _BOTTOM + 17, format_number(value)))
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
+    parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 4, x_label))
+    if y_label:
+        middle = (_TOP + _BOTTOM) / 2
+        parts.append(_text(11, middle, y_label, "middle", f' transform="rotate(-90 11 {middle:.0f})"'))
+    return "".join(parts)
+
+
+def _curve(line: Line, points: Sequence[Point], x: Scale, y: Scale) -> str:
+    kinds = f"c{line.color}{' faint' * line.is_faint}{' dashed' * line.is_dashed}"
+    parts = []
+    finite = [point for point in points if math.isfinite(point.value)]
+    if any(point.low != point.high for point in finite):
+        upper = [f"{x(point.step):.1f} {y(point.high):.1f}" for point in finite]
+        lower = [f"{x(point.step):.1f} {y(point.low):.1f}" for point in reversed(finite)]
+        parts.append(f'<path class="band {kinds}" d="M{"L".join(upper + lower)}z"/>')
+    if len(finite) > 1:
+        parts.append(f'<path class="line {kinds}" d="{_path(points, x, y)}"/>')
+    if len(finite) <= _MOST_MARKERS and not line.is_faint:
+        for point in finite:
+            words = escape(f"{line.label}: {format_number(point.value)} at step {point.step:,}, epoch {point.epoch}")
+            where = f'cx="{x(point.step):.1f}" cy="{y(point.value):.1f}"'
+            parts.append(f'<circle class="dot {kinds}" {where} r="2.6"><title>{words}</title></circle>')
+    if line.best is not None:
+        where = f'cx="{x(line.best.step):.1f}" cy="{y(line.best.value):.1f}"'
+        parts.append(f'<circle class="best {kinds}" {where} r="6"/>')
+    return "".join(parts)
+
+
+def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    """Return a path that has a gap where values are not finite."""
+    parts, is_drawing = [], False
+    for point in points:
+        if math.isfinite(point.value):
+            parts.append(f"{'L' if is_drawing else 'M'}{x(point.step):.1f} {y(point.value):.1f}")
+        is_drawing = math.isfinite(point.value)
+    return "".join(parts)
+
+
+def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
+    """Draw a confusion matrix: rows are targets, the colour is the share of the row."""
+    size = len(counts)
+    longest = max((len(name) for name in classes), default=1)
+    left = min(24 + 7 * longest, 150)
+    cell = min(44.0, 470 / size)
+    parts = []
+    for row, of_target in enumerate(counts):
+        total = sum(of_target) or 1
+        for column, count in enumerate(of_target):
+            share, kind = count / total, "right" if row == column else "wrong"
+            place = f'x="{left + column * cell:.1f}" y="{row * cell + 2:.1f}" width="{cell:.1f}" height="{cell:.1f}"'
+            words = escape(f"{count:,} of {sum(of_target):,} {classes[row]} predicted as {classes[column]}")
+            parts.append(
+                f'<rect class="cell {kind}" {place} fill-opacity="{0.9 * share**0.6:.3f}"><title>{words}</title></rect>'
+            )
+            if count and size <= 20:
+                middle = left + (column + 0.5) * cell
+                kind = "light" if share > 0.5 else "dark"
+                parts.append(_text(middle, (row + 0.5) * cell + 6, f"{count}", more=f' class="{kind}"'))
+        if size <= 40:
+            parts.append(_text(left - 6, (row + 0.5) * cell + 6, _short(classes[row]), "end"))
+    bottom = size * cell + 2
+    if size <= 40:
+        for column, name in enumerate(classes):
+            middle = left + (column + 0.5) * cell
+            turned = longest > 4 or cell < 18
+            more = f' transform="rotate(-60 {middle:.1f} {bottom + 14:.1f})"' if turned else ""
+            parts.append(_text(middle, bottom + 15, _short(name), "end" if turned else "middle", more))
+    height = bottom + 22 + (min(6 * longest, 100) if longest > 4 or cell < 18 else 0)
+    parts.append(_text(left + size * cell / 2, height + 10, "prediction"))
+    parts.append(_text(11, bottom / 2, "target", more=f' transform="rotate(-90 11 {bottom / 2:.0f})"'))
+    return svg(540, height + 16, parts, "confusion matrix")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 18 else f"{name[:17]}…"
+
+
+def reliability_chart(confidence: Sequence[float], share: Sequence[float], weight: Sequence[float], label: str) -> str:
+    """Draw how often predictions of some confidence are right, with the share of the samples below."""
+    x, y = Scale(0, 1, _LEFT, _RIGHT), Scale(0, 1, _BOTTOM, _TOP)
+    parts = [_frame(Scale(0, 1, _LEFT, _RIGHT), y, "", label)]
+    parts += [_text(x(number / 5), _BOTTOM + 17, f"{number / 5:g}") for number in (1, 2, 3, 4)]
+    parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 4, "confidence"))
+    for middle, part in zip(confidence, weight, strict=True):
+        where = f'x="{x(middle) - 9:.1f}" width="18" y="{y(part):.1f}" height="{_BOTTOM - y(part):.1f}"'
+        parts.append(f'<rect class="weight" {where}><title>{part:.1%} of the samples</title></rect>')
+    parts.append(f'<line class="rule" x1="{_LEFT}" y1="{_BOTTOM}" x2="{_RIGHT}" y2="{_TOP}"/>')
+    points = list(zip(confidence, share, strict=True))
+    for (a, b), (c, d) in pairwise(points):
+        parts.append(f'<line class="line c0" x1="{x(a):.1f}" y1="{y(b):.1f}" x2="{x(c):.1f}" y2="{y(d):.1f}"/>')
+    for (a, b), part in zip(points, weight, strict=True):
+        radius = 4 if part >= 0.01 else 2  # few samples say little
+        words = escape(f"confidence {a:.2f}, {label} {b:.2f}")
+        parts.append(
+            f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
+        )
+    return svg(_WIDTH, _HEIGHT, parts, f"{label} over confidence")

@@ -1,0 +1,119 @@
+"""What a Trainer and a module tell about a run before it starts, as names and texts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
+from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks.run_report.core.environment import torch_settings, versions
+from lightning_tricks.run_report.core.git_state import read_git_state
+from lightning_tricks.run_report.core.record import RunRecord
+
+_LONGEST_TEXT = 300
+_MOST_ARGUMENTS = 300
+_SECRET = re.compile(r"(pass(word|wd|phrase)|secret|token$|api_?key|credential|auth$)", re.IGNORECASE)
+_TRAINER = (
+    *("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps"),
+    *("check_val_every_n_epoch", "val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches"),
+)
+
+
+def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
+    """Return the record of a run that starts: all that does not depend on training."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    settings = torch_settings()
+    return RunRecord(
+        module=type(module).__name__,
+        is_seeded=seed is not None,
+        arguments=list(_flat(hyperparameters_for_loggers(trainer)))[:_MOST_ARGUMENTS],
+        trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *settings, *_seed_facts(seed)],
+        data=list(_data_facts(trainer)),
+        versions=versions(),
+        git=read_git_state(Path.cwd()),
+    )
+
+
+def _seed_facts(seed: str | None) -> list[tuple[str, str]]:
+    return [] if seed is None else [("seed", seed)]
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"[:_LONGEST_TEXT]
+        if isinstance(value, Mapping) and value and depth < 4:
+            yield from _flat(value, f"{key}.", depth + 1)
+        elif _SECRET.search(str(name)) and isinstance(value, str):
+            yield key, "(not shown)"
+        elif value is None or isinstance(value, str | int | float | bool | list | tuple | Mapping | os.PathLike):
+            yield key, _text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+        else:
+            yield key, f"a {type(value).__name__}"  # its `repr` may take long, and may read from a device
+
+
+def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    yield "strategy", f"{type(trainer.strategy).__name__}, {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    yield "device", name
+    for argument in _TRAINER:
+        value = getattr(trainer, argument, None)
+        if value is not None:
+            is_count = argument.startswith("limit_") and isinstance(value, int)
+            yield argument, f"{value} batches" if is_count else _text(value)
+    yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
+
+
+def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for number, optimizer in enumerate(trainer.optimizers):
+        suffix = f" {number}" if len(trainer.optimizers) > 1 else ""
+        plain = {
+            name: value
+            for name, value in optimizer.defaults.items()
+            if isinstance(value, int | float | bool | tuple) and name != "initial_lr" and value is not False
+        }
+        yield f"optimizer{suffix}", type(optimizer).__name__
+        yield f"optimizer{suffix} defaults", ", ".join(f"{name}={_text(value)}" for name, value in plain.items())
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    if schedulers:
+        yield "schedulers", ", ".join(schedulers)
+
+
+def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for name, loaders, batches in (
+        ("training", trainer.train_dataloader, trainer.num_training_batches),
+        ("validation", trainer.val_dataloaders, trainer.num_val_batches),
+    ):
+        total: Any = sum(batches) if isinstance(batches, Sequence) else batches
+        if loaders is None or not total:
+            continue
+        yield f"{name} batches", f"{total:,}" if total != float("inf") else "unknown"
+        batch_size = getattr(loaders, "batch_size", None)
+        if isinstance(batch_size, int):
+            yield f"{name} batch size", str(batch_size)
+        workers = getattr(loaders, "num_workers", None)
+        if isinstance(workers, int):
+            yield f"{name} workers", str(workers)
+
+
+def learning_rates(trainer: Trainer) -> dict[str, Any]:
+    """Return the learning rate of each parameter group; those that are equal to the first one's only once."""
+    rates: dict[str, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            rates[f"{number}.{place}"] = group["lr"] if "lr" in group else float("nan")
+    if len(rates) == 1:
+        return {"learning_rate": next(iter(rates.values()))}
+    return {f"learning_rate/{name}": value for name, value in list(rates.items())[:20]}

@@ -1,0 +1,214 @@
+"""RunReport: the record and the page of real fits."""
+
+import csv
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks import AutoResume, RunReport
+from lightning_tricks.run_report import read_record
+from tests.contract.checks import Interrupts
+from tests.contract.lab import QUIET, Net, loader
+
+
+class Logs(Net):
+    """Logs losses in steps and epochs, in training and validation, and at the end of an epoch."""
+
+    def __init__(self, fails_at=None, **arguments):
+        super().__init__(**arguments)
+        self.save_hyperparameters({"width": 16, "api_key": "hush", "<b>": "<script>alert(1)</script>"})
+        self.fails_at = fails_at
+
+    def training_step(self, batch, batch_idx):
+        if self.fails_at == self.global_step:
+            raise ZeroDivisionError("<i>never</i>")
+        outputs = super().training_step(batch, batch_idx)
+        self.log("train/loss", outputs["loss"].detach(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("<img src=x>", 1.0)
+        return outputs
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        self.log("epoch_end", float(self.current_epoch), sync_dist=True)
+
+
+def train(callbacks, module=None, seed=0, **options):
+    pl.seed_everything(seed, verbose=False)
+    arguments = {"max_epochs": 2, "log_every_n_steps": 1, **QUIET, "callbacks": callbacks, **options}
+    trainer = Trainer(**arguments)
+    trainer.fit(module or Logs(), loader(), loader())
+    return trainer
+
+
+class Links(HTMLParser):
+    """Gathers tags, and what they load."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.loaded = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "data", "action", "srcset")]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """The folder of a report, and the rows of a CSVLogger in the same run."""
+    folder = tmp_path_factory.mktemp("logged")
+    logger = CSVLogger(folder / "csv")
+    train([RunReport(folder / "a")], logger=logger)
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+        return folder / "a", list(csv.DictReader(file))
+
+
+def test_record_holds_what_a_csv_logger_writes(logged):
+    folder, rows = logged
+    record = read_record(folder)
+    keys = [key for key in rows[0] if key not in ("step", "epoch")]
+    assert set(keys) == {"train/loss_step", "train/loss_epoch", "val/loss", "epoch_end", "<img src=x>"}
+    for key in keys:
+        written = [(int(row["step"]), int(row["epoch"]), float(row[key])) for row in rows if row[key]]
+        assert [(point.step, point.epoch, point.value) for point in record.curve(key)] == written
+
+
+def test_record_is_the_same_without_a_logger(logged, tmp_path):
+    train([RunReport(tmp_path)])
+    assert read_record(tmp_path).rows == read_record(logged[0]).rows
+
+
+def test_values_of_hooks_that_come_last_are_recorded(logged):
+    assert [point.value for point in read_record(logged[0]).curve("epoch_end")] == [0.0, 1.0]
+
+
+def test_learning_rate_is_that_of_the_step(tmp_path):
+    class Decays(Logs):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    train([RunReport(tmp_path)], Decays())
+    rates = [point.value for point in read_record(tmp_path).curve("learning_rate")]
+    assert rates == [0.01 * 0.5**step for step in range(20)]
+
+
+def test_page_loads_nothing_and_escapes_what_others_wrote(logged):
+    links = Links((logged[0] / "report.html").read_text(encoding="utf-8"))
+    assert not links.loaded
+    assert {"svg", "table", "h2"} <= set(links.tags)
+    assert not {"script", "img", "b<", "link", "iframe", "i>"} & set(links.tags)
+
+
+def test_secrets_are_not_shown(logged):
+    text = (logged[0] / "report.html").read_text(encoding="utf-8") + (logged[0] / "run.json").read_text()
+    assert "api_key" in text
+    assert "hush" not in text
+
+
+def test_run_json_is_strict_json(tmp_path):
+    class Diverges(Logs):
+        def on_train_epoch_end(self):
+            self.log("bad", float("nan"))
+
+    train([RunReport(tmp_path)], Diverges(), max_epochs=1)
+    for line in (tmp_path / "values.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert str(read_record(tmp_path).curve("bad")[0].value) == "nan"
+
+
+def test_error_leaves_a_page_that_names_it(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        train([RunReport(tmp_path)], Logs(fails_at=13))
+    record = read_record(tmp_path)
+    assert (record.status, record.message) == ("failed", "ZeroDivisionError: <i>never</i>")
+    assert len(record.curve("train/loss_step")) == 13
+    assert "&lt;i&gt;never" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def rows_of(record):
+    return [(row.kind, row.step, row.epoch, row.values) for row in record.rows]
+
+
+@pytest.mark.oldest
+def test_stopped_run_that_auto_resume_continues_has_the_undisturbed_record(logged, tmp_path):
+    def fit(*more):
+        report, saves = RunReport(tmp_path / "a"), AutoResume(tmp_path / "saves", every_n_train_steps=3)
+        train([report, saves, *more])
+
+    with pytest.raises(SystemExit):
+        fit(Interrupts(13))
+    stopped = read_record(tmp_path / "a")
+    assert (stopped.status, len(stopped.curve("train/loss_step"))) == ("stopped", 13)
+    fit()
+    resumed = read_record(tmp_path / "a")
+    assert rows_of(resumed) == rows_of(read_record(logged[0]))
+    assert [(one.step, one.epoch, one.not_restored) for one in resumed.resumes] == [(13, 1, [])]
+    assert resumed.started == stopped.started
+    assert resumed.status == "finished"
+
+
+@pytest.mark.oldest
+def test_rows_after_the_restored_step_are_dropped(logged, tmp_path):
+    trainer = train([RunReport(tmp_path / "a")], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for _ in range(2):  # the second time the record is complete
+        pl.seed_everything(0, verbose=False)
+        again = Trainer(max_epochs=2, log_every_n_steps=1, callbacks=[RunReport(tmp_path / "a")], **QUIET)
+        again.fit(Logs(), loader(), loader(), ckpt_path=tmp_path / "one.ckpt")
+        assert rows_of(read_record(tmp_path / "a")) == rows_of(read_record(logged[0]))
+    assert len(read_record(tmp_path / "a").resumes) == 2
+    assert not list((tmp_path / "a").glob("earlier-*"))
+
+
+def test_second_fit_keeps_the_report_of_the_first(tmp_path, caplog):
+    train([RunReport(tmp_path)], max_epochs=1)
+    first = (tmp_path / "values.jsonl").read_text()
+    with caplog.at_level("INFO"):
+        train([RunReport(tmp_path)], max_epochs=1, seed=1)
+    assert (tmp_path / "earlier-1" / "values.jsonl").read_text() == first
+    assert "moved to" in caplog.text
+    assert (tmp_path / "values.jsonl").read_text() != first
+
+
+@pytest.mark.oldest
+def test_rank_zero_writes_what_is_logged(tmp_path):
+    logger = CSVLogger(tmp_path / "csv")
+    train([RunReport(tmp_path / "a")], logger=logger, strategy="ddp_fork", devices=2, use_distributed_sampler=True)
+    with next((tmp_path / "csv").rglob("metrics.csv")).open(newline="") as file:
+        written = [float(row["train/loss_step"]) for row in csv.DictReader(file) if row["train/loss_step"]]
+    record = read_record(tmp_path / "a")
+    assert [point.value for point in record.curve("train/loss_step")] == written
+    assert len(written) == 10
+    assert ("strategy", "DDPStrategy, 2 ranks") in record.trainer
+
+
+def test_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(MisconfigurationException, match="Choose another path"):
+        train([RunReport(tmp_path / "a")])
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    train([RunReport(tmp_path / "a")], fast_dev_run=True)
+    assert not (tmp_path / "a").exists()
+
+
+def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("lightning_tricks.run_report.core.value_recorder.append_rows", fails)
+    with pytest.warns(UserWarning, match="RunReport stops: .*No space left"):
+        trainer = train([RunReport(tmp_path)])
+    assert trainer.global_step == 20

@@ -1,0 +1,213 @@
+"""What stands out: each finding appears where it is true, and nowhere else."""
+
+import math
+import re
+
+import pytest
+
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
+from lightning_tricks.run_report import RunRecord, find_all
+from lightning_tricks.run_report.core.record import GitState, Resume, Row
+
+
+def record_of(curves, kind="epoch", **known):
+    """The record of a finished run, with a row for each place in the curves."""
+    length = max(map(len, curves.values()), default=0)
+    rows = [
+        Row(kind, place, place, {key: values[place] for key, values in curves.items() if place < len(values)})
+        for place in range(length)
+    ]
+    return RunRecord(**{"status": "finished", "step": length, "epochs": 1, "rows": rows, **known})
+
+
+def said(record):
+    return [(finding.level, finding.text) for finding in find_all(record)]
+
+
+def clipped(clipped, steps=100, skipped=0, max_norm=1.0):
+    return ClippedSteps(optimizer=0, steps=steps, clipped=clipped, skipped=skipped, max_norm=max_norm)
+
+
+def matrix(counts):
+    return ConfusionMatrix(stage="val", epoch=3, classes=["cat", "dog", "cow"], counts=counts)
+
+
+def reliability(share):
+    return Reliability(stage="val", epoch=3, label="accuracy", confidence=[0.7, 0.9], share=share, weight=[0.5, 0.5])
+
+
+NORMS = {"grad_norm/pre_clip": [2.0] * 60 + [0.5] * 40}
+FALLS = [1.0 / (1 + place) for place in range(100)]
+GOOD = [1.0, 0.6, 0.5, 0.45, 0.44, 0.43, 0.425, 0.424, 0.4238, 0.4237]
+GIT = {"commit": "c0ffee" * 6 + "abcd"}
+
+# words of the finding, a record that has it, one that has not
+CASES = {
+    "clipped": (
+        "60 % of 100 steps were clipped: max_norm=1 is below the median norm of 2. Most updates were rescaled",
+        record_of(NORMS, "step", parts=[clipped(60)]),
+        record_of(NORMS, "step", parts=[clipped(10)]),
+    ),
+    "clipped above the median": (
+        "40 % of 100 steps were clipped.",
+        record_of({"grad_norm/pre_clip": [2.0] * 40 + [0.5] * 60}, "step", parts=[clipped(40)]),
+        record_of({}, "step", parts=[clipped(4, steps=10)]),
+    ),
+    "limit without effect": (
+        "No step was clipped: max_norm=100 is far above the largest norm that was logged, 2.",
+        record_of(NORMS, "step", parts=[clipped(0, max_norm=100.0)]),
+        record_of(NORMS, "step", parts=[clipped(0, max_norm=3.0)]),
+    ),
+    "skipped": (
+        "3 of 100 steps (3 %) were skipped: gradients were NaN or Inf.",
+        record_of({}, "step", parts=[clipped(0, skipped=3)]),
+        record_of({}, "step", parts=[clipped(0)]),
+    ),
+    "not finite": (
+        "train/loss was NaN at step 50 (epoch 50), and in 2 of 52 logged values.",
+        record_of({"train/loss": FALLS[:50] + [math.nan] * 2}, "step"),
+        record_of({"train/loss": FALLS[:52], "other": [math.nan]}, "step"),
+    ),
+    "diverged": (
+        "train/loss rose from",
+        record_of({"train/loss": FALLS + [0.02 * place for place in range(60)]}, "step"),
+        record_of({"train/loss": FALLS + [0.011 + 0.002 * (place % 2) for place in range(60)]}, "step"),
+    ),
+    "overfits": (
+        "val/loss was lowest in epoch 3 (0.3) and ended at 0.9 in epoch 9: the model overfits; use the checkpoint",
+        record_of({"val/loss": [1.0, 0.5, 0.4, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}),
+        record_of({"val/loss": [1.0, 0.5, 0.4, 0.3, 0.31, 0.3, 0.31, 0.3, 0.31, 0.301]}),
+    ),
+    "overfits by a metric that should be high": (
+        "val/acc was highest in epoch 1 (0.9)",
+        record_of({"val/acc": [0.2, 0.9, 0.7, 0.6, 0.5, 0.4]}),
+        record_of({"val/acc": [0.2, 0.4, 0.5, 0.6, 0.7, 0.9]}),
+    ),
+    "still improving": (
+        "val/loss was best in the last epoch (1), and 22 % of what was gained came in the last quarter: train longer.",
+        record_of({"val/loss": [float(value) for value in range(10, 0, -1)]}),
+        record_of({"val/loss": GOOD}),
+    ),
+    "constant learning rate": (
+        "The learning rate was 0.01 in all steps",
+        record_of({"learning_rate": [0.01] * 30}, "step"),
+        record_of({"learning_rate": [0.01 * (1 - place / 30) for place in range(30)]}, "step"),
+    ),
+    "learning rate still high": (
+        "The learning rate ended at 71 % of its peak of 0.01: the schedule is longer than the run.",
+        record_of(
+            {"learning_rate": [0.01 * (1 - place / 100) for place in range(30)]},
+            "step",
+            trainer=[("schedulers", "CosineAnnealingLR")],
+        ),
+        record_of(
+            {"learning_rate": [0.01 * (1 - place / 30) for place in range(30)]},
+            "step",
+            trainer=[("schedulers", "CosineAnnealingLR")],
+        ),
+    ),
+    "weak class": (
+        "Class 'cow' has a recall of 30 % in val (3 of 10; the median of all classes is 90 %): 5 were taken for 'dog'.",
+        record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [2, 5, 3]])]),
+        record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [1, 5, 0]])]),  # too few to say
+    ),
+    "overconfident": (
+        "The model is overconfident in val: its mean confidence is 80 %, its accuracy 65 % (expected calibration error",
+        record_of({}, parts=[reliability([0.6, 0.7])]),
+        record_of({}, parts=[reliability([0.68, 0.91])]),
+    ),
+    "failed": (
+        "The run failed at step 7, in epoch 2: ValueError: no",
+        record_of({}, status="failed", message="ValueError: no", step=7, epochs=2),
+        record_of({}),
+    ),
+    "waited": (
+        "Training waited for data 38 % of the time: try num_workers=4, now 0.",
+        record_of(
+            {},
+            parts=[
+                DeviceUse(
+                    rank=0,
+                    data_wait=38.0,
+                    verdict=[
+                        "Waited for data 38 % of the time: the loader is the bottleneck; try num_workers=4, now 0."
+                    ],
+                )
+            ],
+        ),
+        record_of({}, parts=[DeviceUse(rank=0, data_wait=8.0)]),
+    ),
+    "memory": (
+        "gpu0/memory_used_gib grew from",
+        record_of({"gpu0/memory_used_gib": [1 + 0.1 * place for place in range(20)]}),
+        record_of({"gpu0/memory_used_gib": [1.0] + [2.0] * 19, "host/ram_used_gib": [float(x) for x in range(1, 21)]}),
+    ),
+    "low utilization": (
+        "The model FLOPs utilization was 10 % (median of 9 values)",
+        record_of({"flops/mfu": [0.1] * 10}, "step"),
+        record_of({"flops/mfu": [0.45] * 10}, "step"),
+    ),
+    "resumed": (
+        "The run was resumed 2 times, at step 5, 9.",
+        record_of({}, resumes=[Resume(5, 0, 0.0), Resume(9, 0, 0.0)]),
+        record_of({}),
+    ),
+    "resumed and not exactly": (
+        "The run was resumed once, at step 5, and not exactly: module.cache could not be restored.",
+        record_of({}, resumes=[Resume(5, 0, 0.0, ["module.cache"])]),
+        record_of({}),
+    ),
+    "not seeded": (
+        "The run was not seeded",
+        record_of({"a": [1.0]}, is_seeded=False),
+        record_of({"a": [1.0]}),
+    ),
+    "uncommitted": (
+        "1 file differs from commit c0ffeec0ff: the differences are in the section Code.",
+        record_of({}, git=GitState(**GIT, changed=[" M train.py", "?? notes"])),
+        record_of({}, git=GitState(**GIT, changed=["?? notes"])),
+    ),
+    "limited": (
+        "Only a part of the data was used in validation (limit_val_batches=2 batches).",
+        record_of({}, trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")]),
+        record_of({}, trainer=[("limit_train_batches", "1"), ("overfit_batches", "0")]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finding_is_made_where_it_is_true_and_nowhere_else(name):
+    words, having, lacking = CASES[name]
+    (text,) = (text for _, text in said(having) if text.startswith(words[:12]))
+    assert text.startswith(words)
+    assert not [text for _, text in said(lacking) if text.startswith(words[:12])]
+
+
+def test_nothing_is_said_of_a_run_without_faults():
+    curves = {
+        "train/loss": FALLS,
+        "val/loss": GOOD,
+        "learning_rate": [0.01 * (1 - place / 100) for place in range(101)],
+    }
+    assert said(record_of(curves, "step", parts=[clipped(3)])) == []
+
+
+def test_warnings_come_first():
+    record = record_of({}, is_seeded=False, step=3, parts=[clipped(0, skipped=3)])
+    assert [level for level, _ in said(record)] == ["warning", "note"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, 1e308, -1e308, 5e-324])
+def test_findings_and_pages_survive_any_number(value):
+    from lightning_tricks.run_report import comparison_page, run_page
+
+    curves = dict.fromkeys(("train/loss", "val/loss", "val/acc", "learning_rate", "grad_norm/pre_clip"), [value] * 60)
+    for kind in ("step", "epoch"):
+        for start in ([], [1.0, 2.0]):
+            record = record_of(
+                {key: [*start, *values] for key, values in curves.items()},
+                kind,
+                parts=[clipped(50, max_norm=value), matrix([[0, 0, 0]] * 3), reliability([value, value])],
+            )
+            for page in (run_page(record), comparison_page(record, record)):
+                assert not re.search(r'(\b[xyrd][12]?|c[xy]|width|height|opacity)="[^"]*(nan|inf)', page)

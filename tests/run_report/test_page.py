@@ -1,0 +1,226 @@
+"""Pages: what is shown, what is left out, two runs, the command, and what git says."""
+
+import re
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_tricks import GradientClipping, ImageLogger, MetricsMonitor, RunFingerprint, RunReport, SeedEverything
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures, Reliability
+from lightning_tricks.cli import main
+from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
+from lightning_tricks.run_report.core.axes import make_scale
+from lightning_tricks.run_report.core.comparison_page import differing_settings
+from lightning_tricks.run_report.core.git_state import read_git_state
+from lightning_tricks.run_report.core.record import GitState, Row
+from lightning_tricks.run_report.core.record_file import write_rows, write_run
+from tests.contract.lab import EvaluatedNet
+from tests.run_report.test_callback import train
+
+EVIL = "<script>alert('x')</script>\"'&"
+
+
+class Balanced(HTMLParser):
+    """Fails where a tag is not closed, and gathers texts and tags."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.text = [], set(), []
+        self.feed(page)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def headings(page):
+    return re.findall(r"<h2>(.*?)</h2>", page)
+
+
+def full_record(**known):
+    rows = [Row("step", step, 0, {f"train/{EVIL}": 1 / (1 + step), "grad_norm/pre_clip": 2.0}) for step in range(100)]
+    parts = [
+        ClippedSteps(optimizer=0, steps=100, clipped=100, skipped=2, max_norm=1.0),
+        ConfusionMatrix(stage="val", epoch=0, classes=[EVIL, "b"], counts=[[3, 1], [0, 4]]),
+        Reliability(stage="val", epoch=0, label="accuracy", confidence=[0.9], share=[0.8], weight=[1.0]),
+        Pictures(title=EVIL, captions=[f"!{EVIL}", "x"], pictures=["iVBORw0KGgoAAA==", 'x" onerror="alert(1)']),
+    ]
+    given = {
+        "module": EVIL,
+        "message": EVIL,
+        "status": "failed",
+        "arguments": [(EVIL, EVIL)],
+        "versions": [("torch", EVIL)],
+        "git": GitState("abc", EVIL, [EVIL], f"+{EVIL}", True),
+    }
+    return RunRecord(**{**given, "rows": rows, "parts": parts, **known})
+
+
+@pytest.mark.parametrize(
+    "make", [run_page, lambda record: comparison_page(record, full_record(seconds=3.0), (EVIL, "B"))]
+)
+def test_all_text_is_escaped_and_all_tags_are_closed(make):
+    page = Balanced(make(full_record()))
+    assert "script" not in page.tags
+    assert "alert('x')" in "".join(page.text)
+    assert "onerror" not in make(full_record())
+
+
+def test_what_there_is_no_data_for_is_left_out():
+    assert headings(run_page(RunRecord(module="Net"))) == []
+    assert headings(run_page(RunRecord(versions=[("torch", "2")]))) == ["Repeatability"]
+
+
+def test_page_says_what_stands_out_first():
+    assert headings(run_page(full_record()))[0] == "What stands out"
+    assert run_page(full_record()).index("100 % of 100 steps were clipped") < run_page(full_record()).index("<svg")
+
+
+def test_large_record_makes_a_small_page():
+    rows = [Row("step", step, 0, {f"m{number}": step * 0.37 for number in range(4)}) for step in range(20_000)]
+    assert len(run_page(RunRecord(rows=rows))) < 400_000
+
+
+def test_comparison_names_what_differs_and_nothing_else():
+    same = {"versions": [("torch", "2.6")], "trainer": [("precision", "32-true")]}
+    one = RunRecord(arguments=[("lr", "0.1"), ("width", "8")], git=GitState("a" * 40, diff="+1"), **same)
+    other = RunRecord(arguments=[("lr", "0.2"), ("depth", "3")], git=GitState("a" * 40, diff="+2"), **same)
+    assert differing_settings(one, other) == [
+        ("lr (hyper-parameter)", "0.1", "0.2"),
+        ("width (hyper-parameter)", "8", "-"),
+        ("depth (hyper-parameter)", "-", "3"),
+        ("differences to the commit", "differ from those of the other run", ""),
+    ]
+    assert differing_settings(one, one) == []
+
+
+def test_comparison_shows_last_values_and_their_difference():
+    runs = [
+        RunRecord(rows=[Row("epoch", step, step, {"val/acc": value}) for step, value in enumerate(values)])
+        for values in ([0.1, 0.9, 0.5], [0.2, 0.75])
+    ]
+    page = comparison_page(*runs)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page.partition("Last and best values")[2])
+    assert cells[:6] == ["val/acc", "0.5", "0.75", "0.25", "0.9", "0.75"]
+
+
+def test_command_makes_pages_of_one_and_of_two_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        record = full_record(seconds=len(name))
+        write_run(tmp_path / name, record)
+        write_rows(tmp_path / name, record.rows)
+    assert main(["report", "a"]) == 0
+    assert (tmp_path / "a" / "report.html").read_text(encoding="utf-8") == run_page(read_record("a"))
+    assert main(["report", "a", "b"]) == 0
+    assert (tmp_path / "comparison.html").exists()
+    assert main(["report", "a", "b", "--out", "other.html"]) == 0
+    assert "other.html" in capsys.readouterr().out
+
+
+def test_command_replaces_no_file_that_is_no_report(tmp_path, capsys):
+    record = full_record()
+    write_run(tmp_path, record)
+    write_rows(tmp_path, record.rows)
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--out", str(tmp_path / "mine.html")])
+    assert "give another path" in capsys.readouterr().err
+    assert (tmp_path / "mine.html").read_text() == "mine"
+
+
+def test_command_names_a_folder_without_a_report(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "holds no report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0], [5.0], [], [1e-9, 1e9], [-3.0, 1e308], [1e-320, 1.0], [7.0, 7.0]])
+@pytest.mark.parametrize("may_be_log", [True, False])
+def test_scale_has_all_values_and_few_ticks(values, may_be_log):
+    scale = make_scale(values, 0, 100, may_be_log=may_be_log)
+    assert all(0 <= scale(value) <= 100 for value in values)
+    assert [scale(value) for value in sorted(values)] == sorted(scale(value) for value in values)
+    assert 1 <= len(scale.ticks(5)) <= 7
+    assert all(scale.low <= tick <= scale.high * (1 + 1e-9) for tick in scale.ticks(5))
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_git_state_has_commit_and_differences_and_runs_no_program_of_the_checkout(tmp_path):
+    assert read_git_state(tmp_path) is None
+    git(tmp_path, "init", "-b", "main")
+    assert read_git_state(tmp_path) is None  # no commit yet
+    (tmp_path / "a.py").write_text("one\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    clean = read_git_state(tmp_path)
+    assert (len(clean.commit), clean.branch, clean.changed, clean.diff) == (40, "main", [], "")
+    for name in ("core.fsmonitor", "diff.external", "core.pager"):
+        git(tmp_path, "config", name, f"touch {tmp_path}/ran")
+    (tmp_path / "a.py").write_text("two\n")
+    (tmp_path / "b.py").write_text("new\n")
+    index = (tmp_path / ".git" / "index").read_bytes()
+    changed = read_git_state(tmp_path)
+    assert changed.changed == [" M a.py", "?? b.py"]
+    assert "-one\n+two" in changed.diff
+    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+
+
+def test_long_differences_are_cut(tmp_path):
+    git(tmp_path, "init", "-b", "main")
+    (tmp_path / "a").write_text("a\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    (tmp_path / "a").write_text("b\n" * 100_000)
+    state = read_git_state(tmp_path)
+    assert (len(state.diff), state.is_cut) == (64_000, True)
+
+
+@pytest.mark.oldest
+def test_callbacks_tell_the_report_what_they_know(tmp_path):
+    images = ImageLogger(6, shape=[1, 8, 8])
+
+    callbacks = [
+        RunReport(tmp_path / "a"),  # first: it asks the others when all are done
+        SeedEverything(3),
+        GradientClipping(max_norm=0.1, on_nonfinite="skip"),
+        MetricsMonitor({"task": "multiclass", "num_classes": 10}, class_names=list("abcdefghij")),
+        RunFingerprint(tmp_path / "fingerprint.jsonl"),
+        images,
+    ]
+    train(callbacks, EvaluatedNet())
+    record = read_record(tmp_path / "a")
+    (clipped,) = record.parts_of(ClippedSteps)
+    assert (clipped.steps, clipped.clipped, clipped.max_norm) == (20, 20, 0.1)
+    (matrix,) = record.parts_of(ConfusionMatrix)
+    assert (matrix.stage, matrix.epoch, sum(map(sum, matrix.counts)), matrix.classes[0]) == ("val", 1, 40, "a")
+    (reliability,) = record.parts_of(Reliability)
+    assert sum(reliability.weight) == pytest.approx(1)
+    right = sum(matrix.counts[place][place] for place in range(10)) / 40
+    assert sum(w * s for w, s in zip(reliability.weight, reliability.share, strict=True)) == pytest.approx(right)
+    (pictures,) = record.parts_of(Pictures)
+    assert len(pictures.pictures) == len(pictures.captions) == 6
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 6
+    assert "fingerprint diff" in page
+    assert "100 % of 20 steps were clipped: max_norm=0.1 is below the median norm of" in page

@@ -1,0 +1,256 @@
+"""The record of a run: its files, thinning, and what is not one."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tricks._shared.report_parts import PART_KINDS, ClippedSteps, Facts, Pictures
+from lightning_tricks.run_report import RunRecord, RunReportError, read_record
+from lightning_tricks.run_report.core.curves import running_mean, split_key, thin_points
+from lightning_tricks.run_report.core.record import GitState, Point, Resume, Row, merge_rows, thin_rows
+from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
+from lightning_tricks.run_report.core.run_writer import RunWriter
+from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
+
+
+def some_record(**known):
+    rows = [
+        Row("step", 0, 0, {"a": 1.0, "number": math.nan}),
+        Row("epoch", 1, 0, {"b": -math.inf}, 2, {"b": 0.1}, {"b": 2.0}),
+    ]
+    parts = [
+        Facts(title="Seed", facts=[("seed", "1")], sentences=["yes"]),
+        ClippedSteps(optimizer=0, steps=3, clipped=1, skipped=0, max_norm=None),
+        Pictures(title="worst", captions=["!a"], pictures=["iVBORw0KGgo="]),
+    ]
+    given = {
+        "module": "Net",
+        "git": GitState("abc", changed=[" M a"]),
+        "resumes": [Resume(3, 1, 2.5, ["x"])],
+        "arguments": [("lr", "0.1")],
+    }
+    return RunRecord(**{**given, "parts": parts, "rows": rows, **known})
+
+
+def save(folder, record):
+    write_run(folder, record)
+    write_rows(folder, record.rows)
+
+
+def test_record_is_read_as_it_was_written(tmp_path):
+    record = some_record()
+    save(tmp_path, record)
+    again = read_record(tmp_path)
+    assert repr(again) == repr(record)
+    assert repr([vars(part) for part in again.parts]) == repr(
+        [
+            {name: list(value) if isinstance(value, tuple) else value for name, value in vars(part).items()}
+            for part in record.parts
+        ]
+    )
+
+
+def test_every_kind_of_part_is_known_by_name():
+    assert all(kind.__dataclass_fields__ for kind in PART_KINDS.values())
+    assert len(set(PART_KINDS.values())) == len(PART_KINDS)
+
+
+def test_row_that_was_not_written_whole_is_left_out(tmp_path):
+    save(tmp_path, some_record())
+    with (tmp_path / VALUES_FILE).open("a") as file:
+        file.write('{"kind": "step", "step": 7')
+    assert len(read_record(tmp_path).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (RUN_FILE, lambda text: "[]", "is not a file of RunReport"),
+        (RUN_FILE, lambda text: text.replace('"version": 1', '"version": 2'), "has version 2"),
+        (RUN_FILE, lambda text: text.replace('"running"', '"flying"'), "status must be"),
+        (RUN_FILE, lambda text: text.replace('"facts"', '"axioms"', 1), "is not a file of RunReport"),
+        (RUN_FILE, lambda text: text.replace('"seconds": 0.0', '"seconds": "0"'), "seconds must be float, got str"),
+        (RUN_FILE, lambda text: "[" * 100_000, "nested too deeply"),
+        (VALUES_FILE, lambda text: text.replace('"step": 0', '"step": "0"'), "damaged in line 1: step must be int"),
+        (VALUES_FILE, lambda text: text.replace('"a": 1.0', '"a": [1.0]'), "damaged in line 1"),
+        (VALUES_FILE, lambda text: text.replace('"kind": "step"', '"kind": "stop"'), "damaged in line 1"),
+        (VALUES_FILE, lambda text: text.replace('"count": 2', '"count": 0'), "damaged in line 2"),
+    ],
+)
+def test_damaged_file_is_one_sentence(tmp_path, name, change, words):
+    save(tmp_path, some_record())
+    text = (tmp_path / name).read_text()
+    changed = change(text)
+    assert changed != text
+    (tmp_path / name).write_text(changed)
+    with pytest.raises(RunReportError, match=words):
+        read_record(tmp_path)
+
+
+def test_folder_without_a_record_is_named(tmp_path):
+    with pytest.raises(RunReportError, match=r"holds no report: run.json is missing"):
+        read_record(tmp_path)
+
+
+def test_random_bytes_are_no_record(tmp_path):
+    source = random.Random(0)
+    save(tmp_path, some_record())
+    for name in (RUN_FILE, VALUES_FILE):
+        data = (tmp_path / name).read_bytes()
+        for _ in range(100):
+            changed = bytearray(data)
+            changed[source.randrange(len(data))] = source.randrange(256)
+            (tmp_path / name).write_bytes(changed)
+            try:
+                read_record(tmp_path)
+            except RunReportError:
+                continue
+        (tmp_path / name).write_bytes(data)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(1, 10))
+def test_thinning_keeps_mean_extremes_and_count(values, most):
+    rows = [Row("step", place, 0, {"a": value}) for place, value in enumerate(values)]
+    thinned = rows
+    while len(thinned) > most:
+        thinned = thin_rows(thinned, most)
+    assert sum(row.count for row in thinned) == len(values)
+    assert min(row.low.get("a", row.values["a"]) for row in thinned) == min(values)
+    assert max(row.high.get("a", row.values["a"]) for row in thinned) == max(values)
+    mean = sum(row.values["a"] * row.count for row in thinned) / len(values)
+    assert mean == pytest.approx(sum(values) / len(values), abs=1e-6)
+    assert [row.step for row in thinned] == sorted(row.step for row in thinned)
+
+
+def test_thinning_merges_rows_of_one_kind_only():
+    rows = [Row("step", place, 0, {"a": 1.0}) for place in range(10)]
+    rows.insert(5, Row("epoch", 4, 0, {"b": 2.0}))
+    thinned = thin_rows(rows, 8)
+    assert [(row.kind, row.count) for row in thinned if row.kind == "epoch"] == [("epoch", 1)]
+    assert [row.count for row in thinned if row.kind == "step"] == [2] * 5
+
+
+def test_merged_row_ignores_nan_in_its_extremes_only():
+    merged = merge_rows([Row("step", 0, 0, {"a": math.nan}), Row("step", 1, 0, {"a": 2.0})])
+    assert math.isnan(merged.values["a"])
+    assert (merged.low["a"], merged.high["a"]) == (2.0, 2.0)
+
+
+def test_long_run_stays_bounded_on_disk(tmp_path):
+    record = RunRecord()
+    save(tmp_path, record)
+    recorder = ValueRecorder(tmp_path, record)
+    recorder.most_rows = 100
+    for step in range(3000):
+        recorder.add("step", step, 0, {"loss": torch.tensor(float(step == 1234))})
+    recorder.flush()
+    again = read_record(tmp_path)
+    assert len(again.rows) <= 100 + 256
+    assert (recorder.num_rows, sum(row.count for row in again.rows)) == (3000, 3000)
+    (spike,) = (point for point in again.curve("loss") if point.high == 1.0)
+    assert abs(spike.step - 1234) < 64
+
+
+def test_values_of_any_type_are_read_at_once(tmp_path):
+    record = RunRecord()
+    save(tmp_path, record)
+    recorder = ValueRecorder(tmp_path, record)
+    parameter = torch.ones(1, requires_grad=True)
+    recorder.add("step", 0, 0, {"a": torch.tensor(3), "b": parameter * 2, "c": 0.1, "d": torch.tensor(0.1), "e": 7})
+    recorder.flush()
+    assert record.rows[0].values == {"a": 3.0, "b": 2.0, "c": 0.1, "d": torch.tensor(0.1).item(), "e": 7.0}
+
+
+def test_keys_beyond_the_first_thousand_are_counted(tmp_path):
+    record = RunRecord()
+    save(tmp_path, record)
+    recorder = ValueRecorder(tmp_path, record)
+    recorder.add("step", 0, 0, {str(number): 1.0 for number in range(1003)})
+    recorder.flush()
+    assert (len(record.logged_keys()), record.keys_left_out) == (1000, 3)
+
+
+ROWS = [Row("step", step, 0, {"a": 1.0}) for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "last_step", "kept"),
+    [
+        (ROWS, 3, 2, 3),
+        (ROWS, 5, 4, 5),
+        (ROWS, 0, -1, 0),
+        (ROWS, 6, 5, None),  # the checkpoint is of a longer run
+        (ROWS, 3, 7, None),  # of another run
+        ([replace(ROWS[1], count=2), replace(ROWS[3], count=2), ROWS[4]], 3, 2, 1),
+    ],
+)
+def test_rows_of_a_checkpoint_are_found(rows, count, last_step, kept):
+    found = keep_first_rows(rows, count, last_step)
+    assert (found and len(found)) == (kept if kept != 0 else [])
+
+
+def test_resume_without_its_record_says_so_and_starts_anew(tmp_path):
+    writer = RunWriter(tmp_path, RunRecord(module="Net"))
+    writer.resume(10, 9, Resume(10, 1, 0.0))
+    assert [one.step for one in read_record(tmp_path).resumes] == [10]
+    assert read_record(tmp_path).rows == []
+
+
+def test_damaged_record_is_moved_aside_by_a_resume(tmp_path):
+    (tmp_path / RUN_FILE).write_text("{")
+    (tmp_path / VALUES_FILE).write_text("")
+    RunWriter(tmp_path, RunRecord()).resume(10, 9, Resume(10, 1, 0.0))
+    assert (tmp_path / "earlier-1" / RUN_FILE).read_text() == "{"
+    assert json.loads((tmp_path / RUN_FILE).read_text())["format"] == "lightning_tricks.run_report"
+
+
+def test_parts_of_one_name_replace_each_other():
+    record = some_record()
+    record.add_parts([ClippedSteps(optimizer=0, steps=9, clipped=1, skipped=0, max_norm=None)])
+    assert [part.steps for part in record.parts_of(ClippedSteps)] == [9]
+    assert len(record.parts) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("val/loss", ("loss", "val", "")),
+        ("val_loss", ("loss", "val", "")),
+        ("loss/val", ("loss", "val", "")),
+        ("train_loss_step", ("loss", "train", "step")),
+        ("training/acc_epoch", ("acc", "train", "epoch")),
+        ("valid.f1", ("f1", "val", "")),
+        ("loss", ("loss", "", "")),
+        ("val", ("val", "", "")),
+        ("interval_loss", ("interval_loss", "", "")),
+        ("test/acc/dataloader_idx_2", ("acc (loader 2)", "test", "")),
+    ],
+)
+def test_stage_of_a_key_is_found(key, parts):
+    found = split_key(key)
+    assert (found.name, found.stage, found.kind) == parts
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(4, 20))
+def test_thinned_curve_keeps_extremes(values, most):
+    points = [Point(step, 0, value, value, value) for step, value in enumerate(values)]
+    thinned = thin_points(points, most)
+    assert len(thinned) <= max(most, 3 * (most // 2))
+    assert [point.step for point in thinned] == sorted({point.step for point in thinned})
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) == len(values) and values:
+        assert max(values) == max(point.value for point in thinned)
+        assert min(values) == min(point.value for point in thinned)
+    if len(finite) < len(values):
+        assert any(not math.isfinite(point.value) for point in thinned)
+
+
+def test_running_mean_is_the_mean_of_neighbours():
+    points = [Point(step, 0, value, value, value) for step, value in enumerate([1.0, 2.0, math.nan, 6.0, 3.0])]
+    assert [point.value for point in running_mean(points, 3)] == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
