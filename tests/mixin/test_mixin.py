@@ -155,6 +155,7 @@ def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     required = {
         "auto_resume": "dirpath",
         "run_fingerprint": "path",
+        "run_report": "path",
         "metrics": "metrics",
         "gradual_unfreezing": "schedule",
         "peft_adapters": "config",

@@ -2,6 +2,10 @@
 
 import csv
 import json
+import multiprocessing
+import os
+import signal
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from lightning_tricks import AutoResume, RunReport
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, loader
+from tests.contract.processes import run_and_exit
 
 
 class Logs(Net):
@@ -156,6 +161,36 @@ def test_stopped_run_that_auto_resume_continues_has_the_undisturbed_record(logge
     assert [(one.step, one.epoch, one.not_restored) for one in resumed.resumes] == [(13, 1, [])]
     assert resumed.started == stopped.started
     assert resumed.status == "finished"
+
+
+class _Kills(pl.Callback):
+    """Kills its process at a step, as a scheduler does that gives no notice."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL")
+def test_killed_run_leaves_a_page_and_its_record_is_continued(logged, tmp_path):
+    def callbacks():
+        return [RunReport(tmp_path / "a"), AutoResume(tmp_path / "saves", every_n_train_steps=3)]
+
+    child = multiprocessing.get_context("fork").Process(
+        target=run_and_exit, args=(lambda: train([*callbacks(), _Kills()]),)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    killed = read_record(tmp_path / "a")
+    assert killed.status == "running"
+    assert len(killed.curve("train/loss_step")) == 15  # those before the last save
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "had not ended when this page was written" in page
+    train(callbacks())
+    resumed = read_record(tmp_path / "a")
+    assert rows_of(resumed) == rows_of(read_record(logged[0]))
+    assert [one.step for one in resumed.resumes] == [15]
 
 
 @pytest.mark.oldest

@@ -49,7 +49,7 @@ CASES = {
         record_of(NORMS, "step", parts=[clipped(10)]),
     ),
     "clipped above the median": (
-        "40 % of 100 steps were clipped.",
+        "40 % of 100 steps were clipped: max_norm=1 is above the median norm of 0.5.",
         record_of({"grad_norm/pre_clip": [2.0] * 40 + [0.5] * 60}, "step", parts=[clipped(40)]),
         record_of({}, "step", parts=[clipped(4, steps=10)]),
     ),

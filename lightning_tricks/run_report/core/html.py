@@ -57,7 +57,8 @@ table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:ta
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top;
 overflow-wrap:anywhere}
 th{font-weight:600;color:var(--soft)}td.number,th.number{text-align:right;white-space:nowrap}
-td:first-child{color:var(--soft)}tr.differs td{background:#fdf3ec}
+td:first-child{color:var(--soft);overflow-wrap:break-word}
+tr.differs td{background:#fdf3ec}
 details{margin-top:10px}summary{cursor:pointer;color:var(--c0)}
 pre{background:var(--pale);border-radius:8px;padding:12px 14px;overflow-x:auto;font:12.5px/1.45 ui-monospace,
 SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}

@@ -194,9 +194,5 @@ def code_section(record: RunRecord) -> str:
 
 def settings_section(record: RunRecord) -> str:
     """Return hyper-parameters, the Trainer's arguments and facts about the data."""
-    tables = [
-        facts_table(record.arguments, "Hyper-parameters"),
-        facts_table(record.trainer, "Trainer"),
-        facts_table(record.data, "Data"),
-    ]
-    return section("Settings", [side_by_side(tables)])
+    left = stacked([facts_table(record.arguments, "Hyper-parameters"), facts_table(record.data, "Data")])
+    return section("Settings", [side_by_side([left, facts_table(record.trainer, "Trainer")])])

@@ -27,10 +27,14 @@ def clipped_steps(record: RunRecord) -> Sequence[Finding]:
         said = f"{format_percent(part.clipped / part.steps)} of {part.steps:,} steps were clipped"
         limit = "" if part.max_norm is None else f"max_norm={format_number(part.max_norm)}"
         if part.clipped >= 0.2 * part.steps:
-            if limit and norms and part.max_norm is not None and part.max_norm < median(norms):
-                said += f": {limit} is below the median norm of {format_number(median(norms))}"
-            most = " Most updates were rescaled; a larger max_norm clips only what is unusual."
-            found += warn(f"{said}.{most if limit and part.clipped > 0.5 * part.steps else ''}")
+            if limit and norms and part.max_norm is not None:
+                where = "below" if part.max_norm < median(norms) else "above"
+                said += f": {limit} is {where} the median norm of {format_number(median(norms))}"
+            is_most = part.clipped > 0.5 * part.steps
+            more = " Most updates were rescaled; a larger max_norm clips only what is unusual." * (
+                is_most and bool(limit)
+            )
+            found.append(Finding("warning" if is_most else "note", f"{said}.{more}"))
         elif not part.clipped and limit and norms and part.max_norm is not None and part.max_norm > 10 * max(norms):
             largest = format_number(max(norms))
             found += note(f"No step was clipped: {limit} is far above the largest norm that was logged, {largest}.")
