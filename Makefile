@@ -129,7 +129,7 @@ $(OLDEST)/installed: constraints-oldest.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/installed-package: $(DECLARED) | $(VENV)/bin/python
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ".[devices,reports]"
 	touch $@
 
 $(VENV)/installed-mutants: | $(VENV)/installed-test

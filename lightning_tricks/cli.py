@@ -76,6 +76,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the report (default: ./%(default)s)",
     )
+    parser.add_argument(
+        "--no-kill", action="store_true", help="leave out the run that is killed and resumed in the end"
+    )
     parser.set_defaults(run=partial(_run_demo, parser))
 
 
@@ -96,6 +99,12 @@ def _run_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     except (MisconfigurationException, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     demo.run(trainer, tricks, arguments.out)
+    if trainer.is_global_zero and not arguments.no_kill:
+        from lightning_tricks.demo_resume import show_resume
+
+        show_resume()
+    if trainer.is_global_zero:
+        demo.print_paths(trainer, arguments.out)
     return 0
 
 

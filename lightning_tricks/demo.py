@@ -162,8 +162,8 @@ def prepare(out: Path, seed: int = 42, **trainer_arguments: Any) -> tuple[Traine
 def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
     """Train, test, print a table of what each trick did, and write the report.
 
-    Writes `report.json`, `report.html`, and the logs and checkpoint of the run under `logs/`. A run that was stopped
-    is resumed when this is called again.
+    Writes `report.json`, the page about the run in `run/`, and its logs and checkpoint under `logs/`. A run that was
+    stopped is resumed when this is called again.
     """
     unfinished = out / "resume"
     with warnings.catch_warnings():
@@ -183,7 +183,7 @@ def run(trainer: Trainer, tricks: Tricks, out: Path) -> None:
         if trainer.is_global_zero:
             folders = (unfinished / "logs.txt").read_text(encoding="utf-8").splitlines()
             report = _report(trainer, _read_history(folders), {k: v.item() for k, v in values.items()})
-            _print_and_write(report, out, folder)
+            _print_and_write(report, out)
             shutil.rmtree(unfinished)  # the next run starts anew
 
 
@@ -203,17 +203,22 @@ def _report(
     return report | {room: part.rows(trainer, history) for room, part in _parts().items()}
 
 
-def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path, folder: Path) -> None:
+def print_paths(trainer: Trainer, out: Path) -> None:
+    """Say where the run is to be looked at."""
+    console = make_console(soft_wrap=True, highlight=False)
+    logs = getattr(trainer.logger, "log_dir", "")
+    console.print(f"\nLogs and checkpoint: {logs}; the table as data: {out / 'report.json'}")
+    console.print(f"The page about this run, to open in a browser: {(out / 'run' / 'report.html').resolve()}")
+
+
+def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path) -> None:
     table = Table("trick", "what", "in this run", title="1,797 digits, one small net, every trick")
     for room, rows in report.items():
         for position, (what, text) in enumerate(rows.items()):
             table.add_row(room if position == 0 else "", what, text, end_section=position == len(rows) - 1)
-    console = make_console(record=True)
-    console.print(table)
-    console.save_html(str(out / "report.html"), clear=False)
+    make_console().print(table)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "lightning": lightning.__version__}
     (out / "report.json").write_text(json.dumps({"versions": versions, **report}, indent=2) + "\n", encoding="utf-8")
-    make_console(soft_wrap=True).print(f"Report: {out / 'report.html'}, {out / 'report.json'}; logs: {folder}")
 
 
 def _parts() -> dict[str, ModuleType]:

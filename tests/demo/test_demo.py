@@ -15,12 +15,13 @@ import torch
 
 from lightning_tricks import demo
 from lightning_tricks.cli import main
+from lightning_tricks.demo_resume import KILLED_AFTER, show_resume
 from tests.auto_resume.killing import run
 from tests.contract.cases import CASES
 from tests.documents.generated import DOCS
 
 _COMMAND = str(Path(sys.executable).with_name("lightning-tricks"))
-_THREE_EPOCHS = ("demo", "--max-epochs", "3", "--accelerator", "cpu")
+_THREE_EPOCHS = ("demo", "--max-epochs", "3", "--accelerator", "cpu", "--no-kill")
 
 
 def _run(*arguments):
@@ -115,7 +116,9 @@ def test_writes_a_report_that_agrees(two_runs):
     assert report["gradient_clipping"]["gradient norm after"].endswith("largest 2.00")
     test_accuracy = report["training"]["accuracy"].split("test ")[1]
     assert float(test_accuracy.rstrip("%")) > 90, "the model has learned"
-    assert "clipped steps" in (out / "report.html").read_text()
+    page = out / "run" / "report.html"
+    assert "steps were clipped" in page.read_text() or "gradient norm" in page.read_text()
+    assert two_runs[1].stdout.splitlines()[-1].endswith(str(page.resolve())), "the last line is where to look"
     assert {path.name for path in (out / "logs").iterdir()} == {"version_0", "version_1"}
     (checkpoint,) = (out / "logs" / "version_0" / "checkpoints").iterdir()
     with pytest.warns(UserWarning, match="The tricks in the checkpoint name files or folders"):
@@ -124,12 +127,29 @@ def test_writes_a_report_that_agrees(two_runs):
 
 
 def test_two_devices_and_another_precision(tmp_path):
-    arguments = ("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--precision", "bf16-mixed")
+    arguments = ("demo", "--max-epochs", "1", "--accelerator", "cpu", "--devices", "2", "--no-kill")
+    arguments += ("--precision", "bf16-mixed")
     status, printed = _fork(tmp_path, None, arguments)
     assert status == 0, printed
     report = json.loads(Path("lightning_tricks_demo/report.json").read_text())
     assert report["training"]["steps"] == "19 in 1 epochs, bf16-mixed, 2 x CPUAccelerator"
     assert printed.count("clipped steps") == 1, "rank zero alone reports"
+
+
+def test_a_run_is_killed_and_resumed_before_the_readers_eyes(capsys):
+    show_resume()
+    lines = capsys.readouterr().out.splitlines()
+    whole, resumed = (re.search(r"76 steps, sha256 of the weights (\w{16})", line) for line in (lines[2], lines[4]))
+    assert whole[1] == resumed[1]
+    assert lines[3].split() == ["killed", str(KILLED_AFTER), "steps"]
+    assert f"resumed at step {KILLED_AFTER}: equal, bit for bit" in lines[4]
+
+
+def test_a_child_that_fails_is_an_error_with_its_words(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setattr("lightning_tricks.demo_resume.__name__", "lightning_tricks.no_such_module")
+    with pytest.raises(RuntimeError, match="No module named"):
+        show_resume()
 
 
 @pytest.mark.parametrize(
