@@ -87,6 +87,45 @@ def test_record_holds_what_a_csv_logger_writes(logged):
         assert [(point.step, point.epoch, point.value) for point in record.curve(key)] == written
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 4},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+        {"log_every_n_steps": 3, "num_sanity_val_steps": 2},
+        {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0},
+    ],
+)
+def test_record_holds_what_a_csv_logger_writes_in_other_loops(tmp_path, options):
+    logger = CSVLogger(tmp_path / "csv")
+    train([RunReport(tmp_path / "a")], logger=logger, **options)
+    record = read_record(tmp_path / "a")
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 3
+    for key in rows[0].keys() - {"step", "epoch"}:
+        written = [(int(row["step"]), float(row[key])) for row in rows if row[key]]
+        assert [(point.step, point.value) for point in record.curve(key)] == written
+
+
+def test_what_auto_resume_could_not_restore_is_in_the_page(tmp_path):
+    class Opens(Logs):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.opened = object()  # neither a plain value nor a tensor
+
+    def callbacks():
+        return [RunReport(tmp_path / "a"), AutoResume(tmp_path / "saves", every_n_train_steps=3)]
+
+    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="opened"):
+        train([*callbacks(), Interrupts(13)], Opens())
+    with pytest.warns(UserWarning, match="opened"):
+        train(callbacks(), Opens())
+    (resume,) = read_record(tmp_path / "a").resumes
+    assert resume.not_restored
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "resumed once, at step 13, and not exactly" in page
+
+
 def test_record_is_the_same_without_a_logger(logged, tmp_path):
     train([RunReport(tmp_path)])
     assert read_record(tmp_path).rows == read_record(logged[0]).rows
