@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks import AutoResume, RunReport
+from lightning_tricks import AutoResume, RunReport, SeedEverything
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, loader
@@ -283,6 +283,26 @@ def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("lightning_tricks.run_report.core.value_recorder.append_rows", fails)
-    with pytest.warns(UserWarning, match="RunReport stops: .*No space left"):
+    with pytest.warns(UserWarning, match="RunReport stops to write .*No space left"):
         trainer = train([RunReport(tmp_path)])
     assert trainer.global_step == 20
+
+
+def test_callback_that_fails_to_tell_what_it_knows_does_not_end_the_training(tmp_path):
+    class Fails(SeedEverything):
+        def report_parts(self, trainer):
+            raise KeyError("gone")
+
+    with pytest.warns(UserWarning, match="RunReport stops to write .*KeyError: 'gone'"):
+        trainer = train([RunReport(tmp_path), Fails(0)])
+    assert trainer.global_step == 20
+
+
+def test_text_that_utf8_lacks_is_replaced(tmp_path):
+    module = Logs()
+    module.save_hyperparameters({"file": "a\udc80", "many": list(range(100_000))})
+    train([RunReport(tmp_path)], module, max_epochs=1)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "a?" in page
+    assert len(page) < 100_000
+    assert dict(read_record(tmp_path).arguments)["file"] == "a\udc80"
