@@ -96,8 +96,8 @@ class RunReport(TrickCallback):
         if is_fast_dev_run(trainer) or not trainer.is_global_zero:
             self.skip_hooks("on_train_batch_start")
             return
-        writer = self._writer = RunWriter(Path(self.path), describe_run(trainer, pl_module))
-        with self._stops_on_oserror():
+        with self._stops_on_error():
+            writer = self._writer = RunWriter(Path(self.path), describe_run(trainer, pl_module))
             if self._position_to_keep is None:
                 writer.start()
             else:
@@ -133,30 +133,27 @@ class RunReport(TrickCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the callbacks for what they know, before they forget it."""
         if self._writer is not None:
-            self._writer.record.add_parts(self._parts(trainer))
+            with self._stops_on_error():
+                self._writer.record.add_parts(self._parts(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the page of what there is."""
         is_error = isinstance(exception, Exception)
-        try:
-            # a lost device cannot be read
-            self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
-        except RuntimeError as error:
-            warnings.warn(f"RunReport could not write its last page: {describe_error(error)}", stacklevel=2)
-        finally:
-            self._close()
+        self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the page at the end of a fit, when all callbacks are done."""
         if self._writer is not None:
             self._write(trainer, "finished")
+        if self._writer is not None:
             rank_zero_info(f"RunReport: {Path(self.path) / PAGE_FILE}")
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
         """Write what was logged so far, and return how many rows the record has."""
         if self._writer is not None:
-            with self._stops_on_oserror():
+            with self._stops_on_error():
                 self._position = self._writer.position()
         return {"rows": self._position[0], "last_step": self._position[1]}
 
@@ -172,7 +169,7 @@ class RunReport(TrickCallback):
         known = {name: value for name, value in values.items() if name not in ("step", "epoch")}
         if not is_epoch:
             known = {**self._rates, **known}
-        with self._stops_on_oserror():
+        with self._stops_on_error():
             kind: Literal["step", "epoch"] = "epoch" if is_epoch else "step"
             self._writer.values.add(kind, logger_step(trainer), trainer.current_epoch, known)
         if is_epoch and trainer.training and self._writer is not None and self._writer.is_page_due():
@@ -181,7 +178,7 @@ class RunReport(TrickCallback):
     def on_values_sent(self, trainer: Trainer, values: Mapping[str, float], step: int) -> None:
         """Record what another callback has sent to the loggers itself."""
         if self._writer is not None:
-            with self._stops_on_oserror():
+            with self._stops_on_error():
                 self._writer.values.add("epoch", step, trainer.current_epoch, values)
 
     def _write(self, trainer: Trainer, status: Status, message: str = "") -> None:
@@ -189,7 +186,7 @@ class RunReport(TrickCallback):
         if writer is None:
             return
         writer.record.step, writer.record.epochs = trainer.global_step, trainer.current_epoch
-        with self._stops_on_oserror():
+        with self._stops_on_error():
             writer.write(status, self._parts(trainer), message)
             self._position = writer.position()
 
@@ -202,12 +199,12 @@ class RunReport(TrickCallback):
         ]
 
     @contextmanager
-    def _stops_on_oserror(self) -> Iterator[None]:
-        """If a file cannot be written, training continues without the report."""
+    def _stops_on_error(self) -> Iterator[None]:
+        """Whatever goes wrong in the report, such as a full disk or a lost device, training continues without it."""
         try:
             yield
-        except OSError as error:
-            warnings.warn(f"RunReport stops: {self.path} cannot be written ({error}).", stacklevel=2)
+        except Exception as error:
+            warnings.warn(f"RunReport stops to write {self.path}: {describe_error(error)}", stacklevel=2)
             self._close()
 
     def _close(self) -> None:

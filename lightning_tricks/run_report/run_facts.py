@@ -46,6 +46,8 @@ def _seed_facts(seed: str | None) -> list[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list | tuple) and len(value) > _LONGEST_TEXT:  # its `repr` may take long
+        value = value[:_LONGEST_TEXT]
     text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks import AutoResume, RunReport
+from lightning_tricks import AutoResume, RunReport, SeedEverything
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, Net, loader
@@ -85,6 +85,45 @@ def test_record_holds_what_a_csv_logger_writes(logged):
     for key in keys:
         written = [(int(row["step"]), int(row["epoch"]), float(row[key])) for row in rows if row[key]]
         assert [(point.step, point.epoch, point.value) for point in record.curve(key)] == written
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 4},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+        {"log_every_n_steps": 3, "num_sanity_val_steps": 2},
+        {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0},
+    ],
+)
+def test_record_holds_what_a_csv_logger_writes_in_other_loops(tmp_path, options):
+    logger = CSVLogger(tmp_path / "csv")
+    train([RunReport(tmp_path / "a")], logger=logger, **options)
+    record = read_record(tmp_path / "a")
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 3
+    for key in rows[0].keys() - {"step", "epoch"}:
+        written = [(int(row["step"]), float(row[key])) for row in rows if row[key]]
+        assert [(point.step, point.value) for point in record.curve(key)] == written
+
+
+def test_what_auto_resume_could_not_restore_is_in_the_page(tmp_path):
+    class Opens(Logs):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.opened = object()  # neither a plain value nor a tensor
+
+    def callbacks():
+        return [RunReport(tmp_path / "a"), AutoResume(tmp_path / "saves", every_n_train_steps=3)]
+
+    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="opened"):
+        train([*callbacks(), Interrupts(13)], Opens())
+    with pytest.warns(UserWarning, match="opened"):
+        train(callbacks(), Opens())
+    (resume,) = read_record(tmp_path / "a").resumes
+    assert resume.not_restored
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "resumed once, at step 13, and not exactly" in page
 
 
 def test_record_is_the_same_without_a_logger(logged, tmp_path):
@@ -244,6 +283,26 @@ def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr("lightning_tricks.run_report.core.value_recorder.append_rows", fails)
-    with pytest.warns(UserWarning, match="RunReport stops: .*No space left"):
+    with pytest.warns(UserWarning, match="RunReport stops to write .*No space left"):
         trainer = train([RunReport(tmp_path)])
     assert trainer.global_step == 20
+
+
+def test_callback_that_fails_to_tell_what_it_knows_does_not_end_the_training(tmp_path):
+    class Fails(SeedEverything):
+        def report_parts(self, trainer):
+            raise KeyError("gone")
+
+    with pytest.warns(UserWarning, match="RunReport stops to write .*KeyError: 'gone'"):
+        trainer = train([RunReport(tmp_path), Fails(0)])
+    assert trainer.global_step == 20
+
+
+def test_text_that_utf8_lacks_is_replaced(tmp_path):
+    module = Logs()
+    module.save_hyperparameters({"file": "a\udc80", "many": list(range(100_000))})
+    train([RunReport(tmp_path)], module, max_epochs=1)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "a?" in page
+    assert len(page) < 100_000
+    assert dict(read_record(tmp_path).arguments)["file"] == "a\udc80"

@@ -89,6 +89,7 @@ def added(folder: Path, metrics: Mapping[str, Any] | None = None) -> dict[str, d
         "ModelReport": {"path": str(folder / "model"), "graph": False},
         "AutoResume": {"dirpath": str(folder / "resume"), "every_n_train_steps": 2},
         "RunFingerprint": {"path": str(folder / "fingerprint.jsonl"), "detail": "layer"},
+        "RunReport": {"path": str(folder / "report")},
         "DeviceMonitor": {"every_n_train_steps": 4},
         "CudaMemory": {},
         "NvtxRanges": {},

@@ -46,6 +46,7 @@ def gradient_figures(record: RunRecord) -> list[str]:
         part = clipped.get(int(number) if number.isdecimal() else 0)
         before, after = record.curve(key), record.curve(f"{prefix}post_clip")
         lines = [Line("before clipping", before, 1), Line("after clipping", after, 0)]
+        lines = [line for line in lines if line.points]
         rule = None if part is None or part.max_norm is None else (part.max_norm, "max_norm")
         skips = [point for point in before if not math.isfinite(point.value)]
         marks = [(point.step, f"not finite at step {point.step:,}") for point in skips[:200]]

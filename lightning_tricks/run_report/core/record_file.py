@@ -72,7 +72,7 @@ def write_page(path: Path, page: str) -> None:
             if PAGE_MARK.encode() not in stream.read(2000):
                 raise RunReportError(f"{path} is no page of a report, and is not replaced: give another path.")
     with atomic_write(path) as staged:
-        staged.write_text(page, encoding="utf-8")
+        staged.write_text(page, encoding="utf-8", errors="replace")  # a path may have what UTF-8 lacks
 
 
 def read_record(folder: str | os.PathLike[str]) -> RunRecord:

@@ -116,7 +116,6 @@ def limited_data(record: RunRecord) -> Sequence[Finding]:
 
 
 USAGE_CHECKS: tuple[Check, ...] = (
-    ended_early,
     data_wait,
     memory_grows,
     low_utilization,
