@@ -18,7 +18,7 @@ from lightning_tricks.run_report.core.findings import find_all
 from lightning_tricks.run_report.core.html import (
     figure,
     findings_list,
-    folded,
+    first_and_folded,
     page,
     paragraph,
     section,
@@ -30,7 +30,7 @@ from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.svg import Line, line_chart
 
 _NOISY = 60  # points from which only the mean is drawn
-_MOST_PICTURES, _MOST_FOLDED = 6, 60
+_MOST_PICTURES = 6
 _MOST_ROWS = 300
 
 
@@ -55,11 +55,7 @@ def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] 
         section(
             "Loss and metrics",
             [
-                side_by_side(pictures[:_MOST_PICTURES]),
-                folded(
-                    f"{len(pictures) - _MOST_PICTURES} more curves",
-                    side_by_side(pictures[_MOST_PICTURES : _MOST_PICTURES + _MOST_FOLDED]),
-                ),
+                first_and_folded(pictures, _MOST_PICTURES),
             ],
         ),
         section("Last and best values", [_values(runs, names)]),

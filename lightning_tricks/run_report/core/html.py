@@ -11,6 +11,7 @@ from lightning_tricks.run_report.core.record_file import PAGE_MARK
 from lightning_tricks.run_report.core.svg import Line
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_MOST_FOLDED = 60
 _MOST_PICTURE_BYTES = 200_000
 _STYLE = """
 :root{--ink:#1d2329;--soft:#5b6570;--line:#d9dee3;--back:#fff;--pale:#f5f7f9;color-scheme:light;
@@ -150,6 +151,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
 def folded(summary: str, inside: str) -> str:
     """Return what is shown only when it is opened."""
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>" if inside else ""
+
+
+def first_and_folded(pictures: Sequence[str], most: int) -> str:
+    """Return the first pictures in two columns, and below them at most 60 more that are folded."""
+    more = folded(f"{len(pictures) - most} more curves", side_by_side(pictures[most : most + _MOST_FOLDED]))
+    return side_by_side(pictures[:most]) + more
 
 
 def findings_list(findings: Sequence[Finding]) -> str:

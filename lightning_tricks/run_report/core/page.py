@@ -20,7 +20,16 @@ from lightning_tricks.run_report.core.curves import (
     split_key,
 )
 from lightning_tricks.run_report.core.findings import find_all
-from lightning_tricks.run_report.core.html import figure, findings_list, folded, page, section, side_by_side, table
+from lightning_tricks.run_report.core.html import (
+    figure,
+    findings_list,
+    first_and_folded,
+    folded,
+    page,
+    section,
+    side_by_side,
+    table,
+)
 from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
 from lightning_tricks.run_report.core.part_sections import (
     class_sections,
@@ -37,7 +46,6 @@ from lightning_tricks.run_report.core.svg import Line, line_chart
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _MOST_PICTURES = 4  # that are not folded
-_MOST_FOLDED = 60
 _NOISY = 60  # points from which a mean is drawn
 _STATUS = {
     "running": "had not ended when this page was written",
@@ -57,11 +65,7 @@ def run_page(record: RunRecord) -> str:
         section(
             "Loss and metrics",
             [
-                side_by_side(pictures[:_MOST_PICTURES]),
-                folded(
-                    f"{len(pictures) - _MOST_PICTURES} more curves",
-                    side_by_side(pictures[_MOST_PICTURES : _MOST_PICTURES + _MOST_FOLDED]),
-                ),
+                first_and_folded(pictures, _MOST_PICTURES),
                 values_table(record),
                 _note_of_left_out(record),
             ],
