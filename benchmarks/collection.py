@@ -23,6 +23,7 @@ from lightning_tricks import (
     GradientClipping,
     MetricsMonitor,
     ModelReport,
+    RunReport,
     SeedEverything,
     multiclass_metrics,
     seed_everything,
@@ -35,7 +36,9 @@ MAKE: dict[str, Callable[[str], Callback]] = {
     "FlopsReport": lambda folder: FlopsReport(),
     "ModelReport": lambda folder: ModelReport(),
     "AutoResume": lambda folder: AutoResume(f"{folder}/resume"),
+    "RunReport": lambda folder: RunReport(f"{folder}/report"),
 }
+SIX = [name for name in MAKE if name != "RunReport"]
 STEPS, LATER, FIRST = "steps", "an epoch with its checkpoint", "the first epoch, with reports and all that starts a fit"
 
 
@@ -119,7 +122,7 @@ def main() -> None:
     given = arguments(15)
     torch.set_num_threads(1)
     be_quiet()
-    together = {"the bare Trainer": [], "all six": list(MAKE)}
+    together = {"the bare Trainer": [], "all six": SIX}
     alone = {"Trainer(gradient_clip_val=1.0)": ["gradient_clip_val"]} | {name: [name] for name in MAKE}
     results = {}
     for step, make, contestants in (("2 ms", mlp, together | alone), ("ResNet-18", resnet, together)):
