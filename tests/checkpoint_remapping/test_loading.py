@@ -81,6 +81,14 @@ def test_assign_replaces_and_false_copies():
 
 
 @pytest.mark.trap("checkpoints: strict_loading=False with module. prefixes loads 0 of 4 tensors and says it loaded")
+def test_one_equal_name_of_many_may_be_by_chance_and_the_error_says_what_to_do():
+    model, file = small(), {"3.weight": torch.ones(5, 16)}
+    with pytest.raises(NothingLoadedError, match=r"only 3\.weight, of the model's 9 tensors, has .* rules=None takes"):
+        load_weights(model, file, allow_missing="*")
+    load_weights(model, file, rules=None, allow_missing="*")
+    assert (model[3].weight == 1).all()
+
+
 def test_nothing_loaded_is_an_error():
     target = small()
     before = snapshot(target)

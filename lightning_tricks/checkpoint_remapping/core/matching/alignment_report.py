@@ -132,8 +132,12 @@ def diagnose(
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
         said += _other_names(found)
     if not found.matches and not found.ambiguous:
+        equal = [name for name, shape in target_shapes.items() if source_shapes.get(name) == shape]
         said.append(
-            f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
+            f"only {list_names(equal)}, of the model's {len(target_shapes)} tensors, has the name and the shape of one "
+            "in the file, which may be by chance: rules=None takes names as they are"
+            if equal
+            else f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
             f"{list_names(target_shapes)}"
         )
     computed = [name for name in missing if is_computed(name)]
