@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 import lightning_tricks
 from lightning_tricks._shared.console import make_console
 from lightning_tricks.mixin import TricksMixin
+from lightning_tricks.run_report.demo import page_path
 from lightning_tricks.tricks import Tricks
 
 
@@ -208,7 +209,7 @@ def print_paths(trainer: Trainer, out: Path) -> None:
     console = make_console(soft_wrap=True, highlight=False)
     logs = getattr(trainer.logger, "log_dir", "")
     console.print(f"\nLogs and checkpoint: {logs}; the table as data: {out / 'report.json'}")
-    console.print(f"The page about this run, to open in a browser: {(out / 'run' / 'report.html').resolve()}")
+    console.print(f"The page about this run, to open in a browser: {page_path(out).resolve()}")
 
 
 def _print_and_write(report: Mapping[str, Mapping[str, str]], out: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import make_console, write_output
 from lightning_tricks.demo import Digits, DigitsClassifier
 from lightning_tricks.tricks import Tricks
 
@@ -99,4 +99,4 @@ def _train(folder: str, killed_after: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_train(sys.argv[1], int(sys.argv[2]))))  # noqa: T201 - read by show_resume
+    write_output(f"{json.dumps(_train(sys.argv[1], int(sys.argv[2])))}\n")

@@ -78,6 +78,12 @@ class Reliability:
     share: Sequence[float]
     weight: Sequence[float]
 
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error: the mean distance of confidence and share."""
+        bins = zip(self.confidence, self.share, self.weight, strict=False)
+        return sum(abs(confidence - share) * weight for confidence, share, weight in bins)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassValues:

@@ -15,7 +15,12 @@ from lightning_tricks.run_report.core.record_file import PAGE_FILE
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
     """Return the fields of `Tricks` that RunReport fills in the demo."""
-    return {"run_report": str(out / "run")}
+    return {"run_report": str(page_path(out).parent)}
+
+
+def page_path(out: Path) -> Path:
+    """Return where the page about the demo's run is."""
+    return out / "run" / PAGE_FILE
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:

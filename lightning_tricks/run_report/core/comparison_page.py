@@ -7,11 +7,12 @@ from html import escape
 from lightning_tricks.run_report.core.curves import (
     GRADIENTS,
     LEARNING_RATE,
+    NOISY,
     best_point,
     keys_of_topic,
     metric_pictures,
-    running_mean,
     sign_of_better,
+    smooth,
     split_key,
 )
 from lightning_tricks.run_report.core.findings import find_all
@@ -29,7 +30,6 @@ from lightning_tricks.run_report.core.numbers import format_number, format_secon
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.svg import Line, line_chart
 
-_NOISY = 60  # points from which only the mean is drawn
 _MOST_PICTURES = 6
 _MOST_ROWS = 300
 
@@ -52,12 +52,7 @@ def comparison_page(first: RunRecord, second: RunRecord, names: tuple[str, str] 
     body = [
         f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1></header>",
         section("What differs", [_differences(runs, names)]),
-        section(
-            "Loss and metrics",
-            [
-                first_and_folded(pictures, _MOST_PICTURES),
-            ],
-        ),
+        section("Loss and metrics", [first_and_folded(pictures, _MOST_PICTURES)]),
         section("Last and best values", [_values(runs, names)]),
         section("Learning rate and gradients", [side_by_side(_other_figures(runs, names))]),
         section(
@@ -124,20 +119,15 @@ def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -
         for picture in metric_pictures(run):
             for parts, key in picture.curves:
                 points = run.curve(key)
-                if len(points) > _NOISY:
-                    points = running_mean(points, max(5, len(points) // 25))
+                if len(points) > NOISY:
+                    points = smooth(points)
                 label = " ".join(word for word in (name, parts.stage, parts.kind) if word)
                 is_train = parts.stage == "train"
                 best = None if is_train else best_point(points, sign_of_better(picture.name))
                 line = Line(label, points, color, is_dashed=is_train, best=best if len(points) > 1 else None)
                 curves.setdefault(picture.name, []).append(line)
     return [
-        figure(
-            name,
-            line_chart(lines, may_be_log="loss" in name.lower()),
-            lines,
-            has_best=any(line.best is not None for line in lines),
-        )
+        figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
         for name, lines in curves.items()
         if any(len(line.points) > 1 for line in lines)
     ]
@@ -150,8 +140,8 @@ def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) ->
         lines = []
         for color, (run, name) in enumerate(zip(runs, names, strict=True)):
             points = run.curve(key)
-            if len(points) > _NOISY and not key.startswith("learning_rate"):
-                points = running_mean(points, max(5, len(points) // 25))
+            if len(points) > NOISY and not key.startswith("learning_rate"):
+                points = smooth(points)
             lines.append(Line(name, points, color, is_dashed=color == 1))
         figures.append(figure(key.replace("_", " "), line_chart(lines), [line for line in lines if line.points]))
     return figures
@@ -164,7 +154,6 @@ def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
         curves = [run.curve(key) for run in runs]
         last = [points[-1].value if points else None for points in curves]
         best = [best_point(points, sign_of_better(split_key(key).name)) for points in curves]
-        both = None not in last
         difference = format_number(last[1] - last[0]) if last[0] is not None and last[1] is not None else ""
         rows.append(
             (
@@ -174,6 +163,6 @@ def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
                 *("" if point is None else format_number(point.value) for point in best),
             )
         )
-        marked.append(not both)
+        marked.append(None in last)
     columns = ("value", f"last, {names[0]}", f"last, {names[1]}", "difference", *(f"best, {name}" for name in names))
     return table(columns, rows, marked) if rows else ""

@@ -21,6 +21,7 @@ _LOWER_IS_BETTER = re.compile(
 _HIGHER_IS_BETTER = re.compile(
     r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d)($|[^a-z])"
 )
+NOISY = 60  # points from which a mean is drawn
 LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"
 _DEVICE = re.compile(r"^(gpu\d+|host)/")
 
@@ -132,14 +133,22 @@ def running_mean(points: Sequence[Point], width: int) -> list[Point]:
     return smooth
 
 
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the running mean of a curve over a twenty-fifth of it."""
+    return running_mean(points, max(5, len(points) // 25))
+
+
+def equal_parts(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
+    """Return a curve in `count` parts of neighbours, of the same length but for one point."""
+    return [points[place * len(points) // count : (place + 1) * len(points) // count] for place in range(count)]
+
+
 def thin_points(points: Sequence[Point], most: int = 1000) -> list[Point]:
     """Return at most about `most` points: of each group of neighbours the lowest and the highest, in their order."""
     if len(points) <= most:
         return list(points)
-    groups = most // 2
     chosen = []
-    for number in range(groups):
-        group = points[number * len(points) // groups : (number + 1) * len(points) // groups]
+    for group in equal_parts(points, most // 2):
         worst = [place for place, point in enumerate(group) if not math.isfinite(point.value)][:1]
         places = range(len(group))
         low = min(places, key=lambda place: group[place].low)

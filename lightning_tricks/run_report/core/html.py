@@ -114,7 +114,7 @@ def stacked(parts: Sequence[str]) -> str:
     return f'<div class="stack">{inside}</div>' if inside else ""
 
 
-def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "", *, has_best: bool = False) -> str:
+def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "") -> str:
     """Return a picture with its title and a legend of its lines, and of the ring around the best value."""
     keys = [
         f'<span class="key k{line.color}{" faint" * line.is_faint}{" dashed" * line.is_dashed}"><i></i>'
@@ -122,7 +122,7 @@ def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "",
         for line in lines
         if line.label
     ]
-    if has_best:
+    if any(line.best is not None for line in lines):
         keys.append('<span class="key ring"><i></i>best</span>')
     below = f"<small>{escape(note)}</small>" if note else ""
     return f"<figure><figcaption><h3>{escape(title)}</h3>{''.join(keys)}</figcaption>{picture}{below}</figure>"

@@ -10,13 +10,14 @@ from lightning_tricks.run_report.core.curves import (
     COST,
     DEVICES,
     LEARNING_RATE,
+    NOISY,
     KeyParts,
     Picture,
     best_point,
     keys_of_topic,
     metric_pictures,
-    running_mean,
     sign_of_better,
+    smooth,
     split_key,
 )
 from lightning_tricks.run_report.core.findings import find_all
@@ -46,7 +47,6 @@ from lightning_tricks.run_report.core.svg import Line, line_chart
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _MOST_PICTURES = 4  # that are not folded
-_NOISY = 60  # points from which a mean is drawn
 _STATUS = {
     "running": "had not ended when this page was written",
     "finished": "finished",
@@ -93,19 +93,17 @@ def metric_figure(record: RunRecord, picture: Picture) -> str:
         points = record.curve(key)
         label, color = _label(parts, len(picture.curves)), _COLORS[parts.stage]
         is_step = parts.kind == "step" or (parts.kind == "" and _is_of_steps(record, key))
-        if is_step and len(points) > _NOISY:
+        if is_step and len(points) > NOISY:
             lines.append(Line(label, points, color, is_faint=True))
             if (parts.stage, "epoch") not in kinds:
-                mean = running_mean(points, max(5, len(points) // 25))
-                lines.append(Line(f"{label}, running mean" if label else "running mean", mean, color))
+                lines.append(Line(f"{label}, running mean" if label else "running mean", smooth(points), color))
         else:
             best = best_point(points, sign_of_better(picture.name)) if parts.stage in ("val", "test") else None
             lines.append(Line(label, points, color, best=best if len(points) > 1 else None))
     if not any(len(line.points) > 1 for line in lines):
         return ""
-    has_best = any(line.best is not None for line in lines)
     chart = line_chart(lines, may_be_log="loss" in picture.name.lower())
-    return figure(picture.name, chart, lines, has_best=has_best)
+    return figure(picture.name, chart, lines)
 
 
 def _label(parts: KeyParts, count: int) -> str:

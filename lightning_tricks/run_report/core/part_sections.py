@@ -98,16 +98,9 @@ def _matrix(part: ConfusionMatrix) -> str:
 
 
 def _reliability(part: Reliability) -> str:
-    error = calibration_error(part)
     picture = reliability_chart(part.confidence, part.share, part.weight, part.label)
-    note = f"Expected calibration error {error:.3f}. Bars: the share of the samples."
+    note = f"Expected calibration error {part.calibration_error:.3f}. Bars: the share of the samples."
     return figure(f"reliability, epoch {part.epoch}", picture, note=note)
-
-
-def calibration_error(part: Reliability) -> float:
-    """Return the expected calibration error: the mean distance of confidence and share."""
-    bins = zip(part.confidence, part.share, part.weight, strict=False)
-    return sum(abs(confidence - share) * weight for confidence, share, weight in bins)
 
 
 def _classes(part: ClassValues) -> str:

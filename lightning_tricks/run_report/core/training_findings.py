@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Reliability
-from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, keys_of_topic
+from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, equal_parts, keys_of_topic
 from lightning_tricks.run_report.core.finding import Check, Finding, finite, losses, median, note, warn, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -71,7 +71,7 @@ def loss_rises(record: RunRecord) -> Sequence[Finding]:
         values = finite(points)
         if len(values) < 50:
             continue
-        parts = [values[place * len(values) // 10 : (place + 1) * len(values) // 10] for place in range(10)]
+        parts = equal_parts(values, 10)
         levels = [median([point.value for point in part]) for part in parts]
         lowest = min(range(10), key=lambda place: levels[place])
         rise, fall = levels[-1] - levels[lowest], abs(levels[0] - levels[lowest])
@@ -180,7 +180,7 @@ def calibration(record: RunRecord) -> Sequence[Finding]:
     found: list[Finding] = []
     for part in record.parts_of(Reliability):
         bins = list(zip(part.confidence, part.share, part.weight, strict=False))
-        error = sum(abs(confidence - share) * weight for confidence, share, weight in bins)
+        error = part.calibration_error
         if not error >= 0.05 or part.label != "accuracy":
             continue
         confidence = sum(one * weight for one, _, weight in bins)

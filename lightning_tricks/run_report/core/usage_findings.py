@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from lightning_tricks._shared.report_parts import DeviceUse
+from lightning_tricks.run_report.core.curves import equal_parts
 from lightning_tricks.run_report.core.finding import Check, Finding, finite, median, note, warn
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
 from lightning_tricks.run_report.core.record import RunRecord
@@ -60,8 +61,7 @@ def memory_grows(record: RunRecord) -> Sequence[Finding]:
         points = finite(record.curve(key)) if _MEMORY.match(key) else []
         if len(points) < 12:
             continue
-        thirds = [points[place * len(points) // 3 : (place + 1) * len(points) // 3] for place in range(3)]
-        levels = [median([point.value for point in third]) for third in thirds]
+        levels = [median([point.value for point in third]) for third in equal_parts(points, 3)]
         if levels[1] > 1.05 * levels[0] and levels[2] > 1.05 * levels[1]:
             said = f"{key} grew from {format_number(levels[0])} to {format_number(points[-1].value)} GiB"
             found += warn(
