@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,8 @@ def joules_to_kwh(joules: float) -> float:
 
 def device_use(summary: DeviceSummary) -> DeviceUse:
     """Return what one rank's devices did, as texts for a report."""
-    rows = []
-    for key, mean in summary.means.items():
-        device, _, name = key.partition("/")
-        label = f"{device} {summary.products.get(device, '')}".rstrip()
-        rows.append((label, name.replace("_", " "), _with_unit(mean, key), _with_unit(summary.maxima[key], key)))
-    energy = [(f"{name}", "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
+    rows = [(device, name.replace("_", " "), mean, most) for device, name, mean, most in _rows(summary)]
+    energy = [(name, "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
     wait = summary.means.get("host/data_wait")
     return DeviceUse(rank=summary.rank, data_wait=wait, rows=[*rows, *energy], verdict=list(summary.verdict))
 
@@ -77,17 +73,24 @@ def _table(ranks: Sequence[DeviceSummary]) -> Table:
         table.add_column(name, justify="right")
     for summary in ranks:
         before = ""
-        for key in summary.means:
-            device, _, name = key.partition("/")
-            labels = [str(summary.rank)] * several + [f"{device} {summary.products.get(device, '')}".rstrip()]
+        for device, *cells in _rows(summary):
+            labels = [str(summary.rank)] * several + [device]
             if device == before:
                 labels = [""] * len(labels)
             elif before:
                 table.add_section()
             before = device
-            table.add_row(*labels, name, *(_with_unit(side[key], key) for side in (summary.means, summary.maxima)))
+            table.add_row(*labels, *cells)
         table.add_section()
     return table
+
+
+def _rows(summary: DeviceSummary) -> Iterator[tuple[str, str, str, str]]:
+    """Yield device, quantity, mean and maximum of each key."""
+    for key, mean in summary.means.items():
+        device, _, name = key.partition("/")
+        label = f"{device} {summary.products.get(device, '')}".rstrip()
+        yield label, name, _with_unit(mean, key), _with_unit(summary.maxima[key], key)
 
 
 def _with_unit(value: float, key: str) -> str:
