@@ -15,7 +15,7 @@ from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.report_parts import ReportPart
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.best_keys import BestKeys
@@ -286,7 +286,7 @@ class MetricsMonitor(StepsCallback):
         """Plot what was not plotted yet, and print the table."""
         self._plots.log(trainer, self._history, self._keys, self.class_names or ())
         if self._history.records() and trainer.is_global_zero:
-            make_console().print(self._history.table(self.best, self.class_names or ()))
+            print_report("MetricsMonitor", self._history.table(self.best, self.class_names or ()))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the data."""

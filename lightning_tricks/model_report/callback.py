@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.ranks import gather_objects
@@ -130,7 +130,7 @@ class ModelReport(TrickCallback):
         if not trainer.is_global_zero:
             return
 
-        make_console().print(self.summary)
+        print_report("ModelReport", self.summary)
         if self.path is not None:
             written = self.summary.write(self.path)
             rank_zero_info(f"ModelReport wrote {', '.join(path.name for path in written)} to {self.path}.")
