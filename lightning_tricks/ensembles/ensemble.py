@@ -161,6 +161,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         why_not = optimizers.why_not_step_stacked(self.optimizer)
         if self._has_lightning_members:
             why_not = f"{type(members[0]).__name__} has a training_step of its own"
+        elif self.uses_member_steps and any(lightning_members.have_training_steps([one]) for one in members):
+            self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
 
     def trained_members(self) -> Members:
@@ -267,7 +269,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
         members, data = self.trained_members(), self.training_data
         if self._has_lightning_members:
-            batches = data.batches_of_members(batch, len(members))
+            batches = data.batches_of_members(batch, len(members), self.trainer.train_dataloader, batch_idx)
             results = lightning_members.run_training_steps(members, batches, batch_idx)
         else:
             inputs, targets = data.split(batch, len(members))
@@ -294,6 +296,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Share the seed of rank 0, and replace the training loader by that of the members."""
         if stage != "fit":
             return
+        if self._has_lightning_members:
+            lightning_members.refuse_manual_optimization(self, self.estimators_)
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
         callbacks: list[Any] = callbacks_of(self.trainer)

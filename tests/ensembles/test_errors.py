@@ -12,7 +12,7 @@ from lightning_tricks import (
     VotingClassifier,
     VotingRegressor,
 )
-from tests.ensembles.nets import MLP, LitMLP, digits, few, fit
+from tests.ensembles.nets import MLP, digits, few, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -176,25 +176,3 @@ def test_nothing_to_train():
         fit(VotingClassifier(members), few(digits()[0], 32))
     with pytest.raises(ValueError, match=r"pattern 'nothing.*' matches none"):
         fit(VotingClassifier(MLP, 2, optimizer=OptimizerSpec(groups={"nothing.*": {"lr": 1.0}})), few(digits()[0], 32))
-
-
-def test_a_lightning_module_that_leaves_out_a_step():
-    class Leaves(LitMLP):
-        def training_step(self, batch, batch_idx):
-            return None
-
-    with pytest.raises(ValueError, match="training_step of a member returned None"):
-        fit(VotingClassifier(Leaves, 2), few(digits()[0], 32))
-
-
-def test_the_steps_of_lightning_modules_take_what_lightning_gives_them():
-    class OfBatch(LitMLP):
-        def training_step(self, batch):
-            return super().training_step(batch, None)
-
-    class Numbered(LitMLP):
-        def training_step(self, batch, number):
-            assert isinstance(number, int)
-            return super().training_step(batch, number)
-
-    fit(VotingClassifier([OfBatch(), Numbered()]), few(digits()[0], 32))
