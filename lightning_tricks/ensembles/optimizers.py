@@ -138,7 +138,8 @@ def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Op
     modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    # once, where members share some
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
     if not parameters:
         raise ValueError("the members have no trainable parameters (requires_grad=True).")
     if not isinstance(choice, tuple):
