@@ -32,7 +32,7 @@ from lightning_tricks.ensembles.core.factory import Estimator, build_members, un
 from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
-from lightning_tricks.ensembles.hyperparameters import save_plain_hyperparameters
+from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
 from lightning_tricks.ensembles.prediction import CombinedPrediction
 from lightning_tricks.ensembles.training_data import TrainingData
 from lightning_tricks.gradient_clipping.core.methods import AGC
@@ -121,7 +121,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.training_data = TrainingData()
         self._installed = ExitStack()  # what a fit has put around parts of the Trainer
         frame = currentframe()
-        save_plain_hyperparameters(self, estimator, frame)
+        self._unsaved_arguments = save_plain_hyperparameters(self, estimator, frame)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
@@ -143,6 +143,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
             ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
+        refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
         with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
@@ -326,6 +327,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the seed, and whether parameters are stacked, which the state of the optimizer depends on."""
         checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
+        if self._unsaved_arguments:
+            checkpoint["ensemble"]["unsaved"] = self._unsaved_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them."""

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -26,6 +27,7 @@ from lightning_tricks import (
     ScheduleSpec,
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
+    SoftGradientBoostingClassifier,
     Tricks,
     TricksMixin,
     VotingClassifier,
@@ -365,13 +367,55 @@ def test_a_checkpoint_says_what_the_loss_is(tmp_path):
     assert torch.equal(loaded.predict_uncertainty(x).aleatoric, ensemble.predict_uncertainty(x).aleatoric)
     assert loaded.predict(x).shape == (100, 1)
     assert loaded.criterion.eps == 1e-4
-    for criterion in (nn.CrossEntropyLoss(weight=torch.ones(10)), nn.functional.cross_entropy, lambda o, t: o.mean()):
+    for kind, name in ((nn.CrossEntropyLoss, "weight"), (nn.BCEWithLogitsLoss, "pos_weight")):
+        weighted = kind(**{name: torch.arange(1.0, 11)})
+        if kind is nn.CrossEntropyLoss:
+            trainer = fit(VotingClassifier(MLP, 2, criterion=weighted, seed=0), _few_digits())
+        else:
+            x, y = digits()[0].tensors
+            data = TensorDataset(x[:64], nn.functional.one_hot(y[:64], 10).float())
+            trainer = fit(VotingRegressor(MLP, 2, criterion=weighted, seed=0), DataLoader(data, 16, shuffle=True))
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        loaded = type(trainer.model).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        assert torch.equal(getattr(loaded.criterion, name), getattr(weighted, name))
+    for criterion in (nn.functional.cross_entropy, lambda o, t: o.mean()):
         trainer = fit(VotingClassifier(MLP, 2, criterion=criterion, seed=0), _few_digits())
         trainer.save_checkpoint(tmp_path / "b.ckpt")
         with pytest.raises(ValueError, match=r"is not a loss of torch.nn and is not saved: .*\(path, criterion=...\)"):
             VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt")
         loaded = VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt", criterion=criterion)
         assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
+
+
+def _tanh_mlp(hidden, activation):
+    return nn.Sequential(nn.Linear(64, hidden), activation(), nn.Linear(hidden, 10))
+
+
+def test_a_checkpoint_says_numbers_of_numpy_and_weights_of_any_kind(tmp_path):
+    x = digits()[1].tensors[0]
+    for kind, arguments in (
+        (VotingClassifier, {"weights": np.array([1.0, 3.0])}),
+        (VotingClassifier, {"weights": torch.tensor([1.0, 3.0]), "estimator_args": {"hidden": np.int64(7)}}),
+        (SoftGradientBoostingClassifier, {"shrinkage_rate": np.float32(0.25)}),
+    ):
+        ensemble = kind(MLP, n_estimators=2, seed=0, **arguments)
+        fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+        loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        assert torch.equal(loaded.predict(x), ensemble.predict(x))
+
+
+def test_a_checkpoint_does_not_build_members_without_the_arguments_that_it_lacks(tmp_path):
+    arguments = {"hidden": 7, "activation": nn.Tanh}
+    ensemble = VotingClassifier(_tanh_mlp, 2, arguments, seed=0)
+    fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+    words = r"estimator_args is no plain value and was not saved: give it again, .*\(path, estimator_args=\.\.\.\)"
+    for given in ({}, {"estimator": _tanh_mlp}):
+        with pytest.raises(ValueError, match=words):
+            VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", **given)
+    x = digits()[1].tensors[0]
+    for given in ({"estimator": _tanh_mlp, "estimator_args": arguments}, {"estimator": list(ensemble.estimators_)}):
+        loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", **given)
+        assert torch.equal(loaded.predict(x), ensemble.predict(x))
 
 
 class _Poison:
