@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.ddp import syncs_batchnorm
 from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
@@ -31,6 +32,7 @@ from lightning_tricks.ensembles.core.combination import (
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
 from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
 from lightning_tricks.ensembles.prediction import CombinedPrediction
@@ -304,6 +306,9 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         callbacks: list[Any] = callbacks_of(self.trainer)
         if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
             self.estimators_ = as_sequential(self.estimators_, "AGC clips the units of each layer by itself")
+        stacked = any(isinstance(layer, StackedBatchNorm) for layer in self.estimators_.modules())
+        if stacked and syncs_batchnorm(self.trainer):
+            self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
         self._log_info(*self._messages)
         self._log_why_sequential()
         self._messages = []

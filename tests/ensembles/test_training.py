@@ -518,6 +518,13 @@ def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
     _same(*trained, atol=2e-3, rtol=2e-2)  # steps of Adam are as large where gradients are almost 0
 
 
+def test_batch_norm_of_all_ranks_needs_the_layers_of_torch():
+    net = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    # torch has it for GPUs only, and says so where it has put it in place of the layers
+    with pytest.raises(Exception, match="SyncBatchNorm layers only work with GPU modules"):
+        fit(VotingClassifier(net, 2), _few_digits(), strategy="ddp_fork", devices=1, sync_batchnorm=True)
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
 def test_optimizers_that_look_at_whole_tensors_keep_the_members_apart(name, lightning_log):
     ensemble = VotingClassifier(MLP, 2, optimizer=name, seed=0)
