@@ -132,10 +132,14 @@ class CombinedPrediction(LightningModule):
         return matrices
 
     def member_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones."""
+        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones.
+
+        Copies of which none has a weight yet count alike.
+        """
         if self.weights is None or len(self.weights) == len(outputs):
             return self.weights
-        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
+        own = self.weights[: len(outputs)]
+        return torch.where(own.sum() > 0, own / own.sum(), torch.full_like(own, 1 / len(own)))
 
     # --- evaluation
 

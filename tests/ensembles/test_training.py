@@ -766,6 +766,20 @@ def test_the_weights_are_those_of_the_snapshots_taken_so_far(kind):
         torch.testing.assert_close(combined, expected)
 
 
+def test_copies_of_weight_0_predict_until_another_one_is_there():
+    ensemble = SnapshotEnsembleClassifier(MLP, 3, weights=[0, 1, 1], seed=0)
+    x = digits()[1].tensors[0]
+    taken = []
+    for count in range(4):
+        ensemble._set_num_captured(count)
+        taken.append(ensemble.predict(x))
+    first, second, third = (ensemble.estimators_[index](x).softmax(-1) for index in range(3))
+    torch.testing.assert_close(taken[1], first)
+    torch.testing.assert_close(taken[2], second)
+    torch.testing.assert_close(taken[3], (second + third) / 2)
+    torch.testing.assert_close(taken[0], ensemble.working.member(0)(x).softmax(-1))
+
+
 def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
     rates = []
 
