@@ -52,7 +52,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     - `combine(outputs)`: the prediction; `prediction_loss(outputs, target)`: its loss in an evaluation;
     - `uncertainty(outputs)`, `metrics(preds, target)`, `default_criterion()`, `check_batch(outputs, targets, stage)`,
-      `num_outputs(outputs)`, `shape_like(prediction, target)`.
+      `num_outputs(outputs)`, `shape_like(prediction, target)`;
+    - `predictor_without_variance`: what predicts, in words, where it gives no variance, so that a loss may need none.
 
     The members:
 
@@ -87,6 +88,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         has_given_optimizer: Whether the user chose the optimizer.
     """
 
+    predictor_without_variance = ""
+
     def __init__(
         self,
         estimator: Estimator | None,
@@ -115,7 +118,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.has_given_optimizer = optimizer is not None
         self._messages: list[str] = []  # about the members, for the first fit
         members = self._build_members(estimator, estimator_args)
-        self.criterion = optimizers.parse_criterion(criterion) or self.default_criterion()
+        self.criterion = self._parse_criterion(criterion)
         self.register_buffer("weights", normalized_weights(weights, self.n_estimators), persistent=False)
         self.set_members(members)
         self._checked_stages: set[str] = set()
@@ -142,7 +145,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
         Raises:
             CheckpointError: If the file is unsafe or is no checkpoint.
-            ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program.
+            ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program, or
+                another argument was not saved, such as an `estimator_args` that holds a function, and is not given.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
         refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
@@ -330,7 +334,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the seed, and whether parameters are stacked, which the state of the optimizer depends on."""
+        """Save the seed, what the hyperparameters lack, and whether the optimizer's state is of stacked parameters."""
         checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
         if self._unsaved_arguments:
             checkpoint["ensemble"]["unsaved"] = self._unsaved_arguments
@@ -368,10 +372,16 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
-        self.criterion = criterion
-        self.hparams["criterion"] = optimizers.criterion_to_plain(criterion)
+        self.criterion = self._parse_criterion(criterion)
+        self.hparams["criterion"] = optimizers.criterion_to_plain(self.criterion)
 
     # --- helpers
+
+    def _parse_criterion(self, choice: optimizers.CriterionChoice) -> Criterion:
+        criterion: Criterion = optimizers.parse_criterion(choice) or self.default_criterion()
+        if self.predictor_without_variance:
+            optimizers.refuse_variance(criterion, self.predictor_without_variance)
+        return criterion
 
     def _build_members(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
         n = 1 if self.trains_one_model else self.n_estimators

@@ -87,8 +87,8 @@ def unpack(batch: Any) -> Sequence[Tensor]:
     if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
         return batch
     raise TypeError(
-        f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: give a "
-        "LightningModule as estimator, whose training_step takes any batch."
+        f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: let collate_fn return "
+        "such a tuple. Other batches are for training alone, by the training_step of a LightningModule as estimator."
     )
 
 

@@ -392,3 +392,20 @@ def test_outputs_that_cannot_be_combined(members, error, words):
 
 def test_lightning_modules_without_a_step_of_their_own_are_stacked():
     assert isinstance(as_members([LitMLP(), LitMLP()]), StackedMembers)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_members_are_exported_for_batches_of_any_size(vectorize):
+    members = as_members(_members(MLP), vectorize).eval()
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.members = members
+
+        def forward(self, x):
+            return self.members.forward_shared(x)
+
+    exported = torch.export.export(Shared(), (torch.rand(8, 64),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    x = torch.rand(5, 64)
+    torch.testing.assert_close(exported.module()(x), members.forward_shared(x))
