@@ -50,8 +50,9 @@ class ScoreHistogram(MetricGroup):
 
     def _binarize(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if self._logits is None:  # read from the device at the first batch alone
-            sums = preds.sum(1)
-            self._logits = not bool(((preds >= 0).all() & (sums - 1).abs().amax().lt(1e-2)).item())
+            sums = preds.sum(1, keepdim=True)
+            are_probabilities = (preds >= 0) & ((sums - 1).abs() < 1e-2)
+            self._logits = not bool((are_probabilities | sums.isnan()).all().item())
         if self._logits:
             preds = preds.softmax(1)
         highest, chosen = preds.max(1, keepdim=True)
