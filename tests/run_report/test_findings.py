@@ -223,6 +223,12 @@ def test_schedule_that_is_to_end_high_is_not_called_too_long(rate):
     assert said(record) == []
 
 
+@pytest.mark.parametrize(("samples", "is_said"), [(1, False), (40, False), (400, True)])
+def test_calibration_is_judged_by_enough_samples(samples, is_said):
+    parts = [reliability([0.6, 0.7]), matrix([[samples, 0, 0], [0, 0, 0], [0, 0, 0]])]
+    assert ("overconfident" in str(said(record_of({}, parts=parts)))) is is_said
+
+
 def test_nothing_is_said_of_a_run_without_faults():
     curves = {
         "train/loss": FALLS,

@@ -190,7 +190,9 @@ def calibration(record: RunRecord) -> Sequence[Finding]:
     for part in record.parts_of(Reliability):
         bins = list(zip(part.confidence, part.share, part.weight, strict=False))
         error = part.calibration_error
-        if not error >= 0.05 or part.label != "accuracy":
+        matrices = [other for other in record.parts_of(ConfusionMatrix) if other.stage == part.stage]
+        samples = sum(sum(row) for matrix in matrices for row in matrix.counts) or math.inf
+        if part.label != "accuracy" or not error >= max(0.05, 1.5 / math.sqrt(samples)):  # few samples scatter
             continue
         confidence = sum(one * weight for one, _, weight in bins)
         accuracy = sum(one * weight for _, one, weight in bins)
