@@ -229,6 +229,12 @@ def test_calibration_is_judged_by_enough_samples(samples, is_said):
     assert ("overconfident" in str(said(record_of({}, parts=parts)))) is is_said
 
 
+def test_one_of_several_losses_may_rise():
+    rises = [0.5 + place / 50 for place in range(100)]
+    assert said(record_of({"train/g_loss": rises, "train/d_loss": FALLS}, "step")) == []
+    assert "train/loss rose" in str(said(record_of({"train/loss": rises, "train/aux_loss": FALLS}, "step")))
+
+
 def test_nothing_is_said_of_a_run_without_faults():
     curves = {
         "train/loss": FALLS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Reliability
-from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, equal_parts, keys_of_topic
+from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, equal_parts, keys_of_topic, split_key
 from lightning_tricks.run_report.core.finding import Check, Finding, finite, losses, median, note, warn, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -67,8 +67,11 @@ def loss_not_finite(record: RunRecord) -> Sequence[Finding]:
 
 
 def loss_rises(record: RunRecord) -> Sequence[Finding]:
-    """The training loss rose again, to at least twice its lowest level."""
-    for key, points in losses(record, "train"):
+    """The training loss rose again, to at least twice its lowest level; of several losses, such as a GAN's, some do."""
+    curves = losses(record, "train")
+    for key, points in curves:
+        if len(curves) > 1 and split_key(key).name != "loss":
+            continue
         values = finite(points)
         if len(values) < 50:
             continue
