@@ -48,6 +48,12 @@ def test_copies_of_the_model_are_not_recorded(make):
     assert seen(outer, lambda _: make(model)(torch.ones(1, 4))) == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_trace_is_not_recorded():
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert seen(model, lambda m: torch.jit.trace(m, torch.ones(1, 4), check_trace=False)) == []
+
+
 @pytest.mark.parametrize(
     "run",
     [

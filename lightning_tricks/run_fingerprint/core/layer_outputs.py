@@ -68,8 +68,9 @@ class _Hook:
         self._name, self._layer_id, self._on_output = name, id(layer), on_output
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # a shallow copy of the layer has this very hook; torch.compile would break its graph at the call
-        if id(module) == self._layer_id and not torch.compiler.is_compiling():
+        # a shallow copy of the layer has this very hook; torch.compile would break its graph at the call, and a trace
+        # would take it for a part of the model
+        if id(module) == self._layer_id and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             with outside_transforms(output) as plain:
                 self._on_output(self._name, plain)
 
