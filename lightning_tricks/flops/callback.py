@@ -214,7 +214,10 @@ class FlopsReport(TrickCallback):
 
         print_report("FlopsReport", self.count.table(self.depth))
         if self.path is not None:
-            self.count.write(self.path)
+            try:
+                self.count.write(self.path)
+            except OSError as error:
+                rank_zero_warn(f"FlopsReport wrote no file: path={str(self.path)!r} cannot be written ({error}).")
 
     def _log_totals(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.count is None or trainer.barebones or self._has_logged_totals:
