@@ -5,16 +5,19 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from lightning_tricks import GradientClipping, ImageLogger, MetricsMonitor, RunFingerprint, RunReport, SeedEverything
-from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures, Reliability
+from lightning_tricks._shared.report_parts import ClassValues, ClippedSteps, ConfusionMatrix, Pictures, Reliability
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
 from lightning_tricks.run_report.core.axes import make_scale
 from lightning_tricks.run_report.core.comparison_page import differing_settings
+from lightning_tricks.run_report.core.environment import torch_settings, versions
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import GitState, Row
 from lightning_tricks.run_report.core.record_file import write_rows, write_run
+from lightning_tricks.run_report.core.run_writer import RunWriter
 from tests.contract.lab import EvaluatedNet
 from tests.run_report.test_callback import train
 
@@ -244,3 +247,50 @@ def test_monitors_with_prefixes_have_parts_of_their_own(tmp_path):
     preset = {"task": "multiclass", "num_classes": 10}
     train([RunReport(tmp_path), MetricsMonitor(preset), MetricsMonitor(preset, prefix="ema")], EvaluatedNet())
     assert [part.stage for part in read_record(tmp_path).parts_of(ConfusionMatrix)] == ["val", "ema/val"]
+
+
+def cells(page, heading):
+    """The texts of the cells below a heading."""
+    part = page.partition(f"<h2>{heading}")[2].partition("<h2>")[0]
+    return [re.sub("<.*?>", "", cell) for cell in re.findall(r"<(?:td|dd)[^>]*>(.*?)</(?:td|dd)>", part)]
+
+
+def test_page_says_how_many_files_differ_from_the_commit():
+    def shown(changed):
+        return run_page(RunRecord(git=GitState("c" * 40, "main", changed, "")))
+
+    assert "changed files" in shown([])
+    assert "none" in cells(shown([]), "Code")
+    assert "3" in cells(shown([" M a.py", " M b.py", "?? c.py"]), "Code")
+
+
+def test_page_has_a_row_for_each_class_with_a_gap_for_what_is_unknown():
+    known = {"classes": ["cat", "dog"], "metrics": ["f1", "recall"], "values": [[0.5, None], [0.25, 1.0]]}
+    part = ClassValues(stage="val", epoch=2, **known)
+    shown = cells(run_page(RunRecord(parts=[part])), "Classes")
+    assert shown == ["cat", "0.5", "", "dog", "0.25", "1"]
+
+
+def test_best_values_on_top_are_those_of_validation():
+    rows = [Row("epoch", at, at, {"train/acc": 0.9 - at, "val/acc": 0.1 + at / 4}) for at in range(3)]
+    tiles = run_page(RunRecord(rows=rows)).partition("</header>")[0]
+    assert "best val/acc, epoch 2" in tiles
+    assert "train/acc" not in tiles
+
+
+def test_versions_and_settings_are_those_of_this_process():
+    known = dict(versions())
+    assert torch.__version__.startswith(known["torch"])
+    assert {"python", "lightning", "torchmetrics", "numpy"} <= known.keys()
+    assert dict(torch_settings())["deterministic algorithms"] == "off"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert dict(torch_settings())["deterministic algorithms"] == "on"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_further_reports_of_one_folder_are_numbered(tmp_path):
+    for _ in range(12):
+        RunWriter(tmp_path, RunRecord()).start()
+    assert {one.name for one in tmp_path.glob("earlier-*")} == {f"earlier-{number}" for number in range(1, 12)}
