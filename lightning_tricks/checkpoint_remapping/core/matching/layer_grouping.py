@@ -36,7 +36,7 @@ class Layer:
     @cached_property
     def sizes(self) -> tuple[tuple[str, Shape], ...]:
         """The sizes of its tensors without ones, which are the same in all layouts of a layer."""
-        sizes = {leaf: _without_ones(shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
+        sizes = {leaf: _without_ones(leaf, shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
         if self.transposed:
             sizes["weight"] = sizes["weight"][::-1]
         return tuple(sorted(sizes.items()))
@@ -115,5 +115,7 @@ def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
     return families
 
 
-def _without_ones(shape: Shape) -> Shape:
-    return tuple(size for size in shape if size != 1)
+def _without_ones(leaf: str, shape: Shape) -> Shape:
+    # Kernels of 1x7 and 7x1 are two sizes; those of 1x1 are that of a linear layer
+    kernel = shape[2:] if leaf == "weight" and len(shape) > 3 and {*shape[2:]} != {1} else ()
+    return (*(size for size in shape[: len(shape) - len(kernel)] if size != 1), *kernel)

@@ -21,6 +21,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
 )
 
 _Pair = tuple[Layer, Layer]
+_Numbers = tuple[int, int]
 _Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
 
 
@@ -148,22 +149,31 @@ class Numbering:
         return layer.has_matrix and self.source.num_of_size(layer) == 1
 
     def _find_whether_numbers_go_together(self, source: str, target: str) -> bool:
-        """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+        return _go_together(self._series[source, target])
 
-        Three blocks of two layers and two lists of three layers are no blocks of one order.
-        """
-        pairs = self._series[source, target]
-        columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
-        slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
-        varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
-        if min(map(len, varying)) < 2:
-            return True
-        related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
-        outermost = [side[0] for side in varying]
-        if any(outer not in {pair[side] for pair in related} for side, outer in enumerate(outermost)):
-            return False
-        named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
-        return all(pair in related or _column_repeats(slots, pair) for pair in named)
+
+def _go_together(pairs: list[_Pair]) -> bool:
+    """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+
+    So do those inside each of them: three blocks of two layers and two lists of three layers are no blocks of one
+    order, wherever they are.
+    """
+    columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
+    slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
+    varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
+    if min(map(len, varying)) < 2:
+        return True
+    related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
+    outer, other = varying[0][0], varying[1][0]
+    if outer not in {i for i, _ in related} or other not in {j for _, j in related}:
+        return False
+    named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
+    if not all(pair in related or _column_repeats(slots, pair) for pair in named):
+        return False
+    inside: dict[_Numbers, list[_Pair]] = defaultdict(list)
+    for pair in pairs if (outer, other) in related else ():
+        inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
+    return all(map(_go_together, inside.values()))
 
 
 def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:

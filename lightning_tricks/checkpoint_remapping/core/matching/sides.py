@@ -13,6 +13,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED
 
 Parts = tuple[str, ...]
 NO_NUMBER = -1
+_CROSS_ATTENTION = frozenset({"attention", "cross"})
 
 
 @lru_cache(maxsize=65536)
@@ -94,6 +95,14 @@ class Side:
         self._of_size = Counter(layer.signature for layer in layers)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+        # A second norm is that of the feed-forward, or of the cross-attention unless another norm is
+        self._in_unclear_block = {
+            (block, layer.signature)
+            for layer in layers
+            if not layer.has_matrix
+            and not layer.words & (ORDINAL_ROLES | _CROSS_ATTENTION)
+            and (block := self.block(layer))
+        }
         self._ordinal_siblings.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
         self.words = cache(self._find_words)
@@ -117,6 +126,8 @@ class Side:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         in_block = self._in_block[self.block(layer), layer.signature]
         is_one_of_two = 2 in (in_block, self._ordinal_siblings[layer.parent, layer.signature])
+        if not layer.has_matrix and (self.block(layer), layer.signature) in self._in_unclear_block:
+            is_one_of_two = False
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         return words if is_one_of_two else words - ORDINAL_ROLES
 
@@ -181,9 +192,10 @@ class Side:
     def may_count_backwards(self, container: Parts) -> bool:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
 
-        What a decoder of convolutions holds is counted so too, under any word.
+        A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
+        holds is counted so too, under any word.
         """
-        if self.ordered:
+        if self.ordered and not self.is_list(container):
             return False
         is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
         return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))
