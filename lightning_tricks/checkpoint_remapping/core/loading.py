@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.load_plan import (
@@ -113,7 +114,15 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
             # With the module's own versions, or it would convert tensors that have its names and shapes already
             state = OrderedDict(part)
             set_state_dict_versions(state, state_dict_versions(module.state_dict()))
-            module.load_state_dict(state, strict=False, assign=is_assigned)
+            result = module.load_state_dict(state, strict=False, assign=is_assigned)
+            lost = [name for name in result.unexpected_keys if not name.endswith("_extra_state")]
+            lost += [name for name in result.missing_keys if name in part]
+            if lost:
+                raise CheckpointError(
+                    f"{type(module).__name__}.load_state_dict did not take {list_names(lost)}, although state_dict() "
+                    "has such names: a hook or a method of the module renames tensors in one of the two alone. Other "
+                    "tensors may have been loaded. Give both the same names, or load into a part with submodule=...."
+                )
 
 
 def _in_precision_of(own: Any, tensor: Any) -> Any:
