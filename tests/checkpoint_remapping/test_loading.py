@@ -274,6 +274,10 @@ def test_a_dict_without_weights_or_with_several_is_named():
         load_weights(target, {"0.weight": torch.ones(2).numpy()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
+    dotted = {"net.best": small().state_dict(), "net.last": small().state_dict()}
+    with pytest.raises(CheckpointError, match=r"Choose one with key=: 'net.best', 'net.last'"):
+        load_weights(target, dotted)
+    assert load_weights(target, dotted, key="net.best").loaded == 9
 
 
 @pytest.mark.parametrize("pattern", ["model-{:05d}-of-00002.safetensors", "pytorch_model-{:05d}-of-00002.bin"])
@@ -409,6 +413,15 @@ def test_positions_are_interpolated(tokens):
     torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
     with pytest.raises(CheckpointError, match="cannot be interpolated: it is not a square grid of positions"):
         load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
+
+
+def test_a_head_is_not_taken_for_positions():
+    """Ten classes are a token and a grid of 3x3, and five are a token and one of 2x2."""
+    target = nn.Linear(6, 5, bias=False)
+    with pytest.raises(
+        CheckpointError, match=r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
+    ):
+        load_weights(target, {"weight": torch.ones(10, 6)}, interpolate="*")
 
 
 def test_maps_of_positions_are_interpolated():
