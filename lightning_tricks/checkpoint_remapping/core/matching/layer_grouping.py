@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ class Layer:
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
+    layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property
     def name(self) -> str:
@@ -44,7 +45,7 @@ class Layer:
     @cached_property
     def tensor_kinds(self) -> tuple[object, ...]:
         """The names of its tensors, their numbers of dimensions, and the order of their elements."""
-        return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path))
+        return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path), self.layout)
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
@@ -105,6 +106,24 @@ def group_layers(shapes: Mapping[str, Shape]) -> list[Layer]:
         layer = layers.setdefault(parent, Layer(parent, position))
         layer.tensors[leaf] = (name,), tuple(shape)
     return [layer for layer in layers.values() if list(layer.tensors) != [BATCH_COUNTER]]
+
+
+def keep_layouts(layers: list[Layer], others: list[Layer]) -> None:
+    """Tell layers of one size apart by where their sizes are one, if both models have as many of each layout."""
+    groups: dict[object, tuple[list[Layer], list[Layer]]] = defaultdict(lambda: ([], []))
+    for side, some in enumerate((layers, others)):
+        for layer in some:
+            groups[layer.signature][side].append(layer)
+    for group in groups.values():
+        ours, theirs = (Counter(map(_ones, side)) for side in group)
+        if ours == theirs and len(ours) > 1:
+            for layer in (*group[0], *group[1]):
+                layer.layout = _ones(layer)
+                del layer.signature, layer.tensor_kinds
+
+
+def _ones(layer: Layer) -> tuple[object, ...]:
+    return tuple(sorted((leaf, *(size == 1 for size in shape)) for leaf, (_, shape) in layer.tensors.items()))
 
 
 def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -18,6 +18,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     last_word,
     number_below,
     parts_of,
+    words_in,
 )
 
 _Pair = tuple[Layer, Layer]
@@ -47,8 +48,8 @@ class Numbering:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
         if source.numbers is None or target.numbers is None or self._are_gated(source, target):
             return False
-        if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
-            return False
+        if _words_without_number(source) != _words_without_number(target):
+            return False  # `norm_in` and `norm_out` beside `norm1`
         if last_word(source.container) != last_word(target.container) and self._are_parallel(
             one, other, source, target
         ):
@@ -138,15 +139,13 @@ class Numbering:
         beside = self.target.containers_beside(target)
         for container in self.source.containers_beside(source):
             layers = self.source.branches[container]
-            distinct = [layer for layer in layers if self._has_its_own_size(layer)]
+            sizes = Counter(layer.signature for layer in layers)
+            distinct = [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
             for other in beside:
                 numbers = sorted(self._numbers_below(container, other, distinct))
                 if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
                     return True
         return False
-
-    def _has_its_own_size(self, layer: Layer) -> bool:
-        return layer.has_matrix and self.source.num_of_size(layer) == 1
 
     def _find_whether_numbers_go_together(self, source: str, target: str) -> bool:
         return _go_together(self._series[source, target])
@@ -174,6 +173,12 @@ def _go_together(pairs: list[_Pair]) -> bool:
     for pair in pairs if (outer, other) in related else ():
         inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
     return all(map(_go_together, inside.values()))
+
+
+def _words_without_number(fork: Fork) -> tuple[str, ...] | None:
+    """Return the words of the one of two parts that has no number; None if both have one."""
+    rests = zip(fork.numbers or (), (fork.first, fork.second), strict=False)
+    return next((words_in(rest) for number, rest in rests if number == NO_NUMBER), None)
 
 
 def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:

@@ -92,16 +92,13 @@ class Side:
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
-        self._of_size = Counter(layer.signature for layer in layers)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
         # A second norm is that of the feed-forward, or of the cross-attention unless another norm is
-        self._in_unclear_block = {
-            (block, layer.signature)
+        self._beside_other_norms = {
+            (self.block(layer) or layer.parent, layer.signature)
             for layer in layers
-            if not layer.has_matrix
-            and not layer.words & (ORDINAL_ROLES | _CROSS_ATTENTION)
-            and (block := self.block(layer))
+            if not layer.has_matrix and not layer.words & (ORDINAL_ROLES | _CROSS_ATTENTION)
         }
         self._ordinal_siblings.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
@@ -126,7 +123,7 @@ class Side:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         in_block = self._in_block[self.block(layer), layer.signature]
         is_one_of_two = 2 in (in_block, self._ordinal_siblings[layer.parent, layer.signature])
-        if not layer.has_matrix and (self.block(layer), layer.signature) in self._in_unclear_block:
+        if not layer.has_matrix and (self.block(layer) or layer.parent, layer.signature) in self._beside_other_norms:
             is_one_of_two = False
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         return words if is_one_of_two else words - ORDINAL_ROLES
@@ -159,10 +156,6 @@ class Side:
     def containers_beside(self, container: Parts) -> list[Parts]:
         """Return what is numbered in the same module as what a container numbers."""
         return self._beside(_module_of(container))
-
-    def num_of_size(self, layer: Layer) -> int:
-        """Return how many layers have the size of this one."""
-        return self._of_size[layer.signature]
 
     def _find_beside(self, module: Parts) -> list[Parts]:
         found: dict[Parts, set[str]] = defaultdict(set)

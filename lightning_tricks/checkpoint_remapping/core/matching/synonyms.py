@@ -35,6 +35,7 @@ _ROLES = {
     "distillation": r"dist",
     "mask": r"mask",
     "position": r"pos",
+    "segment": r"token\.type|segment",
 }
 # What is first and what is second means something where there are two
 ORDINAL_ROLES = frozenset({"first norm", "second norm", "third norm", "widening layer", "narrowing layer"})
