@@ -82,6 +82,13 @@ def test_assign_replaces_and_false_copies():
     assert target[0].weight.data_ptr() == weights["0.weight"].data_ptr()
 
 
+@pytest.mark.gpu
+def test_assigned_tensors_come_to_the_device_of_the_model():
+    target = small().cuda()
+    load_weights(target, small().state_dict(), assign=True)
+    assert {tensor.device.type for tensor in target.state_dict().values()} == {"cuda"}
+
+
 @pytest.mark.trap("checkpoints: strict_loading=False with module. prefixes loads 0 of 4 tensors and says it loaded")
 def test_one_equal_name_of_many_may_be_by_chance_and_the_error_says_what_to_do():
     model, file = small(), {"3.weight": torch.ones(5, 16)}

@@ -106,7 +106,7 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
     for name, tensor in tensors.items():
         without_values = is_on_meta(model_tensors.get(name))
         if assign or (without_values and assign is None):
-            assigned[name] = _in_precision_of(model_tensors.get(name), tensor)
+            assigned[name] = _like(model_tensors.get(name), tensor)
         elif not without_values:
             copied[name] = tensor
     for part, is_assigned in ((assigned, True), (copied, False)):
@@ -125,5 +125,8 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
                 )
 
 
-def _in_precision_of(own: Any, tensor: Any) -> Any:
-    return tensor.to(own.dtype) if isinstance(own, torch.Tensor) and isinstance(tensor, torch.Tensor) else tensor
+def _like(own: Any, tensor: Any) -> Any:
+    """Return a tensor in the precision and on the device of the model's; one on the meta device has none."""
+    if not (isinstance(own, torch.Tensor) and isinstance(tensor, torch.Tensor)):
+        return tensor
+    return tensor.to(own.dtype) if own.is_meta else tensor.to(own.device, own.dtype)

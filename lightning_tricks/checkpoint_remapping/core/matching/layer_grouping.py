@@ -123,7 +123,7 @@ def keep_layouts(layers: list[Layer], others: list[Layer]) -> None:
 
 
 def _ones(layer: Layer) -> tuple[object, ...]:
-    return tuple(sorted((leaf, *(size == 1 for size in shape)) for leaf, (_, shape) in layer.tensors.items()))
+    return tuple(sorted((leaf, tuple(size == 1 for size in shape)) for leaf, (_, shape) in layer.tensors.items()))
 
 
 def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
