@@ -419,7 +419,7 @@ def test_positions_are_interpolated(tokens):
     oracle = timm.layers.resample_abs_pos_embed(source.pos_embed, [10, 10], num_prefix_tokens=tokens)
     torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
     with pytest.raises(CheckpointError, match="cannot be interpolated: it is not a square grid of positions"):
-        load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
+        load_weights(nn.Embedding(3, 2), nn.Embedding(4, 3).state_dict(), interpolate="*")
 
 
 def test_a_head_is_not_taken_for_positions():
