@@ -1162,3 +1162,19 @@ def _vocoder(part: Part, x: torch.Tensor) -> torch.Tensor:
             y = y + other(F.leaky_relu(one(F.leaky_relu(y))))
         found = found + y
     return part.last(found)
+
+
+@architecture(
+    "decoders of equal widths in lists", FEATURES, lambda: {"down": linear(HIDDEN, 24), "up": linear(24, HIDDEN)},
+    in_order_of_use=_lines("down down.{i},up up.{i}"),
+    by_level=_lines("down downs.{i},up ups.{r}"),
+    numbers=_lines("down layer{n},up uplayer{n}"),
+)  # fmt: skip
+def _levels(part: Part, x: torch.Tensor) -> torch.Tensor:
+    codes = []
+    for layer in part.down:
+        codes.append(torch.tanh(layer(x)))
+        x = F.pad(codes[-1], (0, HIDDEN - 24))
+    for layer, code in zip(part.up, reversed(codes), strict=True):
+        x = torch.tanh(layer(code)) + 0.5 * x
+    return x

@@ -185,9 +185,10 @@ class Side:
     def may_count_backwards(self, container: Parts) -> bool:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
 
-        What a decoder of convolutions holds is counted so too, under any word.
+        A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
+        holds is counted so too, under any word.
         """
-        if self.ordered:
+        if self.ordered and not self.is_list(container):
             return False
         is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
         return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))
