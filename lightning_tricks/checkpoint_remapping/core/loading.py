@@ -88,14 +88,23 @@ def load_weights(
         map_location=map_location,
         key=key,
     )
-    tied = tied_in(module)
-    _load(module, plan.tensors, assign)
-    tie_again(module, tied, plan.tensors)
+    load_tensors(module, plan.tensors, assign)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
     if not left:
         return plan.report
     diagnosis = f"{plan.report.diagnosis} Still on the meta device, without values: {list_names(left)}."
     return replace(plan.report, diagnosis=diagnosis)
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
+    """Load what a plan says; `assign` is that of `load_weights`.
+
+    Raises:
+        CheckpointError: If `load_state_dict` of the module does not take a name of its `state_dict`.
+    """
+    tied = tied_in(module)
+    _load(module, tensors, assign)
+    tie_again(module, tied, tensors)
 
 
 def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> None:
