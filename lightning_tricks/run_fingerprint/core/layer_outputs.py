@@ -70,7 +70,8 @@ class _Hook:
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         # a shallow copy of the layer has this very hook; torch.compile would break its graph at the call, and a trace
         # would take it for a part of the model
-        if id(module) == self._layer_id and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if id(module) == self._layer_id and not (torch.compiler.is_compiling() or is_traced):
             with outside_transforms(output) as plain:
                 self._on_output(self._name, plain)
 
