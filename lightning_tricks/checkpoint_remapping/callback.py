@@ -241,7 +241,7 @@ def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable
     if kind is not None:
         raise kind(words)
     values = planned.tensors if planned else {}
-    if not torch.distributed.is_initialized():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         load_tensors(module, values)
         return planned.report if planned else None
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
