@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
-from lightning_tricks.checkpoint_remapping.core.loading import load_weights
+from lightning_tricks.checkpoint_remapping.core.loading import load_tensors, load_weights
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 from lightning_tricks.checkpoint_remapping.lightning_checkpoint import as_lightning_checkpoint
 
@@ -240,20 +240,25 @@ def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable
         raise error
     if kind is not None:
         raise kind(words)
-    tensors = planned.tensors if planned else {}
-    own = module.state_dict()
-    names: Iterable[str] = strategy.broadcast([name for name in tensors if isinstance(own.get(name), torch.Tensor)])
+    values = planned.tensors if planned else {}
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        load_tensors(module, values)
+        return planned.report if planned else None
+    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) in registered}
+    # What only load_state_dict takes, such as extra state, is sent whole
+    names, others = strategy.broadcast(
+        ([n for n in values if n in own], {n: v for n, v in values.items() if n not in own})
+    )
     with torch.no_grad():
         for name in names:
-            _copy_from_rank_zero(own[name], tensors.get(name))
+            _copy_from_rank_zero(own[name], values.get(name))
+    load_tensors(module, others)
     return planned.report if planned else None
 
 
 def _copy_from_rank_zero(own: torch.Tensor, value: torch.Tensor | None) -> None:
     """Copy a value into a tensor, or into its shards, on all ranks; `value` is rank zero's."""
-    if value is not None and not torch.distributed.is_initialized():
-        own.copy_(value)
-        return
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     local = own.to_local() if isinstance(own, DTensor) else own

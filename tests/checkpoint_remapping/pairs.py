@@ -58,7 +58,7 @@ PAIRS = [Pair(name, *pair) for name, which in ARCHITECTURES.items() for pair in 
 def model(architecture: str, project: str) -> nn.Module:
     """Return the model of a project, with values of its own in every tensor."""
     built = ARCHITECTURES[architecture].sides[project]().eval()
-    computed = {name: value.clone() for name, value in built.state_dict().items() if is_computed(name)}
+    computed = {name: value.clone() for name, value in built.state_dict().items() if is_computed(name, value.shape)}
     randomized(built).load_state_dict(computed, strict=False)
     return built
 
@@ -68,7 +68,7 @@ def unset(architecture: str, project: str) -> nn.Module:
     copy = deepcopy(model(architecture, project))
     with torch.no_grad():
         for name, tensor in copy.state_dict().items():
-            if tensor.is_floating_point() and not is_computed(name):
+            if tensor.is_floating_point() and not is_computed(name, tensor.shape):
                 tensor.fill_(torch.nan)
     return copy
 

@@ -252,6 +252,43 @@ def test_gate_and_input_of_metas_llama_are_told_by_what_leads_back():
     assert align(net, file).renamed == dict(zip(file, net, strict=True))
 
 
+@pytest.mark.parametrize("ones", [(1, 1), (1,)])
+def test_where_ones_are_tells_layers_of_one_size_apart(ones):
+    """Words may mislead: a scale of the logits has ones behind it, and a scale of the heads has none."""
+    stem = {"fc.weight": (3, 5)}
+    file = _zeros(stem | {"a.logit_scale": (4, *ones), "a.gate": (4,)})
+    net = _zeros(stem | {"b.scale": (4,), "b.temperature": (4, *ones)})
+    assert align(net, file).renamed == {"a.logit_scale": "b.temperature", "a.gate": "b.scale"}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(["norm_in", "norm_out", "norm_final"], 2)))
+@pytest.mark.parametrize("block", ["", "blocks.0."])
+def test_a_norm_without_a_number_is_not_any_other_one(one, other, block):
+    norms = [{f"{block}{name}.weight": (4,) for name in ("norm1", "norm2", last)} for last in (one, other)]
+    stems = [{f"{block}{name}.weight": (4, 5), f"{block}{name}2.weight": (5, 4)} for name in ("fc", "lin")]
+    with pytest.raises(AmbiguousAlignmentError):
+        align(_zeros(norms[0] | stems[0]), _zeros(norms[1] | stems[1]))
+
+
+@pytest.mark.parametrize(("kernels", "fits"), [(((1, 5), (5, 1)), True), (((5, 1), (1, 5)), False)])
+def test_numbers_of_norms_follow_those_of_their_convolutions(kernels, fits):
+    """As sizes match the convolutions, so are the norms beside them counted."""
+
+    def net(path, conv, norm, sizes):
+        blocks = [f"{path}.{i}" for i in range(2)]
+        shapes = {f"{b}.{norm}{n}.{t}": (8,) for b in blocks for n in (1, 2) for t in ("weight", "bias")}
+        return _zeros(
+            {f"{b}.{conv}{n}.weight": (8, 8, *size) for b in blocks for n, size in enumerate(sizes, 1)} | shapes
+        )
+
+    file = net("a", "conv", "bn", ((1, 5), (5, 1)))
+    if fits:
+        assert align(net("b", "c", "norm", kernels), file).renamed["a.0.bn1.weight"] == "b.0.norm1.weight"
+    else:
+        with pytest.raises(AmbiguousAlignmentError):
+            align(net("b", "c", "norm", kernels), file)
+
+
 def test_a_series_of_square_layers_is_evidence():
     file, net = ({f"{side}.{i}.{name}.weight": (5, 5) for i in range(3)} for side, name in (("a", "in"), ("b", "out")))
     found = align(_zeros(net), _zeros(file))

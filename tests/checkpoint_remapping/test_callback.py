@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -277,6 +278,39 @@ def test_options_reach_the_loading():
         trainer(CheckpointRemapping("w.pt", submodule="nothing")).fit(Pair(), loader(), loader())
     with pytest.raises(TypeError, match=r"path must be a path, an address or None, got 3 \(int\)"):
         CheckpointRemapping(3)
+
+
+class Counting(Evaluated):
+    """It has a value of its own in its state dict, and a tensor that its state dict copies."""
+
+    def __init__(self, steps=0):
+        super().__init__()
+        self.steps = steps
+        self.seen = torchmetrics.SumMetric()
+        self.seen.persistent(True)
+        self.seen.update(steps)
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_fork"])
+def test_a_path_loads_what_only_load_state_dict_takes(strategy):
+    source = Counting(steps=7)
+    torch.save(source.state_dict(), "w.pt")
+    net = Counting()
+
+    def check():
+        assert (net.steps, net.seen.sum_value.item()) == (7, 7)
+        assert torch.equal(net.state_dict()["net.0.weight"].cpu(), source.state_dict()["net.0.weight"])
+
+    net.on_train_start = check
+    devices = {"auto": 1, "ddp_fork": 2}[strategy]
+    fitter = trainer(CheckpointRemapping("w.pt"), max_steps=1, strategy=strategy, devices=devices)
+    fitter.fit(net, loader(), loader())
 
 
 def test_an_error_of_rank_zero_reaches_all_ranks():

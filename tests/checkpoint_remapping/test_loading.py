@@ -1,6 +1,7 @@
 """`load_weights`, `save_weights`, `replace_head`, `max_output_difference`."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torchvision import models
 from lightning_tricks import load_weights, read_checkpoint, replace_head, save_weights
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks.checkpoint_remapping import (
+    AmbiguousAlignmentError,
     CheckpointError,
     NotACheckpointError,
     NothingLoadedError,
@@ -78,6 +80,13 @@ def test_assign_replaces_and_false_copies():
     weights, target = small().state_dict(), small()
     load_weights(target, weights, assign=True)
     assert target[0].weight.data_ptr() == weights["0.weight"].data_ptr()
+
+
+@pytest.mark.gpu
+def test_assigned_tensors_come_to_the_device_of_the_model():
+    target = small().cuda()
+    load_weights(target, small().state_dict(), assign=True)
+    assert {tensor.device.type for tensor in target.state_dict().values()} == {"cuda"}
 
 
 @pytest.mark.trap("checkpoints: strict_loading=False with module. prefixes loads 0 of 4 tensors and says it loaded")
@@ -199,6 +208,52 @@ def test_tensors_without_values_are_found_first(name, options):
     assert kept.loaded == 8
 
 
+@pytest.mark.parametrize("layer", ["attention", "attn"])
+def test_the_bias_of_a_layer_called_attention_is_no_mask(layer):
+    """GPT-2 has a mask of this name, with four dimensions, that it computes for itself."""
+    with_bias, without = (
+        nn.ModuleDict({"net": nn.Linear(8, 8), layer: nn.Linear(8, 1, bias)}) for bias in (True, False)
+    )
+    before = snapshot(with_bias)
+    with pytest.raises(CheckpointError, match=rf"1 tensor is missing in the file: {layer}.bias"):
+        load_weights(with_bias, without.state_dict())
+    assert unchanged(with_bias, before)
+    with pytest.raises(CheckpointError, match=rf"1 tensor is left over in the file: {layer}.bias"):
+        load_weights(without, with_bias.state_dict())
+    integer = with_bias.state_dict() | {f"{layer}.bias": torch.ones(1, dtype=torch.int64)}
+    with pytest.raises(CheckpointError, match=rf"of other shapes or kinds: {layer}.bias"):
+        load_weights(with_bias, integer)
+    masked = without.state_dict() | {f"{layer}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    assert load_weights(without, masked).unexpected == []
+
+
+@pytest.mark.parametrize("renames", ["state_dict", "load_state_dict"])
+def test_a_module_that_renames_its_tensors_in_one_direction_is_told(renames):
+    def rename(module, state, *_):
+        state["kernel"] = state.pop("weight")
+
+    module = nn.Linear(2, 3, bias=False)
+    if renames == "state_dict":
+        module.register_state_dict_post_hook(rename)
+    else:
+        module.register_load_state_dict_pre_hook(rename)
+    weights = dict.fromkeys(module.state_dict(), torch.ones(3, 2))
+    with pytest.raises(CheckpointError, match=r"Linear.load_state_dict did not take kernel.* although state_dict\(\)"):
+        load_weights(module, weights)
+
+
+def test_two_sets_of_weights_that_differ_in_a_wrapper_alone_are_both_seen():
+    source, compiled = small().state_dict(), small().state_dict()
+    both = source | {f"_orig_mod.{name}": value for name, value in compiled.items()}
+    target = small()
+    with pytest.raises(CheckpointError, match=r"8 tensors are left over in the file: _orig_mod\.0\.weight"):
+        load_weights(target, both)
+    load_weights(target, both, allow_unexpected="_orig_mod.*")
+    assert unchanged(target, source)
+    save_weights(both, "w.pt")
+    assert read_checkpoint("w.pt").state_dict.keys() == both.keys()
+
+
 @pytest.mark.parametrize("key", ["model", "state_dict", "ema", "net", "anything"])
 @pytest.mark.parametrize("module", [True, False])
 def test_what_torch_load_returned_is_unpacked(key, module):
@@ -226,6 +281,10 @@ def test_a_dict_without_weights_or_with_several_is_named():
         load_weights(target, {"0.weight": torch.ones(2).numpy()})
     with pytest.raises(CheckpointError, match=r"without weights at key='nope'. Its weights are at student, teacher"):
         load_weights(target, both, key="nope")
+    dotted = {"net.best": small().state_dict(), "net.last": small().state_dict()}
+    with pytest.raises(CheckpointError, match=r"Choose one with key=: 'net.best', 'net.last'"):
+        load_weights(target, dotted)
+    assert load_weights(target, dotted, key="net.best").loaded == 9
 
 
 @pytest.mark.parametrize("pattern", ["model-{:05d}-of-00002.safetensors", "pytorch_model-{:05d}-of-00002.bin"])
@@ -265,6 +324,31 @@ def test_suggestions_name_what_is_missing_and_no_more():
     file = {name: value for name, value in blocks.state_dict().items() if name != "h.3.bias"}
     with pytest.raises(CheckpointError, match=r"allow_missing=\['h.3.bias'\] allows"):
         load_weights(blocks, file)
+
+
+def test_suggestions_may_match_the_counters_of_norms():
+    two = nn.ModuleDict({"one": small(), "other": small()})
+    file = {f"one.{name}": value for name, value in small().state_dict().items()}
+    file = {name: value for name, value in file.items() if not name.endswith("num_batches_tracked")}
+    with pytest.raises(
+        CheckpointError, match=r"8 tensors are missing in the file: .*allow_missing=\['other\.\*'\] allows"
+    ):
+        load_weights(two, file)
+    two = nn.ModuleDict({"one": small()})
+    more = file | {f"other.{name}": value for name, value in small().state_dict().items()} | {"other.x": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"9 tensors are left over .*allow_unexpected=\['other\.\*'\] allows"):
+        load_weights(two, more)
+
+
+def test_equal_names_come_before_a_prefix_that_only_counters_speak_for():
+    ours, others = randomized(small()).state_dict(), small().state_dict()
+    file = {f"one.{name}": value for name, value in ours.items() if not name.endswith("num_batches_tracked")}
+    file |= {f"other.{name}": value for name, value in others.items()}
+    target = nn.ModuleDict({"one": small()})
+    assert load_weights(target, file, allow_unexpected="other.*").renamed == {}
+    assert torch.equal(target["one"][0].weight, ours["0.weight"])
+    with pytest.raises(AmbiguousAlignmentError, match=r"which of one\.\*, other\.\* in the checkpoint"):
+        load_weights(small(), file)
 
 
 @given(st.sets(st.sampled_from([*sorted(small().state_dict()), "a.b.c", "a.b.d", "a.0.x", "a.1.x", "a[0]", "a*"])))
@@ -335,7 +419,16 @@ def test_positions_are_interpolated(tokens):
     oracle = timm.layers.resample_abs_pos_embed(source.pos_embed, [10, 10], num_prefix_tokens=tokens)
     torch.testing.assert_close(target.pos_embed, oracle, rtol=1e-5, atol=1e-6)
     with pytest.raises(CheckpointError, match="cannot be interpolated: it is not a square grid of positions"):
-        load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict(), interpolate="*")
+        load_weights(nn.Embedding(3, 2), nn.Embedding(4, 3).state_dict(), interpolate="*")
+
+
+def test_a_head_is_not_taken_for_positions():
+    """Ten classes are a token and a grid of 3x3, and five are a token and one of 2x2."""
+    target = nn.Linear(6, 5, bias=False)
+    with pytest.raises(
+        CheckpointError, match=r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
+    ):
+        load_weights(target, {"weight": torch.ones(10, 6)}, interpolate="*")
 
 
 def test_maps_of_positions_are_interpolated():
@@ -490,6 +583,14 @@ def test_unclear_heads_are_refused():
         replace_head(small(), 0)
 
 
+@pytest.mark.parametrize("name", ["auto", ""])
+def test_a_model_that_is_itself_a_layer_has_no_head(name):
+    model = nn.Linear(4, 5)
+    with pytest.raises(CheckpointError, match="the model is itself a Linear, with no module around"):
+        replace_head(model, 3, name)
+    assert list(model.children()) == []
+
+
 def test_a_model_without_a_head_is_not_told_to_replace_its_last_convolution():
     with pytest.raises(CheckpointError) as caught:
         replace_head(timm.create_model("resnet10t", num_classes=0), 7)
@@ -538,3 +639,31 @@ def test_max_output_difference_leaves_modes_and_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match="the outputs must be tensors of equal shapes, got"):
         max_output_difference(nn.Linear(4, 2), nn.Linear(4, 3), torch.ones(1, 4))
+
+
+class Outputs(nn.Module):
+    """Outputs these values."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = [torch.tensor(value) for value in values]
+
+    def forward(self, _):
+        return self.values
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "difference"),
+    [
+        (([1.0], [2.0]), ([1.0], [math.nan]), math.nan),
+        (([1.0], [2.0]), ([math.nan], [2.0]), math.nan),
+        (([4.0, math.inf],), ([4.0, math.inf],), 0.0),
+        (([4.0, math.inf],), ([3.0, math.inf],), 0.25),
+        (([4.0, math.inf],), ([4.0, 1.0],), math.inf),
+        (([0.0],), ([1.0],), math.inf),
+        (([2.0], [4j]), ([2.0], [2j]), 0.5),
+    ],
+)
+def test_max_output_difference_of_what_is_no_ordinary_number(one, other, difference):
+    found = max_output_difference(Outputs(*one), Outputs(*other), torch.ones(1))
+    assert found == pytest.approx(difference, nan_ok=True)

@@ -187,6 +187,14 @@ def test_torchscript_and_data_parallel_inside_a_dict():
     equal(read_checkpoint("wrapped.pt").state_dict, {f"module.{n}": t for n, t in net.state_dict().items()})
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.bfloat16, torch.uint16])
+def test_a_safetensors_of_any_dtype_is_read_without_values(dtype, tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_weights({"weight": torch.ones(2, 3).to(dtype)}, path)
+    found = read_checkpoint(path, map_location="meta").state_dict["weight"]
+    assert (found.dtype, found.shape, found.is_meta) == (dtype, (2, 3), True)
+
+
 def test_safetensors_and_shards():
     expected = weights()
     save_weights(expected, "w.safetensors", metadata={"author": "us"})

@@ -12,6 +12,7 @@ from torch import nn
 from torchvision import models
 
 from lightning_tricks import load_weights, read_checkpoint
+from lightning_tricks._shared.text import render_text
 from lightning_tricks.checkpoint_remapping import (
     AmbiguousAlignmentError,
     CheckpointError,
@@ -274,6 +275,26 @@ def test_a_message_is_about_what_is_missing():
     allowed = {"allow_missing": ["mu.*", "logvar.*"], "allow_unexpected": "*"}
     with pytest.raises(CheckpointError, match=r"2 tensors are missing in the file: extra.weight, extra.bias"):
         load_weights(target, source.state_dict(), **allowed)
+
+
+@pytest.mark.parametrize("ending", [[], ["only"]])
+def test_matches_name_what_is_in_the_file_also_where_a_rule_changed_it(ending):
+    net = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
+    file = {f"fc.{old}.{tensor}": value for old in "ab" for tensor, value in nn.Linear(2, 3).state_dict().items()}
+    report = load_weights(net, file, rules=[{"fc.a": "b", "fc.b": "a"}, *ending])
+    exchanged = {"fc.a.weight": "b.weight", "fc.a.bias": "b.bias", "fc.b.weight": "a.weight", "fc.b.bias": "a.bias"}
+    assert {match.sources[0]: match.targets[0] for match in report.alignment.matches} == exchanged == report.renamed
+    assert {match.reason for match in report.alignment.matches} == {"a rule"}
+    assert "fc.a.weight" in render_text(report.alignment.report())
+    applied = report.alignment.apply(file)
+    assert all(torch.equal(applied[new], file[old]) for old, new in exchanged.items())
+    assert all(torch.equal(net.state_dict()[new], file[old]) for old, new in exchanged.items())
+
+
+def test_the_parts_of_a_tensor_that_rules_fuse_are_named():
+    file = {"a.weight": torch.zeros(2, 3), "b.weight": torch.ones(2, 3), "c.bias": torch.zeros(4)}
+    report = load_weights(nn.Linear(3, 4), file, rules=[(("a.weight", "b.weight"), "weight"), ("c", "")])
+    assert [match.sources for match in report.alignment.matches] == [("a.weight", "b.weight"), ("c.bias",)]
 
 
 def test_files_are_read_and_remapped_as_in_memory():

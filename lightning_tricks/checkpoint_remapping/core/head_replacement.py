@@ -26,7 +26,8 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         The new layer.
 
     Raises:
-        CheckpointError: If the last layer is not known to be a head, or several layers look like heads.
+        CheckpointError: If the last layer is not known to be a head, several layers look like heads, or the model is
+            itself a layer.
         TypeError, ValueError: If `num_classes` is not a whole number >= 1.
 
     Examples:
@@ -35,6 +36,10 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         Linear(in_features=8, out_features=10, bias=True)
     """
     check_count("num_classes", num_classes)
+    if isinstance(model, nn.Linear | nn.Conv2d):
+        raise CheckpointError(
+            f"the model is itself a {type(model).__name__}, with no module around: build another one."
+        )
     path = _find_head(model) if name == "auto" else name
     parent_name, _, attribute = path.rpartition(".")
     parent = model.get_submodule(parent_name)

@@ -18,7 +18,6 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import ambiguous_cases, describe_ambiguity
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 
 def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:
@@ -111,17 +110,21 @@ class Allowed:
             NothingLoadedError: If no tensor would load.
             CheckpointError: If something that does not fit is not allowed.
         """
-        missing = [n for n in alignment.missing if not is_computed(n) and not matches_any(self.missing, n)]
+        missing = [n for n in alignment.missing if n not in alignment.computed and not matches_any(self.missing, n)]
         if ambiguous_cases(alignment, missing):
             raise AmbiguousAlignmentError(
                 f"{source} does not load into {model}: {describe_ambiguity(alignment, missing)}"
             )
         unexpected = [name for name in alignment.unexpected if not matches_any(self.unexpected, name)]
         wrong = [mismatch for mismatch in alignment.mismatched if not matches_any(self.mismatched, mismatch.target)]
+        # What a model computes for itself may match a pattern
+        in_model = [name for name in alignment.names_in_model if name not in alignment.computed]
+        matched = [name for match in alignment.matches for name in match.sources]
+        in_file = [*matched, *(mismatch.source for mismatch in alignment.mismatched), *alignment.unexpected]
         problems = [
-            *_mismatch_problem(wrong, alignment.names_in_model),
-            *_problem("missing in the file", missing, "allow_missing", alignment.names_in_model),
-            *_problem("left over in the file", unexpected, "allow_unexpected", alignment.clean_names_in_file),
+            *_mismatch_problem(wrong, in_model),
+            *_problem("missing in the file", missing, "allow_missing", in_model),
+            *_problem("left over in the file", unexpected, "allow_unexpected", in_file),
         ]
         if not num_loaded:
             others = f" ({problems[0]})" if wrong else ""

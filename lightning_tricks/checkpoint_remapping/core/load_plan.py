@@ -176,7 +176,9 @@ class _LoadPlanner:
         for match in self.alignment.matches:
             for name in match.targets:
                 tensors = self.loaded[name], self.model_tensors[name]
-                if _number_kind(tensors[0]) != _number_kind(tensors[1]) and not is_computed(name):
+                if _number_kind(tensors[0]) != _number_kind(tensors[1]) and not is_computed(
+                    name, tuple(tensors[1].shape)
+                ):
                     file_shape, own_shape = (tuple(tensor.shape) for tensor in tensors)
                     file_kind, own_kind = map(_describe_kind, tensors)
                     yield Mismatch(match.sources[0], file_shape, name, own_shape, (file_kind, own_kind))
@@ -212,7 +214,9 @@ class _LoadPlanner:
 
     def report(self) -> LoadReport:
         """Return what the plan does."""
-        alignment = replace(self.alignment, _first=tuple(self.rules.steps), _origins=self.rules.origins)
+        matches = tuple(match.with_names_in_file(self.rules.ruled) for match in self.alignment.matches)
+        steps, origins = tuple(self.rules.steps), self.rules.origins
+        alignment = replace(self.alignment, matches=matches, _first=steps, _origins=origins)
         return LoadReport(
             loaded=len(self.loaded) + sum(1 for first in self.aliases.values() if first in self.loaded),
             total=len(self.model_tensors),

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
+from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.saving import is_on_meta
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 from lightning_tricks.checkpoint_remapping.core.load_plan import (
@@ -87,14 +88,23 @@ def load_weights(
         map_location=map_location,
         key=key,
     )
-    tied = tied_in(module)
-    _load(module, plan.tensors, assign)
-    tie_again(module, tied, plan.tensors)
+    load_tensors(module, plan.tensors, assign)
     left = [name for name, tensor in module.state_dict().items() if is_on_meta(tensor)]
     if not left:
         return plan.report
     diagnosis = f"{plan.report.diagnosis} Still on the meta device, without values: {list_names(left)}."
     return replace(plan.report, diagnosis=diagnosis)
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
+    """Load what a plan says; `assign` is that of `load_weights`.
+
+    Raises:
+        CheckpointError: If `load_state_dict` of the module does not take a name of its `state_dict`.
+    """
+    tied = tied_in(module)
+    _load(module, tensors, assign)
+    tie_again(module, tied, tensors)
 
 
 def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> None:
@@ -105,7 +115,7 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
     for name, tensor in tensors.items():
         without_values = is_on_meta(model_tensors.get(name))
         if assign or (without_values and assign is None):
-            assigned[name] = _in_precision_of(model_tensors.get(name), tensor)
+            assigned[name] = _like(model_tensors.get(name), tensor)
         elif not without_values:
             copied[name] = tensor
     for part, is_assigned in ((assigned, True), (copied, False)):
@@ -113,8 +123,19 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
             # With the module's own versions, or it would convert tensors that have its names and shapes already
             state = OrderedDict(part)
             set_state_dict_versions(state, state_dict_versions(module.state_dict()))
-            module.load_state_dict(state, strict=False, assign=is_assigned)
+            result = module.load_state_dict(state, strict=False, assign=is_assigned)
+            lost = [name for name in result.unexpected_keys if not name.endswith("_extra_state")]
+            lost += [name for name in result.missing_keys if name in part]
+            if lost:
+                raise CheckpointError(
+                    f"{type(module).__name__}.load_state_dict did not take {list_names(lost)}, although state_dict() "
+                    "has such names: a hook or a method of the module renames tensors in one of the two alone. Other "
+                    "tensors may have been loaded. Give both the same names, or load into a part with submodule=...."
+                )
 
 
-def _in_precision_of(own: Any, tensor: Any) -> Any:
-    return tensor.to(own.dtype) if isinstance(own, torch.Tensor) and isinstance(tensor, torch.Tensor) else tensor
+def _like(own: Any, tensor: Any) -> Any:
+    """Return a tensor in the precision and on the device of the model's; one on the meta device has none."""
+    if not (isinstance(own, torch.Tensor) and isinstance(tensor, torch.Tensor)):
+        return tensor
+    return tensor.to(own.dtype) if own.is_meta else tensor.to(own.device, own.dtype)

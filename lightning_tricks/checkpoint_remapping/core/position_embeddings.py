@@ -24,9 +24,15 @@ def resize_positions(mismatch: Mismatch, tensor: torch.Tensor, module: nn.Module
         module: The model.
 
     Raises:
-        CheckpointError: If the shapes are not those of a grid of positions, or a grid is not known.
+        CheckpointError: If it is a linear layer's, the shapes are not those of a grid of positions, or a grid is not
+            known.
     """
     old, new = mismatch.source_shape, mismatch.target_shape
+    owner = dict(module.named_modules()).get(mismatch.target.rpartition(".")[0])
+    if isinstance(owner, nn.Linear):
+        raise CheckpointError(
+            f"{mismatch} belongs to a linear layer, which has no positions: interpolate names it, too."
+        )
     if len(old) == len(new) == 4 and old[:2] == new[:2]:
         return _bicubic(tensor, new[2:])
     flat = {len(old), len(new)} <= {2, 3} and math.prod(old[:-2]) == math.prod(new[:-2]) == 1

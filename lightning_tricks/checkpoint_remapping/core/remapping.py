@@ -15,6 +15,7 @@ from lightning_tricks.checkpoint_remapping.core.rule_patterns import is_pattern,
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, Rules, parse_steps
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
+FUSION = " + "  # between the names of tensors that are fused
 _MAX_NEW_NAME_LENGTH = 10_000  # characters of a name that rules make
 _MAX_SECONDS = 60.0  # processor time in which the rule of every name must be found
 
@@ -149,7 +150,7 @@ class _Step:
         return self.result
 
     def _add(self, name: str, value: Any, sources: Sequence[str]) -> None:
-        origin = " + ".join(self.tensors.origins[source] for source in sources)
+        origin = FUSION.join(self.tensors.origins[source] for source in sources)
         if not name:
             raise CheckpointError(f"a rule turns the name {origin[:80]!r} into an empty one.")
         if len(name) > _MAX_NEW_NAME_LENGTH:

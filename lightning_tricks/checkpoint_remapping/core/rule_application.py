@@ -30,6 +30,7 @@ class AppliedRules:
         search: Whether the rest is matched.
         steps: The steps that were applied.
         origins: The names in the file by the new ones.
+        ruled: Those of `origins` that rules made.
         notes: What should be said about the rules.
     """
 
@@ -38,6 +39,7 @@ class AppliedRules:
     search: bool
     steps: list[Any]
     origins: Mapping[str, str]
+    ruled: Mapping[str, str]
     notes: list[str]
 
 
@@ -68,6 +70,7 @@ def apply_rules(
         search=search,
         steps=steps,
         origins=remapped.origins,
+        ruled={name: remapped.origins[name] for name in remapped.rules_of},
         notes=[f"rules lead to {list_names(sorted(pinned))}"] * bool(pinned)
         + [f"the rule {rule} matched nothing" for rule in remapped.unmatched],
     )

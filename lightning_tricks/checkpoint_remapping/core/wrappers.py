@@ -19,16 +19,19 @@ _COUNTERS = ("total_ops", "total_params", "n_averaged")
 def strip_wrappers(names: Iterable[str]) -> dict[str, str | None]:
     """Return each name without the parts that wrappers add, None for the counters of thop and of averaged models.
 
-    `_orig_mod`, `_forward_module` and similar parts are removed at any depth; `module` is removed only if all names
-    stay distinct.
+    The parts are removed at any depth. `module` is removed only if all names stay distinct, and so are the others.
     """
-    clean = {
-        name: None if name.rpartition(".")[2] in _COUNTERS else _without(name, WRAPPERS.keys() - {"module"}) or name
-        for name in names
-    }
-    bare = {name: None if new is None else _without(new, ("module",)) or new for name, new in clean.items()}
-    kept = [new for new in bare.values() if new is not None]
-    return bare if len(set(kept)) == len(kept) else clean
+    whole = {name: None if name.rpartition(".")[2] in _COUNTERS else name for name in names}
+    clean = _distinct(
+        {name: new and (_without(new, WRAPPERS.keys() - {"module"}) or new) for name, new in whole.items()}, whole
+    )
+    return _distinct({name: new and (_without(new, ("module",)) or new) for name, new in clean.items()}, clean)
+
+
+def _distinct(shorter: dict[str, str | None], names: dict[str, str | None]) -> dict[str, str | None]:
+    """Return the shorter names, unless two of them are equal."""
+    kept = [new for new in shorter.values() if new is not None]
+    return shorter if len(set(kept)) == len(kept) else names
 
 
 def _without(name: str, wrappers: Iterable[str]) -> str:

@@ -1075,3 +1075,106 @@ def _with_the_first(part: Part, x: torch.Tensor) -> torch.Tensor:
     for layer in (*part.a, *part.b):
         x = x + torch.tanh(layer(x))
     return part.head(x)
+
+
+# What sizes without ones, ordinals, flat numbers and lists do not say
+
+
+def _asymmetric_parts() -> dict[str, Any]:
+    sizes = {"rows": (1, 7), "columns": (7, 1)}
+    kernels = {
+        role: [nn.Conv2d(16, 16, size, padding=(size[0] // 2, size[1] // 2)) for _ in range(LAYERS)]
+        for role, size in sizes.items()
+    }
+    return {"stem": nn.Conv2d(3, 16, 3, padding=1), **kernels, "head": nn.Linear(16, 5)}
+
+
+@architecture(
+    "convolutions of rows and columns", IMAGES, _asymmetric_parts,
+    rows_first=_lines("stem stem,rows b.{i}.conv_1,columns b.{i}.conv_2,head fc"),
+    columns_first=_lines("stem inp,columns m.{i}.conv_1,rows m.{i}.conv_2,head out"),
+    letters=_lines("stem stem,columns b.{i}.conv_a,rows b.{i}.conv_b,head head"),
+    sequential=_lines("stem layers.0,columns layers.{n}.0,rows layers.{n}.1,head out"),
+)  # fmt: skip
+def _asymmetric(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = part.stem(x)
+    for i in range(LAYERS):
+        x = x + 0.3 * part.columns[i](F.relu(part.rows[i](x)))
+    return part.head(x.mean((2, 3)))
+
+
+def _three_norms_parts() -> dict[str, Any]:
+    roles = ("q", "k", "v", "o", "cross_q", "cross_k", "cross_v", "cross_o")
+    norms = {f"norm{n}": layer_norms() for n in (1, 2, 3)}
+    return {**norms, **{role: linear() for role in roles}, "wide": linear(HIDDEN, 48), "narrow": linear(48, HIDDEN)}
+
+
+def _three_norms_names(own: str, cross: str, parts: str, wide: str, narrow: str, norms: str) -> str:
+    names = [
+        f"{side}{role} h.{{i}}.{path}.{name}"
+        for side, path in (("", own), ("cross_", cross))
+        for role, name in zip("qkvo", parts.split(), strict=True)
+    ]
+    names += [f"wide h.{{i}}.{wide}", f"narrow h.{{i}}.{narrow}"]
+    return "\n".join([*names, *(f"norm{n} h.{{i}}.{norm}" for n, norm in enumerate(norms.split(), 1))])
+
+
+@architecture(
+    "decoders with a norm of the cross-attention", TOKENS, _three_norms_parts,
+    last=_three_norms_names("attn", "cross", "query key value out", "mlp.fc1", "mlp.fc2", "norm1 norm2 final_norm"),
+    between=_three_norms_names("self_attn", "cross_attn", "to_q to_k to_v to_out", "mlp.0", "mlp.2",
+                               "norm1 cross_norm norm2"),
+    fairseq=_three_norms_names("self_attn", "encoder_attn", "q_proj k_proj v_proj out_proj", "fc1", "fc2",
+                               "self_attn_layer_norm encoder_attn_layer_norm final_layer_norm"),
+)  # fmt: skip
+def _three_norms(part: Part, x: torch.Tensor) -> torch.Tensor:
+    memory = x.flip(1)
+    for i in range(LAYERS):
+        y = part.norm1[i](x)
+        x = x + part.o[i](attention(part.q[i](y), part.k[i](y), part.v[i](y)))
+        y = part.norm2[i](x)
+        x = x + part.cross_o[i](attention(part.cross_q[i](y), part.cross_k[i](memory), part.cross_v[i](memory)))
+        x = x + part.narrow[i](F.gelu(part.wide[i](part.norm3[i](x))))
+    return x
+
+
+def _vocoder_parts() -> dict[str, Any]:
+    made: dict[str, Any] = {"stem": nn.Conv1d(8, 16, 7, padding=3), "last": nn.Conv1d(16, 1, 7, padding=3)}
+    for size in (3, 5):
+        made[f"dilated{size}"] = [nn.Conv1d(16, 16, size, padding="same", dilation=i + 1) for i in range(LAYERS)]
+        made[f"plain{size}"] = [nn.Conv1d(16, 16, size, padding="same") for _ in range(LAYERS)]
+    return made
+
+
+@architecture(
+    "two lists of three in each block, or three of two", values(2, 8, 20), _vocoder_parts,
+    lists=_lines("stem conv_pre,dilated3 resblocks.0.convs1.{i},plain3 resblocks.0.convs2.{i},"
+                 "dilated5 resblocks.1.convs1.{i},plain5 resblocks.1.convs2.{i},last conv_post"),
+    pairs=_lines("stem first,dilated3 mrf.0.{i}.0,plain3 mrf.0.{i}.1,dilated5 mrf.1.{i}.0,plain5 mrf.1.{i}.1,"
+                 "last last"),
+)  # fmt: skip
+def _vocoder(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = part.stem(x)
+    found = torch.zeros_like(x)
+    for dilated, plain in ((part.dilated3, part.plain3), (part.dilated5, part.plain5)):
+        y = x
+        for one, other in zip(dilated, plain, strict=True):
+            y = y + other(F.leaky_relu(one(F.leaky_relu(y))))
+        found = found + y
+    return part.last(found)
+
+
+@architecture(
+    "decoders of equal widths in lists", FEATURES, lambda: {"down": linear(HIDDEN, 24), "up": linear(24, HIDDEN)},
+    in_order_of_use=_lines("down down.{i},up up.{i}"),
+    by_level=_lines("down downs.{i},up ups.{r}"),
+    numbers=_lines("down layer{n},up uplayer{n}"),
+)  # fmt: skip
+def _levels(part: Part, x: torch.Tensor) -> torch.Tensor:
+    codes = []
+    for layer in part.down:
+        codes.append(torch.tanh(layer(x)))
+        x = F.pad(codes[-1], (0, HIDDEN - 24))
+    for layer, code in zip(part.up, reversed(codes), strict=True):
+        x = torch.tanh(layer(code)) + 0.5 * x
+    return x

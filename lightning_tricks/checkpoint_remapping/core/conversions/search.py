@@ -33,7 +33,8 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
         The matches; None if no table fits.
     """
     source_names, target_names = (
-        [name for name in shapes if not is_computed(name)] for shapes in (source_shapes, target_shapes)
+        [name for name, shape in shapes.items() if not is_computed(name, shape)]
+        for shapes in (source_shapes, target_shapes)
     )
     for family, namings in FAMILIES.items():
         sources = _readings(namings, source_names)

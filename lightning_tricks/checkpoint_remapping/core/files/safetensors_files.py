@@ -34,10 +34,9 @@ def read_safetensors(storages: FileStorages, head: bytes) -> tuple[Any, str, dic
 
 def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.Tensor:
     storages.budget.spend(1024)
+    tensor: torch.Tensor = file.get_tensor(name)  # mapped from the file
     if storages.on_meta:
-        part = file.get_slice(name)
-        return torch.empty(part.get_shape(), dtype=_SAFETENSORS_DTYPES[part.get_dtype()], device="meta")
-    tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.to("meta")
     if not storages.mmap:
         storages.budget.spend(tensor.nbytes)
         tensor = tensor.clone()
@@ -47,23 +46,3 @@ def _tensor_at_location(file: Any, name: str, storages: FileStorages) -> torch.T
         return tensor
     typed = TypedStorage(placed, tensor.dtype)
     return strided_tensor(storages.budget, typed, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-
-
-_SAFETENSORS_DTYPES = {
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "U8": torch.uint8,
-}

@@ -43,7 +43,8 @@ def find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, 
     """
     search = _Search(budget)
     if key is not None:
-        chosen = tuple(key.split("."))
+        listed = (key_path for key_path, _ in search.candidates(value) if ".".join(key_path) == key)
+        chosen = next(listed, tuple(key.split(".")))  # an entry's name may have dots
         inside = _value_at(value, chosen)
         tensors = None if inside is None else search.tensors(inside)
         if tensors is None:

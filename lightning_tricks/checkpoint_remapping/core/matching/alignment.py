@@ -54,6 +54,7 @@ class Alignment:
         total: Number of tensors of the model.
         loaded_parameters: Number of elements in the tensors that have a match.
         total_parameters: Number of elements in all tensors of the model.
+        computed: Those missing that the model computes for itself, such as BatchNorm's counters.
     """
 
     matches: tuple[Match, ...]
@@ -66,6 +67,7 @@ class Alignment:
     total: int
     loaded_parameters: int
     total_parameters: int
+    computed: tuple[str, ...] = ()
     _clean_names: Mapping[str, str | None] = field(repr=False, default_factory=dict)
     _prefixes: tuple[str, str] | None = None
     _first: tuple[Any, ...] = ()  # the steps of rules that were applied before
@@ -74,7 +76,7 @@ class Alignment:
     @property
     def renamed(self) -> dict[str, str]:
         """The model's names by the file's, where they differ; of fused and split tensors joined by `" + "`."""
-        names = [(" + ".join(map(self._origin, match.sources)), match.targets) for match in self.matches]
+        names = [(" + ".join(map(self._origin, match.ruled)), match.targets) for match in self.matches]
         return renamed_from((source, target) for source, targets in names for target in targets)
 
     def name_in_file(self, clean: str) -> str:
@@ -104,7 +106,7 @@ class Alignment:
     def by_prefix(self) -> bool:
         """Whether names differ only in wrappers' parts and in one prefix."""
         clean = strip_wrappers(name for match in self.matches for name in match.targets)
-        return self._prefixes is not None or all(m.sources == (clean[m.targets[0]],) for m in self.matches)
+        return self._prefixes is not None or all(m.ruled == (clean[m.targets[0]],) for m in self.matches)
 
     @property
     def reshaped(self) -> list[str]:
@@ -136,7 +138,7 @@ class Alignment:
 
     def apply(self, state_dict: Mapping[str, Any]) -> Remapped:
         """Return the tensors that have a match, under the model's names and in its shapes."""
-        used = {name for match in self.matches for name in match.sources}
+        used = {name for match in self.matches for name in match.ruled}
         made = remap_keys(state_dict, self._first) if self._first else state_dict
         clean = {self._clean_names.get(name, name): tensor for name, tensor in made.items()}
         return remap_keys(
@@ -184,5 +186,5 @@ class Alignment:
 
 
 def _rule(match: Match) -> RemapRule:
-    source, target = (names if len(names) > 1 else names[0] for names in (match.sources, match.targets))
+    source, target = (names if len(names) > 1 else names[0] for names in (match.ruled, match.targets))
     return RemapRule(source, target, match.transpose, match.shape)

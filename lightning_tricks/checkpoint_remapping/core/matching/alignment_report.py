@@ -10,7 +10,6 @@ from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, FUSED, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS, strip_wrappers
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def alignment_table(alignment: Alignment, limit: int | None) -> Table:
         shapes = f"{format_shape(mismatch.source_shape)} and {format_shape(mismatch.target_shape)}"
         table.add_row(mismatch.source, mismatch.target, f"MISMATCHED: {shapes}")
     for name in alignment.missing:
-        table.add_row("", name, "MISSING" + ", the model computes it itself" * is_computed(name))
+        table.add_row("", name, "MISSING" + ", the model computes it itself" * (name in alignment.computed))
     for name in alignment.unexpected:
         table.add_row(name, "", "UNEXPECTED")
     return table
@@ -105,7 +104,7 @@ def diagnose(
     target_shapes: Mapping[str, Shape],
     clean_names: Mapping[str, str | None],
     prefixes: Prefixes | None,
-    missing: Iterable[str],
+    computed: Iterable[str],
 ) -> str:
     """Return what was found about the names of a file, in words.
 
@@ -115,7 +114,7 @@ def diagnose(
         target_shapes: The same of the model.
         clean_names: The names in the file, with those without wrappers' parts.
         prefixes: The prefixes in which names differ; None where they differ in more than that.
-        missing: Names of the model without a match.
+        computed: Names of the model without a match that it computes for itself.
     """
     said = [*_wrappers_found(clean_names)]
     source, target = prefixes or ("", "")
@@ -138,7 +137,6 @@ def diagnose(
             else f"nothing fits by name and shape: the checkpoint has {list_names(source_shapes)}, the model "
             f"{list_names(target_shapes)}"
         )
-    computed = [name for name in missing if is_computed(name)]
     if computed:
         said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
     return "; ".join(said or ["all names are the model's own"]) + "."

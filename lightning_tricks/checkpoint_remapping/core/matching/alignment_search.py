@@ -129,7 +129,8 @@ class _AlignmentSearch:
 
     def _needs_structure(self, by_names: Matching) -> bool:
         lacking = self.target_shapes.keys() - by_names.targets() - set(self.pinned.values())
-        return not self.by_name and bool(by_names.ambiguous or not all(map(is_computed, lacking)))
+        learned = any(not is_computed(name, self.target_shapes[name]) for name in lacking)
+        return not self.by_name and bool(by_names.ambiguous or learned)
 
     def _best(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
         """Return a conversion that fits, or the matching by names, completed by structure, or by structure alone."""
@@ -193,19 +194,21 @@ class _AlignmentSearch:
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
         missing = tuple(self.model_names[name] for name in unmatched_targets)
+        computed = [self.model_names[name] for name, shape in unmatched_targets.items() if is_computed(name, shape)]
         # Rules for prefixes would lead to the names without wrappers' parts, and change the names that rules made
         rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
         return Alignment(
             matches=self._in_model_order(found),
             missing=missing,
-            unexpected=tuple(name for name in unmatched_sources if not is_computed(name)),
+            unexpected=tuple(name for name, shape in unmatched_sources.items() if not is_computed(name, shape)),
             mismatched=tuple(self._mismatch(*pair) for pair in mismatched),
             ambiguous=tuple((tuple(sources), tuple(targets)) for sources, targets in found.ambiguous),
-            diagnosis=diagnose(found, self.source_shapes, self.target_shapes, self.clean_names, prefixes, missing),
+            diagnosis=diagnose(found, self.source_shapes, self.target_shapes, self.clean_names, prefixes, computed),
             loaded=len(targets),
             total=len(self.target_shapes),
             loaded_parameters=sum(math.prod(self.target_shapes[name]) for name in targets),
             total_parameters=sum(map(math.prod, self.target_shapes.values())),
+            computed=tuple(computed),
             _clean_names=self.clean_names,
             _prefixes=prefixes if rules_are_prefixes else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ class Layer:
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
+    layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property
     def name(self) -> str:
@@ -36,7 +37,7 @@ class Layer:
     @cached_property
     def sizes(self) -> tuple[tuple[str, Shape], ...]:
         """The sizes of its tensors without ones, which are the same in all layouts of a layer."""
-        sizes = {leaf: _without_ones(shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
+        sizes = {leaf: _without_ones(leaf, shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
         if self.transposed:
             sizes["weight"] = sizes["weight"][::-1]
         return tuple(sorted(sizes.items()))
@@ -44,7 +45,7 @@ class Layer:
     @cached_property
     def tensor_kinds(self) -> tuple[object, ...]:
         """The names of its tensors, their numbers of dimensions, and the order of their elements."""
-        return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path))
+        return (*((leaf, len(size)) for leaf, size in self.sizes), element_order(self.path), self.layout)
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
@@ -107,6 +108,24 @@ def group_layers(shapes: Mapping[str, Shape]) -> list[Layer]:
     return [layer for layer in layers.values() if list(layer.tensors) != [BATCH_COUNTER]]
 
 
+def keep_layouts(layers: list[Layer], others: list[Layer]) -> None:
+    """Tell layers of one size apart by where their sizes are one, if both models have as many of each layout."""
+    groups: dict[object, tuple[list[Layer], list[Layer]]] = defaultdict(lambda: ([], []))
+    for side, some in enumerate((layers, others)):
+        for layer in some:
+            groups[layer.signature][side].append(layer)
+    for group in groups.values():
+        ours, theirs = (Counter(map(_ones, side)) for side in group)
+        if ours == theirs and len(ours) > 1:
+            for layer in (*group[0], *group[1]):
+                layer.layout = _ones(layer)
+                del layer.signature, layer.tensor_kinds
+
+
+def _ones(layer: Layer) -> tuple[object, ...]:
+    return tuple(sorted((leaf, tuple(size == 1 for size in shape)) for leaf, (_, shape) in layer.tensors.items()))
+
+
 def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
     """Return the layers that each module holds directly."""
     families: dict[str, list[Layer]] = defaultdict(list)
@@ -115,5 +134,7 @@ def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
     return families
 
 
-def _without_ones(shape: Shape) -> Shape:
-    return tuple(size for size in shape if size != 1)
+def _without_ones(leaf: str, shape: Shape) -> Shape:
+    # Kernels of 1x7 and 7x1 are two sizes; those of 1x1 are that of a linear layer
+    kernel = shape[2:] if leaf == "weight" and len(shape) > 3 and {*shape[2:]} != {1} else ()
+    return (*(size for size in shape[: len(shape) - len(kernel)] if size != 1), *kernel)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape
+from lightning_tricks.checkpoint_remapping.core.remapping import FUSION
 
+SAME_NAME = "the same name"
 CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
 FUSED = "taken to be query, key and value, one after another"
 
@@ -32,6 +35,20 @@ class Match:
     shape: Shape | None = None
     reason: str = ""
     strength: Literal["strong", "weak"] = "strong"
+    _ruled: tuple[str, ...] = field(default=(), repr=False)  # the names that rules made of the sources
+
+    @property
+    def ruled(self) -> tuple[str, ...]:
+        """The names of the sources after the caller's rules, which are those in the file where no rule changed them."""
+        return self._ruled or self.sources
+
+    def with_names_in_file(self, origins: Mapping[str, str]) -> Match:
+        """Return the match with the names in the file as sources, of those that rules made."""
+        if origins.keys().isdisjoint(self.sources):
+            return self
+        names = tuple(origin for source in self.sources for origin in origins.get(source, source).split(FUSION))
+        reason = "a rule" if self.reason in ("a rule", SAME_NAME) else f"a rule, then {self.reason}"
+        return replace(self, sources=names, reason=reason, _ruled=self.sources)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 
 Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
 _MOST_PLACES = 64
@@ -32,12 +33,13 @@ def match_by_name(
     source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape], search_prefixes: bool
 ) -> NameMatching:
     """Match tensors of equal names and shapes; several prefixes that fit equally well are ambiguous."""
-    complete = all(source_shapes.get(name) == shape for name, shape in target_shapes.items())
+    learned, wanted = map(_learned, (source_shapes, target_shapes))  # counters may be missing, and are no evidence
+    complete = all(source_shapes.get(name) == shape for name, shape in wanted.items())
     prefixes, rivals = ("", ""), list[Prefixes]()
     if search_prefixes and not complete:
-        prefixes, rivals = _best_prefixes(source_shapes, target_shapes)
+        prefixes, rivals = _best_prefixes(learned, wanted)
     prefix = prefixes[0] or prefixes[1]
-    reason = f"the same name, with {prefix!r} in front" if prefix else "the same name"
+    reason = f"{SAME_NAME}, with {prefix!r} in front" if prefix else SAME_NAME
     pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *prefixes)) in target_shapes]
     if search_prefixes:
         shifted = _shifted((replace_prefix(name, *prefixes) for name in source_shapes), target_shapes)
@@ -52,6 +54,10 @@ def match_by_name(
         return NameMatching(Matching(ambiguous=[(sides[0], sides[1])]), prefixes, mismatched)
     found = Matching([Match((name,), (new,), reason=reason) for name, new in equal])
     return NameMatching(found, prefixes, mismatched)
+
+
+def _learned(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if not is_computed(name, shape)}
 
 
 def replace_prefix(name: str, source: str, target: str) -> str:

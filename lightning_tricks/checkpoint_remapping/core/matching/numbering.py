@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -18,9 +18,11 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     last_word,
     number_below,
     parts_of,
+    words_in,
 )
 
 _Pair = tuple[Layer, Layer]
+_Numbers = tuple[int, int]
 _Slot = tuple[str, bool]  # the word before a number, and whether the number is written at its end
 
 
@@ -46,8 +48,8 @@ class Numbering:
         """Whether the two differ in numbers on both sides, and all that is numbered there counts the same way."""
         if source.numbers is None or target.numbers is None or self._are_gated(source, target):
             return False
-        if (NO_NUMBER in source.numbers) != (NO_NUMBER in target.numbers):
-            return False
+        if _words_without_number(source) != _words_without_number(target):
+            return False  # `norm_in` and `norm_out` beside `norm1`
         if last_word(source.container) != last_word(target.container) and self._are_parallel(
             one, other, source, target
         ):
@@ -137,33 +139,46 @@ class Numbering:
         beside = self.target.containers_beside(target)
         for container in self.source.containers_beside(source):
             layers = self.source.branches[container]
-            distinct = [layer for layer in layers if self._has_its_own_size(layer)]
+            sizes = Counter(layer.signature for layer in layers)
+            distinct = [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
             for other in beside:
                 numbers = sorted(self._numbers_below(container, other, distinct))
                 if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
                     return True
         return False
 
-    def _has_its_own_size(self, layer: Layer) -> bool:
-        return layer.has_matrix and self.source.num_of_size(layer) == 1
-
     def _find_whether_numbers_go_together(self, source: str, target: str) -> bool:
-        """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+        return _go_together(self._series[source, target])
 
-        Three blocks of two layers and two lists of three layers are no blocks of one order.
-        """
-        pairs = self._series[source, target]
-        columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
-        slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
-        varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
-        if min(map(len, varying)) < 2:
-            return True
-        related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
-        outermost = [side[0] for side in varying]
-        if any(outer not in {pair[side] for pair in related} for side, outer in enumerate(outermost)):
-            return False
-        named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
-        return all(pair in related or _column_repeats(slots, pair) for pair in named)
+
+def _go_together(pairs: list[_Pair]) -> bool:
+    """Whether the outermost numbers of a series depend on a number of the other side, or one of these on them.
+
+    So do those inside each of them: three blocks of two layers and two lists of three layers are no blocks of one
+    order, wherever they are.
+    """
+    columns = [[*zip(*(side.numbers for side in sides), strict=True)] for sides in zip(*pairs, strict=True)]
+    slots = [_slots(sides[0].path) for sides in zip(*pairs, strict=True)]
+    varying = [[i for i, column in enumerate(side) if len(set(column)) > 1] for side in columns]
+    if min(map(len, varying)) < 2:
+        return True
+    related = {(i, j) for i in varying[0] for j in varying[1] if _depends_on_either(columns[0][i], columns[1][j])}
+    outer, other = varying[0][0], varying[1][0]
+    if outer not in {i for i, _ in related} or other not in {j for _, j in related}:
+        return False
+    named = [(i, j) for i in varying[0] for j in varying[1] if slots[0][i] == slots[1][j] and slots[0][i][1]]
+    if not all(pair in related or _column_repeats(slots, pair) for pair in named):
+        return False
+    inside: dict[_Numbers, list[_Pair]] = defaultdict(list)
+    for pair in pairs if (outer, other) in related else ():
+        inside[pair[0].numbers[outer], pair[1].numbers[other]].append(pair)
+    return all(map(_go_together, inside.values()))
+
+
+def _words_without_number(fork: Fork) -> tuple[str, ...] | None:
+    """Return the words of the one of two parts that has no number; None if both have one."""
+    rests = zip(fork.numbers or (), (fork.first, fork.second), strict=False)
+    return next((words_in(rest) for number, rest in rests if number == NO_NUMBER), None)
 
 
 def _column_repeats(slots: list[list[_Slot]], pair: tuple[int, int]) -> bool:

@@ -13,6 +13,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED
 
 Parts = tuple[str, ...]
 NO_NUMBER = -1
+_CROSS_ATTENTION = frozenset({"attention", "cross"})
 
 
 @lru_cache(maxsize=65536)
@@ -91,9 +92,14 @@ class Side:
             parts = parts_of(layer.path)
             for depth in range(len(parts) + 1):
                 self.branches[parts[:depth]].append(layer)
-        self._of_size = Counter(layer.signature for layer in layers)
         counted = [layer for layer in layers if layer.words & ORDINAL_ROLES]
         self._in_block.update((self.block(layer), layer.signature) for layer in counted)
+        # A second norm is that of the feed-forward, or of the cross-attention unless another norm is
+        self._beside_other_norms = {
+            (self.block(layer) or layer.parent, layer.signature)
+            for layer in layers
+            if not layer.has_matrix and not layer.words & (ORDINAL_ROLES | _CROSS_ATTENTION)
+        }
         self._ordinal_siblings.update((layer.parent, layer.signature) for layer in counted)
         # Asked for each pair of layers
         self.words = cache(self._find_words)
@@ -117,6 +123,8 @@ class Side:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         in_block = self._in_block[self.block(layer), layer.signature]
         is_one_of_two = 2 in (in_block, self._ordinal_siblings[layer.parent, layer.signature])
+        if not layer.has_matrix and (self.block(layer) or layer.parent, layer.signature) in self._beside_other_norms:
+            is_one_of_two = False
         words = {word.rstrip("0123456789") for word in layer.words} - VAGUE_WORDS
         return words if is_one_of_two else words - ORDINAL_ROLES
 
@@ -149,10 +157,6 @@ class Side:
         """Return what is numbered in the same module as what a container numbers."""
         return self._beside(_module_of(container))
 
-    def num_of_size(self, layer: Layer) -> int:
-        """Return how many layers have the size of this one."""
-        return self._of_size[layer.signature]
-
     def _find_beside(self, module: Parts) -> list[Parts]:
         found: dict[Parts, set[str]] = defaultdict(set)
         for layer in self.branches[module]:
@@ -181,9 +185,10 @@ class Side:
     def may_count_backwards(self, container: Parts) -> bool:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
 
-        What a decoder of convolutions holds is counted so too, under any word.
+        A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
+        holds is counted so too, under any word.
         """
-        if self.ordered:
+        if self.ordered and not self.is_list(container):
             return False
         is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
         return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lightning_tricks.checkpoint_remapping.core.matching.candidates import equal_groups
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape, group_layers
+from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape, group_layers, keep_layouts
 from lightning_tricks.checkpoint_remapping.core.matching.layer_order import is_ordered, sort_naturally
 from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
     PAIRINGS,
@@ -43,6 +43,7 @@ class _StructureMatcher:
         # The layouts of one side depend on those of the other: the file comes first
         self._prepare(self.source_layers, self.target_layers, source_ordered)
         self._prepare(self.target_layers, self.source_layers, target_ordered)
+        keep_layouts(self.source_layers, self.target_layers)
         self.neighbors = NeighborMatching((self.source_layers, self.target_layers), (source_ordered, target_ordered))
         self.sides = Side(self.source_layers, source_ordered), Side(self.target_layers, target_ordered)
         self.pairs: list[tuple[Layer, Layer, str]] = []

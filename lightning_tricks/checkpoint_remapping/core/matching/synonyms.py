@@ -35,6 +35,7 @@ _ROLES = {
     "distillation": r"dist",
     "mask": r"mask",
     "position": r"pos",
+    "segment": r"token\.type|segment",
 }
 # What is first and what is second means something where there are two
 ORDINAL_ROLES = frozenset({"first norm", "second norm", "third norm", "widening layer", "narrowing layer"})
@@ -112,8 +113,9 @@ _ELEMENT_ORDERS = {
 # Buffers that a model computes for itself; some versions of a model store them and some don't
 _COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|relative_coords_table|inv_freq|"
-    r"masked_bias|attn\.bias|attention\.bias|attn\.mask|rope\.freqs)$"
+    r"masked_bias|attn\.mask|rope\.freqs)$"
 )
+_CAUSAL_MASKS = re.compile(r"(^|\.)(attn|attention)\.bias$")  # GPT-2's; with one dimension, the bias of a layer
 
 
 @lru_cache(maxsize=65536)
@@ -136,6 +138,6 @@ def element_order(path: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def is_computed(name: str) -> bool:
+def is_computed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is one that the model computes for itself."""
-    return _COMPUTED_BUFFERS.search(name) is not None
+    return bool(_COMPUTED_BUFFERS.search(name) or (len(shape) > 1 and _CAUSAL_MASKS.search(name)))
