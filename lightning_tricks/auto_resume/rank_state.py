@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
@@ -32,20 +33,30 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
 from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
 from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSlot, ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
 from lightning_tricks.auto_resume.module_state import (
     buffer_digests,
     move_to_device,
     rank_specific_buffers,
     restore_buffers,
+    restore_tensors,
+    tensor_versions,
+    tensors_left_out,
     unsaved_buffer_versions,
 )
 
 # An attribute of DDP: whether the next step broadcasts rank zero's buffers; it does unless a validation came before
 _SYNC_ATTRIBUTE = "require_forward_param_sync"
 REPLACED_MODULE_SUFFIX = "in the fit)"  # of entries of `unsaved_names` for modules that hooks may create again
-_TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
+_TRAINER_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_val_batches",
+    "log_every_n_steps",
+)
 
 
 class RankState:
@@ -68,25 +79,53 @@ class RankState:
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
         self._initial_settings = self._trainer_settings()
+        self._initial_limits = loop_limits(trainer)
+        self._initial_callbacks = set(named_callbacks(trainer))
+        self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
         self.failed: list[str] = []
 
     def on_fit_start(self, shared_state: Mapping[str, Any]) -> None:
         """Note the optimizers' groups, or restore those of `shared_state`, before the optimizers' states are loaded."""
         self._unsaved_buffers = {name: unsaved_buffer_versions(part) for name, part in self._modules().items()}
+        self._initial_tensors = tensor_versions(self.module)
         self._structure.record_groups(self.module, self.trainer.optimizers)
+        skipped = self._owners.skipped_names_in_optimizers
         self._optimizer_attributes = AttributeTracker(
-            self._owners.optimizer_attributes, skipped=self._owners.skipped_names_in_optimizers
+            self._owners.optimizer_attributes, skipped=skipped, with_code=False
         )
         if shared_state.get("groups"):
             restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on all ranks, as tensors on the CPU and plain values."""
+    def restore_limits(self, shared_state: Mapping[str, Any]) -> None:
+        """Restore how many epochs and steps the fit has, where a callback changed what the Trainer was given.
+
+        All hooks before the first epoch must have been called: some of them change it as well.
+        """
+        self._initial_limits = loop_limits(self.trainer)
+        for name, (before, after) in shared_state.get("limits", {}).items():
+            if self._initial_limits[name] in (before, after):  # the Trainer was given the same as before
+                self._initial_limits[name] = before
+                set_loop_limits(self.trainer, {name: after})
+
+    def allow_epoch(self, epoch: int, shared_state: Mapping[str, Any]) -> None:
+        """Let the Trainer restore an epoch beyond its `max_epochs`, if a callback had raised that."""
+        _, after = shared_state.get("limits", {}).get("max_epochs", (None, None))
+        given = self.trainer.max_epochs
+        if after is not None and given is not None and 0 <= given < epoch <= after:
+            set_loop_limits(self.trainer, {"max_epochs": after})
+
+    def shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is the same on all ranks and a checkpoint lacks, as tensors on the CPU and plain values."""
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
         changes["lists"] = module_list_types(self._modules())
         now = self._trainer_settings()
         changes["settings"] = {name: value for name, value in now.items() if value != self._initial_settings[name]}
+        limits = loop_limits(self.trainer)
+        changes["limits"] = {
+            name: [before, limits[name]] for name, before in self._initial_limits.items() if limits[name] != before
+        }
+        changes["left_out"] = tensors_left_out(self.module, checkpoint["state_dict"], self._initial_tensors)
         return dict(move_to_device(changes, "cpu"))
 
     def attribute_changes(self) -> dict[str, Any]:
@@ -94,8 +133,13 @@ class RankState:
         changes = self._attributes.changes()
         if self._optimizer_attributes is not None:
             optimizer_changes = self._optimizer_attributes.changes()
+            # another process creates the optimizers from the weights that it resumes: what did not change since then,
+            # such as slow weights, is saved as well
+            owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
+            values = all_values(owners, skipped=skipped, with_code=False)["values"]
+            held = {path: one for path, one in values.items() if path.startswith("optimizers.")}
             changes = {
-                "values": changes["values"] | optimizer_changes["values"],
+                "values": changes["values"] | held | optimizer_changes["values"],
                 "lost": changes["lost"] | optimizer_changes["lost"],
             }
         return dict(changes)
@@ -125,6 +169,8 @@ class RankState:
     def unsaved_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the names of what changed and cannot be saved."""
         found = [f"{path} ({kind})" for path, kind in state["attributes"]["lost"].items()]
+        added = [name for name in named_callbacks(self.trainer) if name not in self._initial_callbacks]
+        found += [f"{name} (a callback that was added {REPLACED_MODULE_SUFFIX}" for name in added]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 
     def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
@@ -192,6 +238,7 @@ class RankState:
             if shared_state["groups"]:
                 restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
             restore_flags(self._modules(), shared_state)
+            restore_tensors(self.module, shared_state.get("left_out", {}))
             set_private(self.trainer, **shared_state["settings"])
 
     def restore_epoch_results(self, state: Mapping[str, Any]) -> None:
