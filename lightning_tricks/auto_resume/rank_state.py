@@ -133,16 +133,22 @@ class RankState:
         changes = self._attributes.changes()
         if self._optimizer_attributes is not None:
             optimizer_changes = self._optimizer_attributes.changes()
-            # another process creates the optimizers from the weights that it resumes: what did not change since then,
-            # such as slow weights, is saved as well
-            owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
-            values = all_values(owners, skipped=skipped, with_code=False)["values"]
-            held = {path: one for path, one in values.items() if path.startswith("optimizers.")}
             changes = {
-                "values": changes["values"] | held | optimizer_changes["values"],
+                "values": changes["values"] | self._optimizer_values() | optimizer_changes["values"],
                 "lost": changes["lost"] | optimizer_changes["lost"],
             }
         return dict(changes)
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
+
+        Another process creates the optimizers from the weights that it resumes.
+        """
+        if not any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values()):
+            return {}
+        owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
+        values = all_values(owners, skipped=skipped, with_code=False)["values"]
+        return {path: one for path, one in values.items() if path.startswith("optimizers.")}
 
     def capture(self) -> dict[str, Any]:
         """Return the state as tensors on the CPU and plain values; all ranks have to call it."""
