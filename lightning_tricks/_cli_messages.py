@@ -31,12 +31,13 @@ _OLDER_OPTIONS = {
 }
 
 
-def condense_message(message: str, classes: Iterable[type]) -> str:
+def condense_message(message: str, classes: Iterable[type], options: Iterable[str] = ()) -> str:
     """Return one line with what is wrong and the remedy.
 
     Args:
         message: What jsonargparse says: a tree of all types that a value may have, and why it is none of them.
         classes: The classes that an option may name without their module, to suggest the most similar one.
+        options: The names of options, for the same.
     """
 
     def ending(text: str) -> str:
@@ -52,7 +53,7 @@ def condense_message(message: str, classes: Iterable[type]) -> str:
     line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
     if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
         line += f". Got value: {found[-1]}"
-    return f"{line}{ending(line)}{_remedy(line, classes)}"
+    return f"{line}{ending(line)}{_remedy(line, classes, options)}"
 
 
 def _informative_lines(message: str) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _informative_lines(message: str) -> Iterator[str]:
             yield text
 
 
-def _remedy(line: str, classes: Iterable[type]) -> str:
+def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
     """Return a sentence that says what to write instead, or an empty string."""
     if found := re.search(r"no class is called '(\S+)'", line):
         names = sorted({kind.__name__ for kind in classes})
@@ -89,6 +90,12 @@ def _remedy(line: str, classes: Iterable[type]) -> str:
     if found := re.search(r"arguments are required: (\w+)\.model", line):
         stage = found[1]
         return f" Write `{stage} --config FILE`, with a YAML file that has a model, or `{stage} --model module.Class`."
-    if found := re.search(r"unrecognized arguments: (--\w+)", line):
-        return f" Write {_OLDER_OPTIONS[found[1]]}." if found[1] in _OLDER_OPTIONS else " `fit --help` lists them all."
+    if found := re.search(r"does not accept option '([\w.]+)'", line):
+        return did_you_mean(found[1], options)
+    if found := re.search(r"unrecognized arguments: (--([\w.]+))", line):
+        if found[1] in _OLDER_OPTIONS:
+            return f" Write {_OLDER_OPTIONS[found[1]]}."
+        return f"{did_you_mean(found[2], options)} `fit --help` lists them all."
+    if line.startswith("Unexpected config"):
+        return " A file of --config holds options, such as `trainer: {max_epochs: 5}`."
     return ""

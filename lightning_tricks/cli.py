@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 import lightning_tricks
 
@@ -21,6 +23,13 @@ _STAGES = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, also of a command, that takes no option by its beginning: another may begin with it later."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -30,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 on success. Wrong arguments exit with status 2 and a sentence that names them.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {lightning_tricks.__version__}")
@@ -45,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in _STAGES:
         return _run_stage(parser, argv)
     arguments = parser.parse_args(argv)
-    return int(arguments.run(arguments))
+    status = 0
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ from lightning_tricks.checkpoint_remapping.load_from_checkpoint import (
     build_module,
     read_module_checkpoint,
 )
+from lightning_tricks.checkpoint_remapping.plain_values import nested_values
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
 from lightning_tricks.finetuning.core.trainable_weights import complete_state_dict
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec, build_optimizer, build_schedule
@@ -82,7 +83,8 @@ class TricksMixin(_Base):
             raise TypeError(f"TricksMixin must come first: class {cls.__name__}(TricksMixin, ...).")
         if remedy := other_import_style(cls):
             raise TypeError(f"class {cls.__name__}(TricksMixin, ...): {remedy}")
-        if "configure_callbacks" in vars(cls):
+        owner = next(base for base in order if "configure_callbacks" in vars(base))
+        if owner is cls or not issubclass(owner, TricksMixin):  # that of a base before the mixin hides it
             cls.configure_callbacks = _with_tricks(cls.configure_callbacks)  # type: ignore[method-assign, assignment]
 
     @restricted_classmethod
@@ -175,13 +177,13 @@ class TricksMixin(_Base):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of `__init__` as Lightning does, with a `Tricks` as a plain dict."""
+        """Save the arguments of `__init__` as Lightning does, with each `Tricks` as a plain dict."""
         caller = inspect.currentframe()
         frame = frame or (caller and caller.f_back)
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
         for name, value in self.hparams.items():
-            if isinstance(value, Tricks):
-                replace_hyperparameter(self, name, value.as_dict())
+            if any(isinstance(part, Tricks) for part in nested_values(value)):
+                replace_hyperparameter(self, name, _with_plain_tricks(value))
 
     def _add_missing(self, own: Sequence[Callback] | Callback) -> list[Callback]:
         if "_trick_callbacks" not in vars(self):
@@ -216,6 +218,17 @@ def _as_tricks(tricks: Tricks | Mapping[str, Any] | None) -> Tricks:
     if tricks is None or isinstance(tricks, Mapping):
         return Tricks(**(tricks or {}))
     raise TypeError(f"tricks must be a Tricks, a dict of its fields or None, got {tricks!r} ({type(tricks).__name__}).")
+
+
+def _with_plain_tricks(value: Any) -> Any:
+    """Return a value in which each `Tricks` is a plain dict, also inside of dicts, lists and tuples."""
+    if isinstance(value, Tricks):
+        return value.as_dict()
+    if type(value) is dict:
+        return {name: _with_plain_tricks(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_plain_tricks, value))
+    return value
 
 
 def _with_tricks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_tricks._cli_messages import condense_message
 from lightning_tricks._lightning_compat.cli import ConfigurationOnlyCLI
 from lightning_tricks._shared.checks import check_names
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks.devices import NoGpuAvailableError, select_gpus
+from lightning_tricks.devices import GpuLockError, NoGpuAvailableError, RankError, select_gpus
 from lightning_tricks.mixin import TricksMixin
 from lightning_tricks.seeding import SeedEverything
 
@@ -32,6 +33,9 @@ _SELECT_GPUS = (
     "lightning_tricks.select_gpus such as {n: 1, min_free_memory: 20GiB, timeout: 600}. It replaces "
     "trainer.accelerator and trainer.devices."
 )
+_OPTIONS = ["ckpt_path", "config", "data", "model", "print_config", "seed_everything", "select_gpus"]
+_OPTIONS += [f"trainer.{name}" for name in signature(Trainer).parameters]
+_GPU_ERRORS = (GpuLockError, NoGpuAvailableError, RankError)
 _KNOWN_SUBCLASSES = re.compile(r",? *known subclasses: [^)\n]*(?=\))")
 
 
@@ -49,7 +53,7 @@ class TricksParser(LightningArgumentParser):
             super().error(message, ex)
         classes = [kind for base in (Callback, LightningModule, LightningDataModule) for kind in _subclasses(base)]
         program = Path(sys.argv[0]).name.replace("__main__.py", "lightning-tricks")
-        self.exit(2, f"{program}: error: {condense_message(message, classes)}\n")
+        self.exit(2, f"{program}: error: {condense_message(message, classes, _OPTIONS)}\n")
 
 
 class SaveConfigOnce(SaveConfigCallback):
@@ -63,10 +67,16 @@ class SaveConfigOnce(SaveConfigCallback):
         """Save it on rank zero, once in a process."""
         if self.already_saved:
             return
-        self.already_saved = True
-        folder = str(trainer.log_dir)  # all ranks must ask: it is a broadcast
-        if not trainer.is_global_zero:
+        if self.overwrite or self.multifile or not self.save_to_log_dir:  # by `save_config_kwargs`
+            super().setup(trainer, pl_module, stage)
             return
+        self.already_saved = True
+        folder = trainer.log_dir  # all ranks must ask: it is a broadcast
+        if trainer.is_global_zero:
+            self._save_beside_logs(str(folder or trainer.default_root_dir))  # a logger may have no folder
+            self.save_config(trainer, pl_module, stage)
+
+    def _save_beside_logs(self, folder: str) -> None:
         text = self.parser.dump(self.config, skip_none=False)
         files, number, file = get_filesystem(folder), 1, Path(self.config_filename)
         while files.isfile(path := f"{folder}/{file}"):
@@ -120,6 +130,7 @@ class TricksCLI(ConfigurationOnlyCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Return a `TricksParser`; LightningCLI takes the class of its parser as an argument only in newer versions."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+        kwargs.setdefault("allow_abbrev", False)  # an option that is misspelt by its end would be taken for another
         parser = TricksParser(**kwargs)
         jsonargparse = import_extra("jsonargparse", "cli", "TricksCLI needs jsonargparse[signatures]")
         action = jsonargparse.ActionConfigFile
@@ -137,34 +148,42 @@ class TricksCLI(ConfigurationOnlyCLI):
             super().parse_arguments(parser, args)
             return
         has_comments = find_spec("ruamel") and find_spec("ruamel.yaml")
-        self.config = parser.parse_args(
-            [f"{arg}=comments" if arg == "--print_config" and has_comments else arg for arg in args]
-        )
+        args = [f"{arg}=comments" if arg == "--print_config" and has_comments else arg for arg in args]
+        try:
+            self.config = parser.parse_args(args)
+        except UnicodeDecodeError as error:
+            parser.error(f"a file of --config is not text in UTF-8: {error}")
 
     def before_instantiate_classes(self) -> None:
         """Seed as `SeedEverything` does, before the model is built."""
         for spec in self._configured_callbacks():
             kind = _import(spec.class_path)
             if issubclass(kind, SeedEverything):
-                callback = kind(**(spec.get("init_args") or {}))
+                with self._errors_in_one_line():
+                    callback = kind(**(spec.get("init_args") or {}))
                 self._check_seed(callback, "SeedEverything")
                 callback.before_module_init()
 
     def instantiate_classes(self) -> None:
         """Build everything; what an argument of a trick or of the Trainer has wrong is said in one line."""
-        try:
+        with self._errors_in_one_line():
             super().instantiate_classes()
-        except (MisconfigurationException, NoGpuAvailableError, TypeError, ValueError) as error:
+        if isinstance(self.model, TricksMixin):
+            for callback in self.model.tricks.callbacks():
+                if isinstance(callback, SeedEverything):
+                    self._check_seed(callback, "Tricks(seeding=...) of the model")
+
+    @contextmanager
+    def _errors_in_one_line(self) -> Iterator[None]:
+        try:
+            yield
+        except (MisconfigurationException, ModuleNotFoundError, *_GPU_ERRORS, TypeError, ValueError) as error:
             for said in _chain(error):  # jsonargparse raises its own error from what a class said
                 if _package_that_raised(said) in ("lightning", "lightning_tricks"):
                     self.parser.error(str(said))
             if _package_that_raised(said) == "jsonargparse":
                 self.parser.error(str(error))
             raise  # a user's own code, with the line
-        if isinstance(self.model, TricksMixin):
-            for callback in self.model.tricks.callbacks():
-                if isinstance(callback, SeedEverything):
-                    self._check_seed(callback, "Tricks(seeding=...) of the model")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the Trainer, on the GPUs that `--select_gpus` selects."""

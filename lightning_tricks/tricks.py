@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_tricks
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._shared.checks import check_choice, check_names, suggests_argument_names
+from lightning_tricks._shared.checks import check_choice, check_names, check_path, suggests_argument_names
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from lightning_tricks.lr_schedules import OptimizerSpec, ScheduleSpec
 
@@ -113,7 +113,7 @@ class Tricks:
 
     def __post_init__(self) -> None:
         for trick in fields(self):
-            object.__setattr__(self, trick.name, _checked_arguments(trick, getattr(self, trick.name)))
+            object.__setattr__(self, trick.name, _copied(_checked_arguments(trick, getattr(self, trick.name))))
         self.callbacks()  # raises where an argument is wrong
         for name, spec in (("optimizer", OptimizerSpec), ("schedule", ScheduleSpec)):
             value = getattr(self, name)
@@ -158,6 +158,7 @@ class Tricks:
             7
         """
         check_choice("preset", name, _PRESETS)
+        check_names("Tricks.preset", fields, [*inspect.signature(cls).parameters, "num_classes", "dirpath"])
         if name == "regression" and num_classes is not None:
             raise ValueError(
                 f"num_classes={num_classes!r}: the preset 'regression' measures errors of numbers. Use the preset "
@@ -167,7 +168,7 @@ class Tricks:
         if name == "classification" or num_classes is not None:
             chosen["metrics"] = {"metrics": {"task": "multiclass", "num_classes": num_classes}}
         if dirpath is not None:
-            chosen["auto_resume"] = {"dirpath": os.fspath(dirpath)}
+            chosen["auto_resume"] = {"dirpath": os.fspath(check_path("dirpath", dirpath, "a folder"))}
             if name == "reproducible":
                 chosen["run_fingerprint"] = {"path": os.path.join(dirpath, "fingerprint.jsonl")}  # noqa: PTH118 - a str
         return cls(**{**chosen, **fields})
@@ -210,9 +211,18 @@ def _checked_arguments(trick: Field[Any], value: Any) -> Any:
                 f"such as {example}{alone}."
             )
         return {}
+    if not parameters and value != {}:
+        raise TypeError(f"Tricks({trick.name}={value!r}): {takes.__name__} takes no arguments: pass True or False.")
     if isinstance(value, Mapping) and trick.name not in specs and not _is_first_argument(takes, value):
         check_names(f"Tricks({trick.name}={value!r}): {takes.__name__}", value, parameters)  # a spec checks its own
     return value
+
+
+def _copied(value: Any) -> Any:
+    """Return a value whose dicts and lists belong to no one else, such as a preset."""
+    if type(value) is dict:
+        return {name: _copied(part) for name, part in value.items()}
+    return [_copied(part) for part in value] if type(value) is list else value
 
 
 def _build_callback(name: str, callback: type[TrickCallback], value: Any) -> TrickCallback:

@@ -45,3 +45,12 @@ def rewrap_ddp(trainer: Trainer) -> None:
     if isinstance(strategy, DDPStrategy) and ddp_wrapper(trainer) is not None:
         strategy.model = trainer.lightning_module
         strategy.configure_ddp()
+
+
+@needs_private("an ensemble with stacked BatchNorm layers")
+def syncs_batchnorm(trainer: Trainer) -> bool:
+    """Whether the strategy puts layers with statistics of all ranks in place of BatchNorm (`sync_batchnorm=True`)."""
+    from lightning.pytorch.strategies import ParallelStrategy
+
+    strategy = trainer.strategy
+    return isinstance(strategy, ParallelStrategy) and strategy._layer_sync is not None

@@ -74,9 +74,9 @@ def num_batches_done(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
-@needs_private("AutoResume")
+@needs_private("AutoResume or GradientClipping")
 def is_last_batch(trainer: Trainer) -> bool:
-    """Whether the batch that was just done is the last of its epoch."""
+    """Whether the batch that is processed, or was just done, is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -26,12 +27,29 @@ class _EncodableOutput:
 def make_console(**options: Any) -> Console:
     """Return a console of rich that prints to standard output, and does not fail for the sake of a character.
 
+    Where nobody reads the output any more it raises BrokenPipeError, as `print` does; rich itself would exit.
+
     Args:
         **options: Arguments of `rich.console.Console`.
     """
     from rich.console import Console
 
-    return Console(file=cast("IO[str]", _EncodableOutput()), **options)
+    class RaisingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the error, which rich handles where it calls this
+
+    console = RaisingConsole(file=cast("IO[str]", _EncodableOutput()), **options)
+    if not console.width:  # COLUMNS=0: nobody knows it, and rich would print nothing
+        console.width = 80
+    return console
+
+
+def print_report(trick: str, report: Any) -> None:
+    """Print what a callback reports; where the output takes nothing any more, warn: no run ends for it."""
+    try:
+        make_console().print(report)
+    except (OSError, ValueError) as error:  # a pipe that nobody reads, a full disk, a closed file
+        warnings.warn(f"{trick} could not print its table: {error}", stacklevel=2)
 
 
 def write_output(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -56,6 +57,18 @@ class ConfusionMatrix:
     epoch: int
     classes: Sequence[str]
     counts: Sequence[Sequence[int]]
+
+    @property
+    def is_square(self) -> bool:
+        """Whether each class has a name, a row and a column."""
+        return all(len(part) == len(self.counts) for part in (self.classes, *self.counts))
+
+    @property
+    def recalls(self) -> list[float]:
+        """The share of the samples of each class that were recognized; NaN where a class has none."""
+        found = [row[place] if place < len(row) else 0 for place, row in enumerate(self.counts)]
+        totals = map(sum, self.counts)
+        return [right / total if total else math.nan for right, total in zip(found, totals, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,10 +11,40 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.guards import needs_private
 
+with needs_private("RunFingerprint"):
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 with needs_private("lightning_tricks"):
     from torch.utils._pytree import tree_map, tree_map_only
 
-__all__ = ["negative_view", "tensor_version", "tree_map", "tree_map_only", "untyped_storage"]
+__all__ = [
+    "negative_view",
+    "outside_transforms",
+    "tensor_version",
+    "tree_map",
+    "tree_map_only",
+    "untyped_storage",
+]
+
+
+@contextmanager
+def outside_transforms(value: Any) -> Iterator[Any]:
+    """Leave the transforms of `torch.func` that run, such as vmap; yield a value without the wrappers of its tensors.
+
+    What is computed of a wrapped tensor inside a transform cannot be read after it.
+    """
+    if peek_interpreter_stack() is None:
+        yield value
+        return
+    with needs_private("RunFingerprint"):
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    with temporarily_clear_interpreter_stack():
+        yield tree_map_only(Tensor, _without_wrappers, value)
+
+
+def _without_wrappers(tensor: Tensor) -> Tensor:
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def tensor_version(tensor: Tensor) -> int:

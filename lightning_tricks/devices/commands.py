@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from functools import partial
@@ -86,9 +85,8 @@ def _gpus(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
             name = next(iter(given), "format").replace("_", "-")
             raise ValueError(f"--{name} says how to choose GPUs: add --select N.")
         return _show(arguments)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise  # that of the output is not an error of the GPUs
     except KeyboardInterrupt:
         return 0 if arguments.watch else 130
     except Exception as error:  # a command prints no traceback
@@ -145,7 +143,7 @@ class _Output:
 
     def __enter__(self) -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 has no bars
+            sys.stdout.reconfigure(errors="replace")  # `Live` writes past the console's own output
         if self.live is not None:
             self.live.start()
 
@@ -165,9 +163,7 @@ class _Output:
         else:
             table = GpuTable(gpus) if query is None else QueryTable(gpus, query)
             if self.live is None:
-                with self.console.capture() as capture:  # rich would exit by itself where nobody reads any more
-                    self.console.print(table)
-                write_output("\n" * (not self.header) + capture.get())
+                self.console.print(*[""] * (not self.header), table, sep="\n")
             else:
                 self.live.update(table, refresh=True)
         self.header = False

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import log_to_loggers, logger_step
 from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import DeviceUse
 from lightning_tricks.devices.core.device_summary import DeviceSummary, device_report, device_use
@@ -213,7 +213,4 @@ class DeviceMonitor(TrickCallback):
 
     def _show(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.summary:
-            try:
-                make_console().print(device_report(self.summary))
-            except (OSError, ValueError) as error:  # the output is closed
-                warnings.warn(f"DeviceMonitor could not print its table, see `summary`: {error}", stacklevel=2)
+            print_report("DeviceMonitor", device_report(self.summary))

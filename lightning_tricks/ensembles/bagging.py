@@ -46,7 +46,7 @@ class BaggingClassifier(BootstrappedMembers, VotingClassifier):
         estimator: The members, in any of the forms that `VotingClassifier` takes.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: The optimizer, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        optimizer: The optimizer, as for `VotingClassifier`.
         lr_scheduler: The schedule, as for `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
         voting_strategy: "soft" averages probabilities, "hard" counts votes.
@@ -71,7 +71,7 @@ class BaggingRegressor(BootstrappedMembers, VotingRegressor):
         estimator: The members, in any of the forms that `VotingRegressor` takes.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: The optimizer, as for `VotingRegressor`; Adam with a learning rate of 1e-3 by default.
+        optimizer: The optimizer, as for `VotingClassifier`.
         lr_scheduler: The schedule, as for `VotingRegressor`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
         weights: Weights of the members, >= 0; equal ones by default.

@@ -8,14 +8,16 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_tricks._shared.checks import check_number
-from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
+from lightning_tricks.ensembles.core.combination import Uncertainty
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice, refuse_variance
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
 
 class BoostedMembers(Ensemble):
     """Members whose sum is the prediction: `shrinkage_rate` times the sum of their outputs."""
+
+    predictor_without_variance = "a sum of members"
 
     def __init__(
         self,
@@ -45,7 +47,6 @@ class BoostedMembers(Ensemble):
             vectorize=vectorize,
             seed=seed,
         )
-        refuse_variance(self.criterion, "a sum of members")
 
     @property
     def uses_member_steps(self) -> bool:
@@ -76,8 +77,3 @@ class BoostedMembers(Ensemble):
     def torchensemble_arguments(self) -> dict[str, Any]:
         """Return the arguments of torchensemble's class beside the number of members."""
         return {**super().torchensemble_arguments(), "shrinkage_rate": self.shrinkage_rate}
-
-    def set_criterion(self, criterion: Criterion) -> None:
-        """Choose the loss, whose negative gradient the members are fitted to."""
-        refuse_variance(criterion, "a sum of members")
-        super().set_criterion(criterion)

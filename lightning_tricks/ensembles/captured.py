@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.factory import Estimator
 from lightning_tricks.ensembles.core.layout import as_members
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
@@ -67,6 +67,7 @@ class CapturedMembers(Ensemble):
 
     def set_members(self, members: Sequence[nn.Module]) -> None:
         """Keep the model as `working`, and a copy for each member as `estimators_`."""
+        refuse_lazy(members)
         super().set_members(members)
         self.working: Members = SequentialMembers(members)
         copies = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tricks._lightning_compat.ddp import syncs_batchnorm
 from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
@@ -31,8 +32,9 @@ from lightning_tricks.ensembles.core.combination import (
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
 from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
-from lightning_tricks.ensembles.hyperparameters import save_plain_hyperparameters
+from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
 from lightning_tricks.ensembles.prediction import CombinedPrediction
 from lightning_tricks.ensembles.training_data import TrainingData
 from lightning_tricks.gradient_clipping.core.methods import AGC
@@ -50,7 +52,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     - `combine(outputs)`: the prediction; `prediction_loss(outputs, target)`: its loss in an evaluation;
     - `uncertainty(outputs)`, `metrics(preds, target)`, `default_criterion()`, `check_batch(outputs, targets, stage)`,
-      `num_outputs(outputs)`, `shape_like(prediction, target)`.
+      `num_outputs(outputs)`, `shape_like(prediction, target)`;
+    - `predictor_without_variance`: what predicts, in words, where it gives no variance, so that a loss may need none.
 
     The members:
 
@@ -85,6 +88,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         has_given_optimizer: Whether the user chose the optimizer.
     """
 
+    predictor_without_variance = ""
+
     def __init__(
         self,
         estimator: Estimator | None,
@@ -113,7 +118,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.has_given_optimizer = optimizer is not None
         self._messages: list[str] = []  # about the members, for the first fit
         members = self._build_members(estimator, estimator_args)
-        self.criterion = optimizers.parse_criterion(criterion) or self.default_criterion()
+        self.criterion = self._parse_criterion(criterion)
         self.register_buffer("weights", normalized_weights(weights, self.n_estimators), persistent=False)
         self.set_members(members)
         self._checked_stages: set[str] = set()
@@ -121,7 +126,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.training_data = TrainingData()
         self._installed = ExitStack()  # what a fit has put around parts of the Trainer
         frame = currentframe()
-        save_plain_hyperparameters(self, estimator, frame)
+        self._unsaved_arguments = save_plain_hyperparameters(self, estimator, frame)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
@@ -140,9 +145,11 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
         Raises:
             CheckpointError: If the file is unsafe or is no checkpoint.
-            ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program.
+            ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program, or
+                another argument was not saved, such as an `estimator_args` that holds a function, and is not given.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
+        refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
         with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
@@ -161,6 +168,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         why_not = optimizers.why_not_step_stacked(self.optimizer)
         if self._has_lightning_members:
             why_not = f"{type(members[0]).__name__} has a training_step of its own"
+        elif self.uses_member_steps and any(lightning_members.have_training_steps([one]) for one in members):
+            self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
 
     def trained_members(self) -> Members:
@@ -267,7 +276,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
         members, data = self.trained_members(), self.training_data
         if self._has_lightning_members:
-            batches = data.batches_of_members(batch, len(members))
+            batches = data.batches_of_members(batch, len(members), self.trainer.train_dataloader, batch_idx)
             results = lightning_members.run_training_steps(members, batches, batch_idx)
         else:
             inputs, targets = data.split(batch, len(members))
@@ -294,11 +303,16 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Share the seed of rank 0, and replace the training loader by that of the members."""
         if stage != "fit":
             return
+        if self._has_lightning_members:
+            lightning_members.refuse_manual_optimization(self, self.estimators_)
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
         callbacks: list[Any] = callbacks_of(self.trainer)
         if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
             self.estimators_ = as_sequential(self.estimators_, "AGC clips the units of each layer by itself")
+        stacked = any(isinstance(layer, StackedBatchNorm) for layer in self.estimators_.modules())
+        if stacked and syncs_batchnorm(self.trainer):
+            self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
         self._log_info(*self._messages)
         self._log_why_sequential()
         self._messages = []
@@ -320,8 +334,10 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the seed, and whether parameters are stacked, which the state of the optimizer depends on."""
+        """Save the seed, what the hyperparameters lack, and whether the optimizer's state is of stacked parameters."""
         checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
+        if self._unsaved_arguments:
+            checkpoint["ensemble"]["unsaved"] = self._unsaved_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them."""
@@ -356,10 +372,16 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
-        self.criterion = criterion
-        self.hparams["criterion"] = optimizers.criterion_to_plain(criterion)
+        self.criterion = self._parse_criterion(criterion)
+        self.hparams["criterion"] = optimizers.criterion_to_plain(self.criterion)
 
     # --- helpers
+
+    def _parse_criterion(self, choice: optimizers.CriterionChoice) -> Criterion:
+        criterion: Criterion = optimizers.parse_criterion(choice) or self.default_criterion()
+        if self.predictor_without_variance:
+            optimizers.refuse_variance(criterion, self.predictor_without_variance)
+        return criterion
 
     def _build_members(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
         n = 1 if self.trains_one_model else self.n_estimators

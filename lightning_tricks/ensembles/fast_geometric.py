@@ -107,7 +107,7 @@ class FastGeometricMembers(CapturedMembers):
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: that of the base model, and then cycles."""
         total_steps(self.trainer)  # raises an error where the training data has no length
-        epochs, per_epoch = self._count_base_epochs(), int(steps_in_epochs(self.trainer, 1))
+        epochs, per_epoch = self._count_base_epochs(), max(1, int(steps_in_epochs(self.trainer, 1)))
         self._base_steps, self._cycle_steps = epochs * per_epoch, self.cycle * per_epoch
         schedule = self._base_schedule(optimizer, epochs)
         interval = per_epoch if schedule.get("interval") == "epoch" else 1

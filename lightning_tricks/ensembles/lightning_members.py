@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.imports import other_import_style
@@ -35,6 +35,20 @@ def check_import_style(ensemble: object, members: Sequence[nn.Module]) -> None:
     remedy = next(filter(None, map(other_import_style, map(type, members))), "")
     if remedy:
         raise TypeError(f"{type(ensemble).__name__} would not call the training_step of its members: {remedy}")
+
+
+def refuse_manual_optimization(ensemble: object, members: Members) -> None:
+    """Refuse members that step optimizers themselves: the ensemble has one for all of them.
+
+    Raises:
+        MisconfigurationException: If there is one, with the remedy.
+    """
+    for member in cast(Sequence[LightningModule], list(members.children())):
+        if not member.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(ensemble).__name__} steps the optimizer of its members, and {type(member).__name__} has "
+                "automatic_optimization=False: train the models one by one, and give them as a list to combine them."
+            )
 
 
 @contextmanager
@@ -85,7 +99,7 @@ def merge_member_optimizers(members: Members) -> Optimizer:
     """Merge the optimizers of the members' `configure_optimizers` into one.
 
     Raises:
-        MisconfigurationException: If they have none, more than one each, of different types, or schedulers.
+        MisconfigurationException: If they have none, more than one each, of different types, or schedulers, or LBFGS.
     """
     modules = cast(Sequence[LightningModule], list(members.children()))
     made = [
@@ -96,9 +110,17 @@ def merge_member_optimizers(members: Members) -> Optimizer:
             f"{type(modules[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
             f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."
         )
-    optimizers = cast(Sequence[Optimizer], made)
-    kind: Any = type(optimizers[0])
-    return cast(Optimizer, kind([group for one in optimizers for group in one.param_groups], **optimizers[0].defaults))
+    merged, *others = cast(Sequence[Optimizer], made)
+    if others and isinstance(merged, LBFGS):
+        raise MisconfigurationException(
+            f"{type(modules[0]).__name__}.configure_optimizers returns LBFGS, which cannot step several members by one "
+            "loss: give the ensemble another optimizer=."
+        )
+    for other in others:  # not made anew of `defaults`: AdamW has some there that it does not take
+        for group in other.param_groups:
+            merged.add_param_group(group)
+        merged.state.update(other.state)  # which Adagrad makes at once
+    return merged
 
 
 def _log_of_member(ensemble: LightningModule, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from lightning_tricks.ensembles.core.linear_final import (
     fit_linear_model,
     is_of_sklearn,
 )
+from lightning_tricks.ensembles.core.members import refuse_lazy
 from lightning_tricks.ensembles.core.meta_features import append_inputs
 from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
 from lightning_tricks.ensembles.ensemble import Ensemble
@@ -72,8 +73,7 @@ class MetaLearner(Ensemble):
                 "final_estimator must be a torch.nn.Module, a class or function without arguments that makes one, or a "
                 f"linear model of scikit-learn, got {choice!r}."
             )
-        if any(nn.parameter.is_lazy(value) for value in made.parameters()):
-            raise ValueError("final_estimator has lazy layers, which have no shape yet: run it once before.")
+        refuse_lazy([made], "final_estimator")
         return made
 
     @property

@@ -59,7 +59,10 @@ def parse_criterion(choice: Any) -> Any:
             "(load_from_checkpoint(path, criterion=...))."
         )
     if named := _parse_name_and_options("criterion", choice, _LOSSES):
-        return _LOSSES[named[0]](**named[1])
+        lists = {name: torch.tensor(value) for name, value in named[1].items() if isinstance(value, list)}
+        return _LOSSES[named[0]](**{**named[1], **lists})
+    if inspect.isclass(choice):
+        raise TypeError(f"criterion must be a loss, not its class: give {choice.__name__}(), got {choice!r}.")
     if choice is None or callable(choice):
         return choice
     raise TypeError(f"criterion must be a function of outputs and targets, got {choice!r}.")
@@ -80,9 +83,10 @@ def refuse_variance(criterion: Any, predictor: str) -> None:
 def criterion_to_plain(criterion: Any) -> Any:
     """Return the name of a loss of torch's and its options, for a checkpoint; of another one, its name alone."""
     kind = type(criterion)
-    if _LOSSES.get(kind.__name__) is kind and getattr(criterion, "weight", None) is None:
-        known = [name for name in inspect.signature(kind).parameters if name in vars(criterion)]
-        return kind.__name__, {name: getattr(criterion, name) for name in known}
+    if _LOSSES.get(kind.__name__) is kind:
+        # of tensors, such as the weights of classes, their values
+        known = {**vars(criterion), **{name: buffer.tolist() for name, buffer in criterion.named_buffers()}}
+        return kind.__name__, {name: known[name] for name in inspect.signature(kind).parameters if name in known}
     named = criterion if inspect.isroutine(criterion) else kind
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -138,7 +142,8 @@ def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Op
     modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    # once, where members share some
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
     if not parameters:
         raise ValueError("the members have no trainable parameters (requires_grad=True).")
     if not isinstance(choice, tuple):

@@ -102,8 +102,8 @@ class CombinedPrediction(LightningModule):
             return_loss: Whether a classifier's loss is returned as well.
 
         Returns:
-            The accuracy of a classifier in per cent, or a tuple of it and the loss; the loss of a regressor. Both are
-            means over samples.
+            The accuracy of a classifier in per cent, or a tuple of it and the loss; the loss alone of a regressor, and
+            of a classifier whose targets are probabilities. Both are means over samples.
         """
         loss, share = MeanLoss(), MeanLoss()
         with eval_mode(self), torch.no_grad():
@@ -132,10 +132,14 @@ class CombinedPrediction(LightningModule):
         return matrices
 
     def member_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones."""
+        """Return the weights of the members whose outputs (n, B, ...) these are; None for equal ones.
+
+        Copies of which none has a weight yet count alike.
+        """
         if self.weights is None or len(self.weights) == len(outputs):
             return self.weights
-        return self.weights[: len(outputs)] / self.weights[: len(outputs)].sum()
+        own = self.weights[: len(outputs)]
+        return torch.where(own.sum() > 0, own / own.sum(), torch.full_like(own, 1 / len(own)))
 
     # --- evaluation
 
@@ -151,6 +155,8 @@ class CombinedPrediction(LightningModule):
         """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
         if isinstance(batch, Tensor):
             return cast(Tensor, self(batch))
+        if not isinstance(batch, list | tuple):
+            raise TypeError(f"a batch to predict must be x, (x, y) or (x1, x2, ..., y), got {type(batch).__name__}.")
         return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:

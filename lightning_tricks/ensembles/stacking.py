@@ -46,7 +46,7 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
         n_estimators: Number of members, >= 1, of a class or factory.
         estimator_args: Arguments of the class or factory.
         epochs_per_fold: Epochs of each fold; those of the Trainer by default. The refit has those of the Trainer.
-        optimizer: The optimizer of each stage, as for `VotingClassifier`; Adam with a learning rate of 1e-3 by default.
+        optimizer: The optimizer of each stage, as for `VotingClassifier`.
         lr_scheduler: The schedule of each stage, as for `VotingClassifier`; none by default.
         criterion: Loss of logits (B, n_outputs) and targets; cross-entropy by default.
         n_outputs: Number of classes; by default the number of the members' outputs.
@@ -101,7 +101,7 @@ class StackingRegressor(StackedGeneralization, RegressorEnsemble):
         n_estimators: Number of members, >= 1, of a class or factory.
         estimator_args: Arguments of the class or factory.
         epochs_per_fold: Epochs of each fold; those of the Trainer by default. The refit has those of the Trainer.
-        optimizer: The optimizer of each stage; Adam with a learning rate of 1e-3 by default.
+        optimizer: The optimizer of each stage, as for `VotingClassifier`.
         lr_scheduler: The schedule of each stage; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
         n_outputs: Number of values that are predicted for each sample.

@@ -18,14 +18,13 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks.ensembles.core.combination import Criterion
 from lightning_tricks.ensembles.core.factory import Estimator, class_name
 from lightning_tricks.ensembles.core.folds import check_cv
 from lightning_tricks.ensembles.core.linear_final import is_of_sklearn
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.core.seeds import HELD_OUT, purpose_seed
 from lightning_tricks.ensembles.meta_learner import MetaLearner
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice, refuse_variance
+from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.ensembles.stacking_run import StackingRun, max_epochs_of, plan_run, stage_of_epoch
 from lightning_tricks.ensembles.staged import StagedEnsemble
 from lightning_tricks.ensembles.training_data import unpack
@@ -42,6 +41,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
     built with. A linear meta-learner is fitted when the refit begins.
     """
 
+    predictor_without_variance = "a meta-learner"
     _methods: tuple[str, ...]
 
     def __init__(
@@ -86,7 +86,6 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
             shared_order=shared_order,
             seed=seed,
         )
-        refuse_variance(self.criterion, "a meta-learner")
         self.set_final_estimator(final_estimator)
         self._save_plain_choices(estimators, final_estimator)
 
@@ -100,9 +99,7 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
 
     def set_members(self, members: Sequence[nn.Module]) -> None:
         """Keep the members, and the weights that each stage begins with."""
-        for index, member in enumerate(members):
-            if any(nn.parameter.is_lazy(value) for value in member.parameters()):
-                raise ValueError(f"estimators[{index}] has lazy layers, which have no shape yet: run it once before.")
+        refuse_lazy(members, "estimators")
         super().set_members(members)
         trained = () if self.cv == "prefit" else range(len(self.estimators_))
         self._initial_members = [
@@ -136,11 +133,6 @@ class StackedGeneralization(MetaLearner, StagedEnsemble, IndependentMembers):
     def n_members(self) -> int:
         """The number of members: all of them predict."""
         return len(self.estimators_)
-
-    def set_criterion(self, criterion: Criterion) -> None:
-        """Choose the loss, as in torchensemble; not one that needs a variance."""
-        refuse_variance(criterion, "a meta-learner")
-        super().set_criterion(criterion)
 
     # --- the stages
 

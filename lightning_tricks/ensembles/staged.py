@@ -16,7 +16,7 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks.ensembles import optimizers
 from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.layout import as_sequential
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 
@@ -89,6 +89,7 @@ class StagedEnsemble(Ensemble):
 
     def set_members(self, members: Any) -> None:
         """Keep the members one after another where stages train some of them: a stack would train all."""
+        refuse_lazy(members)
         super().set_members(members)
         if not self.trains_all_members:
             self.estimators_ = as_sequential(self.estimators_)

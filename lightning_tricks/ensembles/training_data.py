@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._lightning_compat.loaders import uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
+from lightning_tricks.ensembles.core.member_batches import batch_of_member
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
-    batch_of_member,
     is_shuffled,
     member_orders,
     why_not_reorder,
@@ -70,11 +70,12 @@ class TrainingData:
             )
         return inputs, target.reshape(n_members, -1, *target.shape[1:])
 
-    def batches_of_members(self, batch: Any, n_members: int) -> list[Any]:
+    def batches_of_members(self, batch: Any, n_members: int, loader: Any, batch_idx: int) -> list[Any]:
         """Return the batch of each member, in the form that the loader gives."""
         if not self.has_member_rows:
             return [batch] * n_members
-        return [batch_of_member(batch, index, n_members) for index in range(n_members)]
+        rows = loader.indices_of(batch_idx).numel()
+        return [batch_of_member(batch, index, n_members, rows) for index in range(n_members)]
 
 
 def unpack(batch: Any) -> Sequence[Tensor]:
@@ -86,8 +87,8 @@ def unpack(batch: Any) -> Sequence[Tensor]:
     if isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
         return batch
     raise TypeError(
-        f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: give a "
-        "LightningModule as estimator, whose training_step takes any batch."
+        f"a batch must be (x, y) or (x1, x2, ..., y) of tensors, got {type(batch).__name__}: let collate_fn return "
+        "such a tuple. Other batches are for training alone, by the training_step of a LightningModule as estimator."
     )
 
 

@@ -104,13 +104,15 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
     """Train classifiers independently and average their probabilities, or count their votes (deep ensembles).
 
     Args:
-        estimator: The members: a class or factory; a module, of which they are copies with new initial weights; a list
-            of modules, or of paths of weights of `estimator_args["estimator"]`; or a LightningModule, whose
-            `training_step` is then the member's loss.
+        estimator: The members: a class or factory; a module, of which they are copies with new initial weights, by the
+            `reset_parameters` of its layers, but for frozen ones, which keep their values; a list of modules, or of
+            paths of weights of `estimator_args["estimator"]`. If all of them are LightningModules, they train by their
+            own `training_step`; of their other hooks `setup` alone is called.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
         optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
-            options. Adam with a learning rate of 1e-3 by default.
+            options. By default LightningModules train by their own `configure_optimizers`, which must return one
+            optimizer and no schedule; other members by Adam with a learning rate of 1e-3.
         lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
         criterion: Loss of logits (B, n_outputs) and targets; or the name of one of torch.nn's, or such a name with a
             dict of options. Cross-entropy by default.
@@ -176,7 +178,7 @@ class VotingRegressor(IndependentMembers, RegressorEnsemble):
         estimator: The members, in any of the forms that `VotingClassifier` takes.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: Adam with a learning rate of 1e-3 by default.
+        optimizer: The optimizer, as of `VotingClassifier`.
         lr_scheduler: The schedule, as of `VotingClassifier`; none by default.
         criterion: Loss of outputs and targets of the same shape; the mean squared error by default.
         weights: Weights of the members, >= 0; equal ones by default.

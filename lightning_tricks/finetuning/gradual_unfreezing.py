@@ -256,7 +256,8 @@ class GradualUnfreezing(TrickCallback):
             raise MisconfigurationException(
                 f"GradualUnfreezing: {len(missing):,} parameters that the schedule matches are in no optimizer and "
                 f"would never train: {list_names(missing)}. Give all of them to the optimizer in configure_optimizers, "
-                "also those that are frozen at first, without filter(lambda p: p.requires_grad, ...)."
+                "also those that are frozen at first, without filter(lambda p: p.requires_grad, ...). OptimizerSpec "
+                "leaves out what is frozen before the fit: do not freeze it by hand."
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         for index, some in enumerate(optimized):

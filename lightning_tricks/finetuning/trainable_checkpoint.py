@@ -228,7 +228,7 @@ def _report(whole: list[int], saved: list[int]) -> None:
     rank_zero_info(
         f"TrainableCheckpoint: saves {len(saved):,} of {len(whole):,} tensors, {format_bytes(sum(saved))} of "
         f"{format_bytes(sum(whole))}. The others are taken from a module that is built with the same weights as this "
-        "one."
+        "one; an empty tensor in the file, whose name says so, is not counted."
     )
 
 

@@ -16,7 +16,7 @@ from lightning_tricks._lightning_compat.logged_values import logs_at_this_step
 from lightning_tricks._lightning_compat.throughput import providing_flops_per_batch, set_flops_per_batch
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_count, check_number
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import ModelCall, find_call, training_step_call
 from lightning_tricks._shared.dry_run.runner import NoGradientError
 from lightning_tricks._shared.report_parts import Facts
@@ -212,9 +212,12 @@ class FlopsReport(TrickCallback):
         if not trainer.is_global_zero or self.count is None:
             return
 
-        make_console().print(self.count.table(self.depth))
+        print_report("FlopsReport", self.count.table(self.depth))
         if self.path is not None:
-            self.count.write(self.path)
+            try:
+                self.count.write(self.path)
+            except OSError as error:
+                rank_zero_warn(f"FlopsReport wrote no file: path={str(self.path)!r} cannot be written ({error}).")
 
     def _log_totals(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.count is None or trainer.barebones or self._has_logged_totals:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_in_batch
+from lightning_tricks._lightning_compat.fit import is_in_batch, is_last_batch
 from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -30,6 +30,7 @@ from lightning_tricks.gradient_clipping.core.clipping import (
     gradient_norms,
 )
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
+from lightning_tricks.gradient_clipping.core.step_skipping import call_after_step
 from lightning_tricks.gradient_clipping.errors import lbfgs_error, nonfinite_error, unseen_step_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
@@ -69,7 +70,7 @@ class GradientClipping(TrickCallback):
             are skipped; at least 1. With fused optimizers and under a GradScaler this is checked only once in as many
             steps.
         hold_lr_on_skip: With "skip": do not step the learning rate schedulers of an optimizer whose step is skipped.
-            Lightning's `global_step` advances all the same.
+            Lightning's `global_step` advances all the same, and so do schedulers that count epochs.
         log: Whether to log the norms, without a host read beyond the logger's own.
         log_layers: Whether to log `grad_norm/<qualified name>` of each parameter tensor as well, every
             `log_every_n_steps`; the norms come from the pass that clips.
@@ -154,7 +155,7 @@ class GradientClipping(TrickCallback):
         for index, optimizer in enumerate(trainer.optimizers):
             if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
                 raise lbfgs_error()
-            self._installed.enter_context(optimizer.register_step_post_hook(self._refuse_unseen_step(trainer, index)))
+            self._installed.enter_context(call_after_step(optimizer, self._refuse_unseen_step(trainer, index)))
         if active_scaler(trainer) is None:
             self.skip_hooks("on_train_batch_start", "on_after_backward")
         if not self.hold_lr_on_skip:
@@ -195,7 +196,7 @@ class GradientClipping(TrickCallback):
             finite = norms.per_parameter.isfinite()
             raise nonfinite_error(trainer, names_of(parameters), finite, 'on_nonfinite="raise"')
         if self.on_nonfinite == "skip":
-            held = _schedulers_of(trainer, optimizer) if self.hold_lr_on_skip else None
+            held = _schedulers_to_hold(trainer, pl_module, optimizer) if self.hold_lr_on_skip else None
             is_known = state.skip_step_(optimizer, nonfinite, by_scaler=scaler is not None, schedulers=held)
             limit = self.max_consecutive_skips
             if limit is not None and state.has_too_many_skips(limit, norms, is_known=is_known):
@@ -304,9 +305,13 @@ class GradientClipping(TrickCallback):
             log_step_values(trainer, type(self).__name__, {f"grad_norm/{name}": norm for name, norm in layers})
 
 
-def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+def _schedulers_to_hold(trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> list[Any] | None:
+    """Return the schedulers of an optimizer; None where they must step, as one counts the epochs and this one ends."""
+    configs = trainer.lr_scheduler_configs
+    own = [config for config in configs if getattr(config.scheduler, "optimizer", None) is optimizer]
+    if pl_module.automatic_optimization and is_last_batch(trainer) and any(one.interval == "epoch" for one in own):
+        return None
+    return [config.scheduler for config in own]
 
 
 def _names(pl_module: LightningModule) -> dict[Tensor, str]:

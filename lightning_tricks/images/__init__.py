@@ -2,9 +2,9 @@
 
 When to use it: to look at the inputs of a model and at its predictions.
 
-What the usual snippets get wrong: `(tensor * 255).byte()` truncates, so that pixels change on the way through
-floats; an array with negative strides (`array[::-1]`) is refused by `torch.from_numpy`; a normalized image, an image of
-0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here, an error
+What the usual snippets get wrong: `(tensor * 255).byte()` truncates, so that after a normalization and its inverse
+many pixels are 1 too low; an array with negative strides (`array[::-1]`) is refused by `torch.from_numpy`; a normalized
+image, an image of 0 to 255 in floats and a palette or a 16-bit image become noise without an error. Here, an error
 names the wrong type, shape or range, and the remedy.
 
 Other conversions of the old snippets are one call of torch each and have no wrapper here: `tensor.float()`,

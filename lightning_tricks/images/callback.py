@@ -21,7 +21,7 @@ from lightning_tricks._shared.tensors import tensors_in
 from lightning_tricks.images.core.confident_mistakes import RankedSamples, concat_samples, rank_predictions
 from lightning_tricks.images.core.conversion import denormalize, to_tensor
 from lightning_tricks.images.core.grid import image_grid
-from lightning_tricks.images.core.small_pictures import small_pngs
+from lightning_tricks.images.core.small_pictures import png_texts, shrink
 
 _STAGES = ("train", "val", "test")
 _MOST_REPORTED = 24
@@ -36,7 +36,8 @@ class ImageLogger(StepsCallback):
 
     Each rank keeps at most `n` images at a time. Only the first batch is read from the device before the end of the
     epoch. TensorBoard, W&B, MLflow and Comet get the grid as `<stage>/images`; for a CSVLogger it is a PNG file in its
-    folder. Without such a logger, the callback does nothing. It needs the extra `reports`.
+    folder. A `RunReport` among the callbacks shows the images of the last epoch. Without it and such a logger, the
+    callback does nothing. It needs the extra `reports`.
 
     Args:
         n: How many images to show.
@@ -97,12 +98,12 @@ class ImageLogger(StepsCallback):
 
     def _reset(self) -> None:
         self._kept: dict[str, RankedSamples] = {}
-        self._reported: dict[str, Pictures] = {}  # of the last epoch of each stage
+        self._reported: dict[str, tuple[int, list[str], Tensor]] = {}  # epoch, captions and images of each stage
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
         self._warned: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out whether a logger can log images."""
+        """Find out whether a logger or a report takes images."""
         super().setup(trainer, pl_module, stage)
         self._reset()
         self._is_reported = is_reported(trainer)
@@ -146,13 +147,9 @@ class ImageLogger(StepsCallback):
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
         captions = self._captions(samples, self._prediction_kinds[stage]["values"])
-        if self._is_reported and self._function == "fit":
-            self._reported[stage] = Pictures(
-                title=f"Most confident mistakes ({stage})",
-                note=f"Epoch {trainer.current_epoch}.",
-                captions=captions[:_MOST_REPORTED],
-                pictures=small_pngs(shown[:_MOST_REPORTED]),
-            )
+        if self._is_reported:
+            few = slice(_MOST_REPORTED)
+            self._reported[stage] = trainer.current_epoch, captions[few], shrink(shown[few])
         if not can_log_images(trainer.loggers):
             return
         try:
@@ -163,8 +160,16 @@ class ImageLogger(StepsCallback):
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
-        """Return the images of the last epoch."""
-        return list(self._reported.values())
+        """Return the images of the last epoch of each stage."""
+        return [
+            Pictures(
+                title=f"Most confident mistakes ({stage})",
+                note=f"Epoch {epoch}.",
+                captions=captions,
+                pictures=png_texts(images),
+            )
+            for stage, (epoch, captions, images) in self._reported.items()
+        ]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the images."""
@@ -200,7 +205,8 @@ class ImageLogger(StepsCallback):
             images = self._images_in(batch)
         if self.shape is not None:
             images = images.reshape(-1, *self.shape)
-        return images.detach(), returned["preds"].detach(), returned["target"].detach()
+        preds, target = (_without_column(returned[name].detach()) for name in ("preds", "target"))
+        return images.detach(), preds, target
 
     def _images_in(self, batch: Any) -> Tensor:
         tensors = list(tensors_in(batch))
@@ -256,3 +262,8 @@ class ImageLogger(StepsCallback):
         number = int(label)
         names = self.class_names
         return names[number] if names is not None and 0 <= number < len(names) else str(number)
+
+
+def _without_column(values: Tensor) -> Tensor:
+    """Return what a net with one output returns, of shape (N, 1), in the shape (N,)."""
+    return values.squeeze(1) if values.ndim == 2 and values.shape[1] == 1 else values

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -15,14 +14,13 @@ from lightning_tricks._callback import StepsCallback, is_reported
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.report_parts import ReportPart
-from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.best_keys import BestKeys
 from lightning_tricks.metrics.core.expected_names import expected_names
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
-from lightning_tricks.metrics.core.metric_values import is_number
+from lightning_tricks.metrics.core.metric_values import is_number, stack_numbers
 from lightning_tricks.metrics.core.plots import PlotData, history_figure
 from lightning_tricks.metrics.core.report_parts import make_parts
 from lightning_tricks.metrics.core.suite import MetricSuite
@@ -286,7 +284,7 @@ class MetricsMonitor(StepsCallback):
         """Plot what was not plotted yet, and print the table."""
         self._plots.log(trainer, self._history, self._keys, self.class_names or ())
         if self._history.records() and trainer.is_global_zero:
-            make_console().print(self._history.table(self.best, self.class_names or ()))
+            print_report("MetricsMonitor", self._history.table(self.best, self.class_names or ()))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the data."""
@@ -364,7 +362,7 @@ class MetricsMonitor(StepsCallback):
             trainer.global_step,
             self._function == "fit",
             list(numbers),
-            torch.stack(list(map(to_double, numbers.values()))) if numbers else torch.empty(0),
+            stack_numbers(numbers.values()),
             dataloader.suite.num_invalid(),
         )
         self._history.add(record)

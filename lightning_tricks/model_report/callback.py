@@ -9,10 +9,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._shared.checks import check_count, check_path
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.dry_run.model_call import find_call, training_step_call
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.ranks import gather_objects
@@ -76,9 +77,12 @@ class ModelReport(TrickCallback):
         self._unreached = {strip_compile_prefix(name): one for name, one in pl_module.named_parameters()}
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which parameters have no gradient yet."""
-        if self._unreached:
-            self._unreached = {name: self._unreached[name] for name in names_without_gradient(self._unreached)}
+        """Note which parameters have no gradient yet; some may be frozen for this pass alone."""
+        self._unreached = {name: one for name, one in self._unreached.items() if one.grad is None}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note the same after a backward pass that was run past Lightning."""
+        self.on_after_backward(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -111,7 +115,7 @@ class ModelReport(TrickCallback):
 
     def _stop(self) -> None:
         self._awaits_step_after, self._unreached = None, {}
-        self.skip_hooks("on_after_backward", "on_train_batch_end")
+        self.skip_hooks("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_unreached": {}}  # a copy takes no parameters along
@@ -130,10 +134,16 @@ class ModelReport(TrickCallback):
         if not trainer.is_global_zero:
             return
 
-        make_console().print(self.summary)
+        print_report("ModelReport", self.summary)
         if self.path is not None:
-            written = self.summary.write(self.path)
-            rank_zero_info(f"ModelReport wrote {', '.join(path.name for path in written)} to {self.path}.")
+            try:
+                written = self.summary.write(self.path)
+            except Exception as error:  # graphviz raises errors of its own
+                rank_zero_warn(
+                    f"ModelReport did not write all files to path={str(self.path)!r}: {describe_error(error)}"
+                )
+            else:
+                rank_zero_info(f"ModelReport wrote {', '.join(path.name for path in written)} to {self.path}.")
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):

@@ -19,9 +19,9 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks._shared.report_parts import ReportPart, part_name
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.run_report.core.record import Resume, Status
+from lightning_tricks.run_report.core.record import Resume, RunRecord, Status
 from lightning_tricks.run_report.core.record_file import PAGE_FILE
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.run_facts import describe_run, learning_rates
@@ -34,7 +34,8 @@ class RunReport(TrickCallback):
     and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and
     validation together, learning rates, norms of gradients; and what other callbacks of this package know: clipped and
     skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes. What there
-    is no data for is left out. Sentences with numbers come first, such as "38 % of 1,200 steps were clipped".
+    is no data for is left out. Sentences with numbers come first, such as "38 % of 1,200 steps were clipped". A
+    `trainer.test` after the fit, in the same process, adds what it finds.
 
     In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
     `lightning-tricks report DIR` makes the page anew, and `lightning-tricks report A B` one that compares two runs. A
@@ -68,6 +69,7 @@ class RunReport(TrickCallback):
         self._writer: RunWriter | None = None  # on rank zero, between the start of training and its end
         self._position = (0, -1)  # rows, and the step of the last one
         self._position_to_keep: tuple[int, int] | None = None  # of the record that a resumed fit continues
+        self._last_fit: tuple[float, list[tuple[str, str]]] | None = None  # its start, and the names of its parts
         self._rates: dict[str, Any] = {}
         self._ends_epoch = False
 
@@ -77,7 +79,7 @@ class RunReport(TrickCallback):
         self._close()
         if stage != "fit":
             return
-        self._position_to_keep, self._position = None, (0, -1)
+        self._position_to_keep, self._position, self._last_fit = None, (0, -1), None
         path, problem = Path(self.path), ""
         if trainer.is_global_zero and not is_fast_dev_run(trainer):
             try:
@@ -106,7 +108,7 @@ class RunReport(TrickCallback):
             if writer.said:
                 rank_zero_info(f"RunReport: {writer.said}.")
             self._position = writer.position()
-        self._installed.enter_context(observe_logged_values(trainer, lambda values: self._on_values(trainer, values)))
+        self._observe(trainer)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Note what `AutoResume` could not restore."""
@@ -136,19 +138,38 @@ class RunReport(TrickCallback):
             with self._stops_on_error():
                 self._writer.record.add_parts(self._parts(trainer))
 
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue the record of the fit before, to add what the test logs."""
+        if self._last_fit is not None and not is_fast_dev_run(trainer):
+            with self._stops_on_error():
+                writer = RunWriter(Path(self.path), RunRecord())
+                if writer.reopen(self._last_fit[0]):
+                    self._writer = writer
+                    self._observe(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the page of the fit and of the test."""
+        if self._writer is not None and self._last_fit is not None:
+            of_fit, record = self._last_fit[1], self._writer.record
+            with self._stops_on_error():
+                parts = [part for part in self._parts(trainer) if part_name(part) not in of_fit]
+                self._writer.write(record.status, parts, record.message)
+                self._position = self._writer.position()
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the page of what there is."""
+        """Write the page of what there is of a fit."""
         is_error = isinstance(exception, Exception)
-        self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
-        self._close()
+        if not trainer.testing:
+            self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
+        self._end_fit()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the page at the end of a fit, when all callbacks are done."""
-        if self._writer is not None:
+        if stage == "fit":
             self._write(trainer, "finished")
         if self._writer is not None:
             rank_zero_info(f"RunReport: {Path(self.path) / PAGE_FILE}")
-        self._close()
+        self._end_fit()
 
     def state_dict(self) -> dict[str, Any]:
         """Write what was logged so far, and return how many rows the record has."""
@@ -160,6 +181,9 @@ class RunReport(TrickCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember from which row to continue the record."""
         self._position_to_keep = self._position = (int(state_dict["rows"]), int(state_dict["last_step"]))
+
+    def _observe(self, trainer: Trainer) -> None:
+        self._installed.enter_context(observe_logged_values(trainer, lambda values: self._on_values(trainer, values)))
 
     def _on_values(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         """Record what the Trainer sends to its loggers, whether it has any or not."""
@@ -206,6 +230,13 @@ class RunReport(TrickCallback):
         except Exception as error:
             warnings.warn(f"RunReport stops to write {self.path}: {describe_error(error)}", stacklevel=2)
             self._close()
+
+    def _end_fit(self) -> None:
+        """Close the record, and remember whose it is."""
+        if self._writer is not None and self._last_fit is None:
+            record = self._writer.record
+            self._last_fit = record.started, [part_name(part) for part in record.parts]
+        self._close()
 
     def _close(self) -> None:
         self._installed.close()

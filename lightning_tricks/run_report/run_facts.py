@@ -111,7 +111,7 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def learning_rates(trainer: Trainer) -> dict[str, Any]:
-    """Return the learning rate of each parameter group; those that are equal to the first one's only once."""
+    """Return the learning rate of each parameter group, of the first 20."""
     rates: dict[str, Any] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         for place, group in enumerate(optimizer.param_groups):

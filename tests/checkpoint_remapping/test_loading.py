@@ -490,6 +490,31 @@ def test_unclear_heads_are_refused():
         replace_head(small(), 0)
 
 
+def test_a_model_without_a_head_is_not_told_to_replace_its_last_convolution():
+    with pytest.raises(CheckpointError) as caught:
+        replace_head(timm.create_model("resnet10t", num_classes=0), 7)
+    assert str(caught.value) == (
+        "the last layer, layer4.0.downsample.2 (BatchNorm2d), is not known to be a head: name the layer that outputs "
+        "the scores."
+    )
+    with pytest.raises(CheckpointError, match=r"2 \(BatchNorm1d\), is not known .* scores, such as name='1'"):
+        replace_head(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(4, 5), nn.BatchNorm1d(5)), 7)
+
+
+def test_a_new_head_trains_in_a_frozen_model():
+    model = small().requires_grad_(False)
+    assert all(parameter.requires_grad for parameter in replace_head(model, 7).parameters())
+
+
+def test_a_new_convolution_has_all_options_of_the_old_one():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=2, dilation=2, groups=2, padding_mode="reflect"))
+    image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(image).shape
+    new = replace_head(model, 8, name="0")
+    assert model(image).shape == (1, 8, *expected[2:])
+    assert (new.dilation, new.groups, new.padding_mode) == ((2, 2), 2, "reflect")
+
+
 def test_a_new_head_on_old_weights():
     source = models.resnet18()
     target = models.resnet18()

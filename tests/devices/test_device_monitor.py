@@ -389,7 +389,7 @@ def test_an_output_that_takes_no_table_ends_no_run(on_gpus, monkeypatch):
     output.close()
     monkeypatch.setattr(sys, "stdout", output)
     monitor = DeviceMonitor()
-    with pytest.warns(UserWarning, match="DeviceMonitor could not print its table, see `summary`: "):
+    with pytest.warns(UserWarning, match="DeviceMonitor could not print its table: "):
         fit(monitor)
     assert monitor.summary[0].products == {"gpu0": "Fake A", "gpu1": "Fake B"}
 

@@ -46,6 +46,12 @@ def finish(process):
     return out.split()
 
 
+def become_nobody():
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+
+
 def in_fork(function):
     """Return what a forked child, which ends without cleaning up, exits with."""
     child = os.fork()
@@ -301,9 +307,7 @@ def test_a_second_user_meets_the_locks_of_the_first(monkeypatch):
         monkeypatch.setenv(FOLDER_VARIABLE, f"{root}/sticky/locks")
 
         def as_nobody(n):
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
+            become_nobody()
             return select_gpus(n, nvml=nvml(2), fallback="cpu").gpus[-1:] != () and n
 
         selection = select_gpus(nvml=nvml(2))
@@ -312,6 +316,30 @@ def test_a_second_user_meets_the_locks_of_the_first(monkeypatch):
         selection.release()
         assert in_fork(lambda: as_nobody(2)) == 2
         select_gpus(2, nvml=nvml(2)).release()
+
+
+@POSIX
+@ROOT
+def test_who_cannot_write_to_the_folder_respects_its_locks(monkeypatch):
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o755)
+        monkeypatch.setenv(FOLDER_VARIABLE, f"{root}/locks")
+        select_gpus(nvml=nvml(2))
+        Path(root, "locks").chmod(0o755)
+
+        def as_nobody():
+            become_nobody()
+            return select_gpus(nvml=nvml(2), lock=False).devices[0]
+
+        assert in_fork(as_nobody) == 1
+
+
+def test_a_folder_that_is_another_one_for_each_job_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(FOLDER_VARIABLE, "locks")
+    with pytest.raises(GpuLockError, match=f"{FOLDER_VARIABLE} must be an absolute path.* got 'locks'"):
+        select_gpus(nvml=nvml(1))
+    assert not list(tmp_path.iterdir())
 
 
 @POSIX

@@ -173,3 +173,5 @@ def test_slices_are_named_by_their_uuid_or_by_their_place_on_the_gpu(name):
         visible_devices("MIG-GPU-aa22/7/2", gpus)
     with pytest.raises(ValueError, match="is not a UUID of a MIG slice"):
         visible_devices("MIG-1111,GPU-aa11", gpus)
+    with pytest.raises(ValueError, match="1 is GPU-aa22 with MIG-1111, MIG-2222"):
+        visible_devices("MIG-3333", gpus)

@@ -6,13 +6,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import (
+    FastGeometricClassifier,
     FusionClassifier,
+    GradientBoostingClassifier,
     OptimizerSpec,
     SnapshotEnsembleClassifier,
+    SoftGradientBoostingRegressor,
     VotingClassifier,
     VotingRegressor,
 )
-from tests.ensembles.nets import MLP, LitMLP, digits, few, fit
+from tests.ensembles.nets import MLP, digits, few, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -178,23 +181,26 @@ def test_nothing_to_train():
         fit(VotingClassifier(MLP, 2, optimizer=OptimizerSpec(groups={"nothing.*": {"lr": 1.0}})), few(digits()[0], 32))
 
 
-def test_a_lightning_module_that_leaves_out_a_step():
-    class Leaves(LitMLP):
-        def training_step(self, batch, batch_idx):
-            return None
-
-    with pytest.raises(ValueError, match="training_step of a member returned None"):
-        fit(VotingClassifier(Leaves, 2), few(digits()[0], 32))
+def test_batches_that_are_none_to_predict():
+    with pytest.raises(TypeError, match=r"a batch to predict must be x, \(x, y\) or \(x1, x2, ..., y\), got dict"):
+        VotingClassifier(MLP, 2).predict_step({"x": torch.rand(4, 64)}, 0)
 
 
-def test_the_steps_of_lightning_modules_take_what_lightning_gives_them():
-    class OfBatch(LitMLP):
-        def training_step(self, batch):
-            return super().training_step(batch, None)
+@pytest.mark.parametrize("kind", [GradientBoostingClassifier, SnapshotEnsembleClassifier, FastGeometricClassifier])
+def test_lazy_layers_have_a_shape_before_members_are_frozen_or_copied(kind):
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(10))
+    with pytest.raises(ValueError, match=r"estimator(\[0\])? has lazy layers, which have no shape yet: run it once"):
+        kind(lazy, 2)
+    lazy(torch.rand(1, 64))
+    kind(lazy, 2)
 
-    class Numbered(LitMLP):
-        def training_step(self, batch, number):
-            assert isinstance(number, int)
-            return super().training_step(batch, number)
 
-    fit(VotingClassifier([OfBatch(), Numbered()]), few(digits()[0], 32))
+def test_a_loss_is_no_class_and_its_name_is_checked_when_it_is_set():
+    with pytest.raises(TypeError, match=r"criterion must be a loss, not its class: give CrossEntropyLoss\(\), got"):
+        VotingClassifier(MLP, 2, criterion=nn.CrossEntropyLoss)
+    ensemble = VotingClassifier(MLP, 2)
+    ensemble.set_criterion("MultiMarginLoss")
+    assert isinstance(ensemble.criterion, nn.MultiMarginLoss)
+    boosted = SoftGradientBoostingRegressor(MLP, 2)
+    with pytest.raises(ValueError, match="needs a variance, which a sum of members does not give"):
+        boosted.set_criterion("GaussianNLLLoss")

@@ -64,6 +64,22 @@ def test_parameters_without_a_reset_are_named():
         build_members(nothing, 2, None, seed=0)
 
 
+def test_what_is_frozen_keeps_its_values():
+    given = CNN()
+    given.norm.running_mean.fill_(3.0)
+    for part in (given.conv, given.norm):
+        part.requires_grad_(False)
+    members, messages = build_members(given, 2, None, seed=0)
+    for member in members:
+        assert _equal(member.conv, given.conv)
+        assert _equal(member.norm, given.norm)
+        assert not member.conv.weight.requires_grad
+    assert not _equal(members[0].head, members[1].head)
+    assert messages[1] == "7 frozen parameters and buffers keep the values of the given CNN"
+    frozen = nn.TransformerEncoderLayer(8, 2).requires_grad_(False)  # whose attention resets what is below it
+    assert all(_equal(member, frozen) for member in build_members(frozen, 2, None, seed=0)[0])
+
+
 def test_arguments_reach_the_class():
     members, _ = build_members(MLP, 2, {"hidden": 5}, seed=0)
     assert members[0].first.out_features == 5

@@ -196,3 +196,7 @@ def test_regressors_average_predictions():
     x = diabetes()[1].tensors[0]
     outputs = [member(x).detach() for member in ensemble.estimators_]
     torch.testing.assert_close(ensemble.predict(x), 0.25 * outputs[0] + 0.75 * outputs[1])
+
+
+def test_no_batches_are_no_error():
+    fit(FastGeometricClassifier(MLP, 2, cycle=1), few(digits()[0], 32), max_epochs=3, limit_train_batches=0)

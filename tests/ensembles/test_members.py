@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +213,53 @@ class _Bare(nn.Module):
         return self.net(x) * self.scale
 
 
+class _Acts(nn.Module):
+    """Computes with more than its layers: a function, constants, an object."""
+
+    def __init__(self, activation=torch.relu, shift=0.0, scale=1.0):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+        self.activation, self.shift = activation, torch.full((10,), shift)
+        self.config = SimpleNamespace(scales=[scale])
+        self.last, self.layers = self._last, [self.net]
+
+    def _last(self, x):
+        return self.activation(x + self.shift) * self.config.scales[0]
+
+    def forward(self, x):
+        return self.last(self.net(x))
+
+
+@pytest.mark.parametrize("name", ["activation", "shift", "scale"])
+def test_members_that_compute_with_other_values_are_not_taken_for_one_another(name):
+    other = {"activation": torch.tanh, "shift": 1.0, "scale": 2.0}[name]
+    members = [_Acts(), _Acts(**{name: other})]
+    stack, x = as_members(members), torch.rand(5, 64)
+    assert torch.equal(stack.forward_shared(x), torch.stack([member(x) for member in members]))
+    named = "config" if name == "scale" else name
+    assert stack.reason == f"member 1 is of another structure than member 0 ({named})"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.relu, lambda: lambda x: x.relu(), lambda: partial(nn.functional.leaky_relu, negative_slope=0.2)],
+)
+def test_members_that_compute_with_equal_values_run_at_once(make):
+    members = [_Acts(make(), 1.0, 2.0) for _ in range(3)]
+    stack, x = as_members(members), torch.rand(5, 64)
+    assert isinstance(stack, StackedMembers)
+    torch.testing.assert_close(stack.forward_shared(x), torch.stack([member(x) for member in members]))
+    assert isinstance(as_members([_Acts(lambda x, by=by: x * by) for by in (1, 2)]), SequentialMembers)
+
+
+def test_members_that_share_a_layer_go_on_sharing_it():
+    shared = nn.Linear(64, 8)
+    members = [nn.Sequential(shared, nn.Linear(8, 10)) for _ in range(2)]
+    stack = as_members(members)
+    assert stack.reason == "members share a parameter"
+    assert stack.member(0)[0] is stack.member(1)[0]
+
+
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
@@ -343,3 +392,20 @@ def test_outputs_that_cannot_be_combined(members, error, words):
 
 def test_lightning_modules_without_a_step_of_their_own_are_stacked():
     assert isinstance(as_members([LitMLP(), LitMLP()]), StackedMembers)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_members_are_exported_for_batches_of_any_size(vectorize):
+    members = as_members(_members(MLP), vectorize).eval()
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.members = members
+
+        def forward(self, x):
+            return self.members.forward_shared(x)
+
+    exported = torch.export.export(Shared(), (torch.rand(8, 64),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    x = torch.rand(5, 64)
+    torch.testing.assert_close(exported.module()(x), members.forward_shared(x))

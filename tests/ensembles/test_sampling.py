@@ -1,12 +1,10 @@
-"""Each member's own order: every sample once an epoch, the same on all shard, with the settings of the loader."""
+"""Each member's own order: every sample once an epoch, the same on all ranks, with the settings of the loader."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,10 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_tricks.ensembles.core.member_batches import batch_of_member
 from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
     MemberOrders,
-    batch_of_member,
     bootstrap_rows,
     is_shuffled,
     member_orders,
@@ -178,7 +176,7 @@ def test_settings_of_the_loader_are_kept():
     inner = loader._batch_loader
     for name in ("num_workers", "worker_init_fn", "persistent_workers", "prefetch_factor", "timeout", "generator"):
         assert getattr(inner, name) == getattr(given, name), name
-    part = batch_of_member(batches[0], 1, 3)
+    part = batch_of_member(batches[0], 1, 3, rows=15)
     assert part["x"].shape == (5, 1)
     assert part["names"] == [str(int(x) ** 2) for x in part["x"]]
 
@@ -214,23 +212,6 @@ class _Own(DataLoader):
 )
 def test_loaders_whose_batches_members_have_to_share(loader, reason):
     assert why_not_reorder(loader) == reason
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
-def test_rows_of_nested_batches(n, rows, seed):
-    x = torch.rand(n * rows, 3, generator=torch.Generator().manual_seed(seed))
-    names = [str(index) for index in range(n * rows)]
-    batch = [x, {"y": x.sum(1), "scale": 2.0}, (x, x)]
-    for index in range(n):
-        own = slice(index * rows, (index + 1) * rows)
-        first, second, third = batch_of_member(batch, index, n)
-        assert torch.equal(first, x[own])
-        assert torch.equal(second["y"], x[own].sum(1))
-        assert second["scale"] == 2.0
-        assert isinstance(third, tuple)
-        assert torch.equal(third[1], x[own])
-        assert batch_of_member(names, index, n) == names[own]
 
 
 def test_a_batch_sampler_of_torchs_kind_is_read():

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -26,6 +27,7 @@ from lightning_tricks import (
     ScheduleSpec,
     SnapshotEnsembleClassifier,
     SnapshotEnsembleRegressor,
+    SoftGradientBoostingClassifier,
     Tricks,
     TricksMixin,
     VotingClassifier,
@@ -365,13 +367,55 @@ def test_a_checkpoint_says_what_the_loss_is(tmp_path):
     assert torch.equal(loaded.predict_uncertainty(x).aleatoric, ensemble.predict_uncertainty(x).aleatoric)
     assert loaded.predict(x).shape == (100, 1)
     assert loaded.criterion.eps == 1e-4
-    for criterion in (nn.CrossEntropyLoss(weight=torch.ones(10)), nn.functional.cross_entropy, lambda o, t: o.mean()):
+    for kind, name in ((nn.CrossEntropyLoss, "weight"), (nn.BCEWithLogitsLoss, "pos_weight")):
+        weighted = kind(**{name: torch.arange(1.0, 11)})
+        if kind is nn.CrossEntropyLoss:
+            trainer = fit(VotingClassifier(MLP, 2, criterion=weighted, seed=0), _few_digits())
+        else:
+            x, y = digits()[0].tensors
+            data = TensorDataset(x[:64], nn.functional.one_hot(y[:64], 10).float())
+            trainer = fit(VotingRegressor(MLP, 2, criterion=weighted, seed=0), DataLoader(data, 16, shuffle=True))
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        loaded = type(trainer.model).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        assert torch.equal(getattr(loaded.criterion, name), getattr(weighted, name))
+    for criterion in (nn.functional.cross_entropy, lambda o, t: o.mean()):
         trainer = fit(VotingClassifier(MLP, 2, criterion=criterion, seed=0), _few_digits())
         trainer.save_checkpoint(tmp_path / "b.ckpt")
         with pytest.raises(ValueError, match=r"is not a loss of torch.nn and is not saved: .*\(path, criterion=...\)"):
             VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt")
         loaded = VotingClassifier.load_from_checkpoint(tmp_path / "b.ckpt", criterion=criterion)
         assert torch.equal(loaded.predict(torch.ones(1, 64)), trainer.model.predict(torch.ones(1, 64)))
+
+
+def _tanh_mlp(hidden, activation):
+    return nn.Sequential(nn.Linear(64, hidden), activation(), nn.Linear(hidden, 10))
+
+
+def test_a_checkpoint_says_numbers_of_numpy_and_weights_of_any_kind(tmp_path):
+    x = digits()[1].tensors[0]
+    for kind, arguments in (
+        (VotingClassifier, {"weights": np.array([1.0, 3.0])}),
+        (VotingClassifier, {"weights": torch.tensor([1.0, 3.0]), "estimator_args": {"hidden": np.int64(7)}}),
+        (SoftGradientBoostingClassifier, {"shrinkage_rate": np.float32(0.25)}),
+    ):
+        ensemble = kind(MLP, n_estimators=2, seed=0, **arguments)
+        fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+        loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+        assert torch.equal(loaded.predict(x), ensemble.predict(x))
+
+
+def test_a_checkpoint_does_not_build_members_without_the_arguments_that_it_lacks(tmp_path):
+    arguments = {"hidden": 7, "activation": nn.Tanh}
+    ensemble = VotingClassifier(_tanh_mlp, 2, arguments, seed=0)
+    fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
+    words = r"estimator_args is no plain value and was not saved: give it again, .*\(path, estimator_args=\.\.\.\)"
+    for given in ({}, {"estimator": _tanh_mlp}):
+        with pytest.raises(ValueError, match=words):
+            VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", **given)
+    x = digits()[1].tensors[0]
+    for given in ({"estimator": _tanh_mlp, "estimator_args": arguments}, {"estimator": list(ensemble.estimators_)}):
+        loaded = VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", **given)
+        assert torch.equal(loaded.predict(x), ensemble.predict(x))
 
 
 class _Poison:
@@ -472,6 +516,13 @@ def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
         fit(ensemble, _few_digits(), max_epochs=2)
         trained.append(values(ensemble))
     _same(*trained, atol=2e-3, rtol=2e-2)  # steps of Adam are as large where gradients are almost 0
+
+
+def test_batch_norm_of_all_ranks_needs_the_layers_of_torch():
+    net = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    # torch has it for GPUs only, and says so where it has put it in place of the layers
+    with pytest.raises(Exception, match="SyncBatchNorm layers only work with GPU modules"):
+        fit(VotingClassifier(net, 2), _few_digits(), strategy="ddp_fork", devices=1, sync_batchnorm=True)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
@@ -713,6 +764,20 @@ def test_the_weights_are_those_of_the_snapshots_taken_so_far(kind):
     for (each, combined), weights in zip(found, ([1.0], [0.25, 0.75], [0.125, 0.375, 0.5]), strict=True):
         expected = sum(weight * own for weight, own in zip(weights, each, strict=True))
         torch.testing.assert_close(combined, expected)
+
+
+def test_copies_of_weight_0_predict_until_another_one_is_there():
+    ensemble = SnapshotEnsembleClassifier(MLP, 3, weights=[0, 1, 1], seed=0)
+    x = digits()[1].tensors[0]
+    taken = []
+    for count in range(4):
+        ensemble._set_num_captured(count)
+        taken.append(ensemble.predict(x))
+    first, second, third = (ensemble.estimators_[index](x).softmax(-1) for index in range(3))
+    torch.testing.assert_close(taken[1], first)
+    torch.testing.assert_close(taken[2], second)
+    torch.testing.assert_close(taken[3], (second + third) / 2)
+    torch.testing.assert_close(taken[0], ensemble.working.member(0)(x).softmax(-1))
 
 
 def test_the_learning_rate_of_cycles_can_be_kept_within_limits():

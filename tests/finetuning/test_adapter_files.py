@@ -15,6 +15,7 @@ from lightning_tricks.finetuning.core.adapter_files import load_adapter, save_ad
 from lightning_tricks.finetuning.core.low_rank import LowRank
 from lightning_tricks.finetuning.lora import LoRA
 from tests.contract.lab import fork
+from tests.finetuning.models import swin
 
 peft = pytest.importorskip("peft")
 
@@ -429,6 +430,30 @@ def test_tied_weights_that_were_trained_apart(tmp_path):
         load_adapter(seeded(Tied), tmp_path)
 
 
+def test_a_tied_layer_that_peft_trained_whole_is_not_written_into_the_others(tmp_path):
+    """peft unties it, as it trains a copy."""
+
+    def make():
+        return nn.ModuleDict({"body": nn.Linear(8, 8), "language": Tied()})
+
+    config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["language.out"])
+    perturb(peft.get_peft_model(seeded(make), config)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"another language\.out\.weight than language\.embedding\.weight, .* untie them"
+    ):
+        load_adapter(seeded(make), tmp_path)
+    untied = seeded(make)
+    untied["language"].out.weight = nn.Parameter(untied["language"].out.weight.detach().clone())
+    before = untied["language"].embedding.weight.clone()
+    load_adapter(untied, tmp_path)
+    assert torch.equal(untied["language"].embedding.weight, before)
+    assert not torch.equal(untied["language"].out.weight, before)
+    trained = adapted(make, target_modules="body", modules_to_save="language.out")
+    save_adapter(trained, tmp_path / "ours")  # which trained both, as they are one
+    load_adapter(plain := seeded(make), tmp_path / "ours")
+    assert torch.equal(plain["language"].embedding.weight, trained["language"].out.weight)
+
+
 def test_changes_of_several_ranks_in_a_layer(tmp_path):
     model = adapted(lambda: nn.ModuleDict({"rnn": nn.LSTM(4, 4)}), target_modules="rnn")
     with pytest.warns(UserWarning, match="peft does not"):
@@ -503,6 +528,22 @@ def test_nothing_to_save(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_names_that_end_alike_do_no_harm_where_all_are_saved(tmp_path):
+    def make():
+        inner = nn.ModuleDict({"bn": nn.BatchNorm1d(6)})
+        return nn.ModuleDict({"fc": nn.Linear(6, 6), "inner": inner, "bn": nn.BatchNorm1d(6)})
+
+    def run(model):
+        return model["bn"](model["inner"]["bn"](model["fc"](torch.ones(5, 6))))
+
+    model = adapted(make).train()
+    for _ in range(3):
+        run(model)
+    save_adapter(model.eval(), tmp_path)  # without a warning
+    by_peft = read_with_peft(seeded(make), tmp_path).base_model.model
+    torch.testing.assert_close(run(by_peft), run(model), **TOLERANCE)
+
+
 def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
     def make():
         return nn.ModuleDict(
@@ -516,6 +557,18 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
+class _Shifted(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens + 1)
+
+
+def test_attention_that_only_reads_its_weights_is_named(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"0\.attn\.qkv \(ShiftedWindowAttention reads its weight without calling it\)"
+    ):
+        save_adapter(adapted(lambda: swin().features[1], target_modules="*.attn.*"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -524,6 +577,7 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
             "Conv2d with groups, dilation or",
         ),
         (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "used as 0, 1"),
+        (lambda: nn.Sequential(_Shifted(9, 6)), "_Shifted with a forward pass of its own"),
     ],
 )
 def test_what_peft_computes_otherwise_is_named(make, words, tmp_path):

@@ -207,6 +207,15 @@ def test_a_layer_computes_the_formula(kind):
     )
 
 
+def test_a_network_for_a_bias_of_positions_is_no_feed_forward_network():
+    from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = VisionTransformerRelPos(8, 4, embed_dim=8, depth=2, num_heads=2, num_classes=3, rel_pos_type="mlp")
+    assert list(add_adapters(model, AdapterSettings(2)).layers) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
+
+
 @pytest.mark.parametrize("kind", ["pfeiffer", "parallel"])
 def test_any_layer_by_pattern(kind):
     torch.manual_seed(0)

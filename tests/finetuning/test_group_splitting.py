@@ -105,6 +105,30 @@ def test_is_saved_and_restored(make):
     assert _walk(again, its_scheduler) == _walk(optimizer, scheduler)
 
 
+TIMMS = {
+    "cosine": lambda timm, o: timm.CosineLRScheduler(o, 8, warmup_t=3, warmup_lr_init=0.125),
+    "without a warm-up": lambda timm, o: timm.CosineLRScheduler(o, 8),
+    "step": lambda timm, o: timm.StepLRScheduler(o, 4, warmup_t=2),
+    "polynomial": lambda timm, o: timm.PolyLRScheduler(o, 8, warmup_t=2, warmup_prefix=True),
+}
+
+
+@pytest.mark.parametrize("make", TIMMS.values(), ids=TIMMS)
+def test_schedulers_of_timm_with_a_warm_up(make):
+    timm = pytest.importorskip("timm.scheduler")
+    head, body = _parameters()
+    optimizer = SGD([head, body], lr=LR)
+    scheduler = make(timm, optimizer)
+    split_groups_(optimizer, {body: M}, [scheduler])
+    by_hand = SGD([{"params": [head]}, {"params": [body], "lr": LR * M}], lr=LR)
+    other = make(timm, by_hand)
+    for epoch in range(1, 12):
+        scheduler.step(epoch)
+        other.step(epoch)
+        rates, expected = ([group["lr"] for group in one.param_groups] for one in (optimizer, by_hand))
+        assert rates == pytest.approx(expected), f"epoch {epoch}"
+
+
 def test_names_options_and_tensor_rates():
     a, b, c = (nn.Parameter(torch.ones(1)) for _ in range(3))
     groups = [{"params": [a, b], "name": "body", "weight_decay": 0.5}, {"params": [c], "name": "head"}]

@@ -387,7 +387,7 @@ def test_dropout_is_in_the_side_branch_alone_and_a_warning_says_where_there_is_n
     model = ReadsWeights()
     add_lora(model, _settings(dropout=0.5))
     disturb(model)
-    with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another module"):
+    with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another .* If it computes"):
         model(_noise(3, 8))
     model = nn.Sequential(nn.Linear(8, 8))
     add_lora(model, _settings(dropout=0.5))
@@ -435,6 +435,28 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing(given, words):
         add_lora(model, _settings(**given))
     assert list(model.state_dict()) == names
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_all_layers_that_a_rank_exceeds_are_named():
+    model = nn.Sequential(*[nn.Linear(8, 1) for _ in range(3)], nn.Linear(8, 8))
+    words = r"rank=2 exceeds .* of 0\.weight, 1 .* train it whole\. So it does in 2 more: 1\.weight, 2\.weight\.$"
+    with pytest.raises(ValueError, match=words):
+        add_lora(model, _settings())
+    add_lora(model, _settings(rank_pattern={"[012]": 1}))
+
+
+def test_quantized_layers_are_not_left_out_silently():
+    class Quantized(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+
+    model = nn.Sequential(Quantized(), nn.Linear(8, 8), Quantized())
+    with pytest.raises(
+        ValueError, match=r"the weights of 2 linear layers hold no floating-point numbers.*: 0, 2\. Use"
+    ):
+        add_lora(model, _settings())
+    assert list(add_lora(model, _settings(exclude=["0", "2"])).layers) == ["1.weight"]
 
 
 @pytest.mark.parametrize(

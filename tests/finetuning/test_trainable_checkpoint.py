@@ -189,6 +189,7 @@ def test_says_once_how_much_it_saves(tmp_path, caplog):
         fit(tmp_path, Tuned(), SavesEpochs(tmp_path))
     (line,) = (record.message for record in caplog.records if "TrainableCheckpoint" in record.message)
     assert line.startswith("TrainableCheckpoint: saves 6 of 12 tensors, 1.797 KiB of 7.047 KiB. The others")
+    assert line.endswith("; an empty tensor in the file, whose name says so, is not counted.")
     caplog.clear()
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(tmp_path, Tuned(), TrainableCheckpoint("*")).save_checkpoint(tmp_path / "whole.ckpt")

@@ -114,6 +114,15 @@ def test_writes_a_file(tmp_path, kind):
     assert "LayerNorm" in (tmp_path / "deep" / f"flops.{kind}").read_text()
 
 
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    report = FlopsReport(path=tmp_path / "file" / "flops.csv")
+    with pytest.warns(UserWarning, match=r"FlopsReport wrote no file: path='.*flops\.csv' cannot be written"):
+        trainer = fit([report])
+    assert trainer.global_step == 20
+    assert report.count.macs == FORWARD_MACS
+
+
 def test_compare_and_thop(capsys):
     fit([FlopsReport(compare=True)])
     assert "thop's MACs" in capsys.readouterr().out

@@ -229,6 +229,36 @@ def test_quantized_and_sparse_weights():
     assert count_flops(Calls(lambda x: sparse @ x), torch.empty(8, 3)).macs == 24
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
+@pytest.mark.parametrize(("layout", "stored"), [("coo", 8), ("csr", 8), ("csc", 8), ("bsr", 16)])
+def test_products_with_sparse_tensors_cost_what_they_store(layout, stored):
+    to_sparse = {"coo": lambda x: x.to_sparse(), "csc": lambda x: x.to_sparse_csc()}
+    to_sparse |= {"csr": lambda x: x.to_sparse_csr(), "bsr": lambda x: x.to_sparse_bsr((2, 2))}
+    sparse = to_sparse[layout](torch.eye(8))
+    assert count_flops(Calls(lambda x: torch.sparse.mm(sparse, x)), torch.empty(8, 3)).macs == stored * 3
+    assert count_flops(Calls(lambda x: sparse @ x), torch.empty(8, 3)).macs == stored * 3
+    if layout != "bsr":  # which torch multiplies from the left alone, and not by itself
+        assert count_flops(Calls(lambda x: (sparse @ sparse).to_dense() + x), torch.empty(8, 8)).macs == 8
+        assert count_flops(Calls(lambda x: x @ sparse), torch.empty(3, 8)).macs == stored * 3
+
+
+def test_a_product_of_complex_numbers_takes_four_of_real_ones():
+    left, right = (torch.empty(shape, dtype=torch.complex64, requires_grad=True) for shape in ((2, 3), (3, 4)))
+    assert_counts(Calls(torch.mm), (left, right), 4 * 24, 4 * 48)
+    images = torch.empty(1, 2, 8, 8, dtype=torch.complex64)
+    conv = nn.Conv2d(2, 3, 3, dtype=torch.complex64)
+    assert count_flops(conv, images).macs == 3 * (3 * 6 * 6 * 2 * 9)  # torch runs three real ones
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="since torch 2.8")
+def test_products_for_each_expert():
+    rows, experts = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in ((64, 16), (4, 16, 32)))
+    model = Calls(lambda x, w, ends: torch._grouped_mm(x, w, offs=ends).square())
+    assert_counts(
+        model, (rows, experts, torch.tensor([16, 16, 32, 64], dtype=torch.int32)), 64 * 16 * 32, 2 * 64 * 16 * 32
+    )
+
+
 class Blocks(nn.Module):
     """Convolutions, normalizations and attention, with or without activation checkpointing."""
 

@@ -340,6 +340,46 @@ def test_holds_a_scheduler_that_the_module_steps_itself(lab):
     assert [lr for lr, _ in watch.seen[:4]] == pytest.approx([0.01, 0.005, 0.005, 0.0025])
 
 
+@pytest.mark.parametrize("optimization", ["adamw", "fused"])
+def test_a_scheduler_that_counts_epochs_is_not_held(lab, optimization):
+    class ByEpoch(_Scheduled):
+        def configure_optimizers(self):
+            (optimizer,), (scheduled,) = super().configure_optimizers()
+            return [optimizer], [scheduled | {"interval": "epoch"}]
+
+    watch = _Rates()
+    module = ByEpoch(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), (3, 9), optimization)  # 9 is the last batch
+    lab.fit([GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True), watch], module=module, probe=False)
+    assert [lr for lr, _ in watch.seen] == [0.01] * 10 + [0.005] * 10
+
+
+class _Wraps(torch.optim.Optimizer):
+    """An optimizer around another one, as many are written: without `Optimizer.__init__`, and so without hooks."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+
+def test_skips_steps_of_an_optimizer_without_hooks(lab):
+    class Wrapped(_Poisons):
+        def configure_optimizers(self):
+            return _Wraps(super().configure_optimizers())
+
+    state = _State()
+    lab.fit([GradientClipping(on_nonfinite="skip"), state], module=Wrapped(), max_epochs=1)
+    assert state.unchanged == [batch in _Poisons.bad for batch in range(10)]
+
+
 def test_a_second_fit_sees_no_trace(lab):
     callback = GradientClipping(on_nonfinite="skip", hold_lr_on_skip=True, max_consecutive_skips=5)
     for _ in range(2):

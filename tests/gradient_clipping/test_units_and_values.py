@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from timm.utils.agc import adaptive_clip_grad as timm_agc
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from lightning_tricks import AGC
-from lightning_tricks.gradient_clipping import adaptive_clip_grad_, clip_grad_value_, gradient_norms
+from lightning_tricks import AGC, ClipValue
+from lightning_tricks.gradient_clipping import ClipNorm, adaptive_clip_grad_, clip_grad_value_, gradient_norms
 from lightning_tricks.gradient_clipping.core.clip_groups import ClipGroups
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState
 from lightning_tricks.gradient_clipping.core.unit_clipping import _clip_units_foreach_, _clip_units_one_by_one_
@@ -197,6 +197,21 @@ def test_refuses_sparse_gradients(clip):
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"takes dense gradients, got a sparse one \(Embedding"):
         clip(table.parameters())
+
+
+def test_value_refuses_complex_gradients():
+    with pytest.raises(TypeError, match="takes real gradients, got a complex one: clip its parameter by norm"):
+        clip_grad_value_(_parameters([(2,)], dtype=torch.complex64), 0.1)
+
+
+@pytest.mark.parametrize("method", [ClipValue(0.1), AGC(0.01), ClipNorm(0.1)], ids=lambda method: type(method).__name__)
+def test_parameters_without_elements_are_clipped_to_nothing(method):
+    with_empty, alone = _parameters([(3,), (0,), (0, 4)]), _parameters([(3,)])
+    for parameters in (with_empty, alone):
+        norms = gradient_norms(parameters, math.inf)
+        method.clip_(parameters, norms.total, math.inf, method.new_threshold())
+    assert torch.equal(with_empty[0].grad, alone[0].grad)
+    assert gradient_norms(with_empty, math.inf).per_parameter.tolist() == [alone[0].grad.abs().max().item(), 0, 0]
 
 
 @pytest.mark.parametrize("arguments", [{"clip_factor": 0}, {"clip_factor": math.nan}, {"eps": 0}, {"eps": -1.0}])

@@ -217,3 +217,24 @@ def test_a_step_that_returns_nothing_to_show_warns_once(tmp_path, outputs, what)
 def test_wrong_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         ImageLogger(**arguments)
+
+
+@pytest.mark.parametrize("is_value", [False, True])
+def test_one_output_may_have_a_column_of_its_own(tmp_path, monkeypatch, is_value):
+    """The softmax of one score is always 1, and its class 0."""
+    shown = []
+    monkeypatch.setattr(
+        "lightning_tricks.images.callback.image_grid",
+        lambda images, captions, **options: shown.append(captions) or Image.new("RGB", (2, 2)),
+    )
+    for column in (True, False):
+
+        def output(outputs, batch, stage, column=column):
+            preds = batch[0][:, 0, 0, 0] * 4 - 2
+            target = batch[1] * 1.5 if is_value else batch[1] % 2
+            return {"preds": preds[:, None] if column else preds, "target": target[:, None] if column else target}
+
+        logger = CSVLogger(tmp_path / str(column))
+        trainer(ImageLogger(24, output_transform=output), logger).validate(Images(), loader(), verbose=False)
+    assert shown[0] == shown[1]
+    assert len(set(shown[0])) > 12

@@ -107,6 +107,7 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
         ),
         (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on several ranks"),
         (lambda unknown: ddp.rewrap_ddp(unknown), "a callback or an ensemble that changes which parameters train"),
+        (lambda unknown: ddp.syncs_batchnorm(unknown), "an ensemble with stacked BatchNorm layers"),
         (lambda unknown: loaders.request_train_loaders(unknown), "an ensemble that looks at the data before a fit"),
         (
             lambda unknown: loaders.changing_train_loader(unknown, None, list, bool).__enter__(),
@@ -397,6 +398,18 @@ def test_stops_at_unused_parameters(options, stops, tmp_path):
     trainer = Trainer(max_epochs=1, callbacks=[_AsksDDP()], default_root_dir=tmp_path, **{**QUIET, **options})
     trainer.fit(Net(), loader())
     assert (tmp_path / "0").read_text() == str(stops)
+
+
+@pytest.mark.parametrize(
+    ("options", "syncs"),
+    [
+        ({"strategy": "ddp", "sync_batchnorm": True}, True),
+        ({"strategy": "ddp"}, False),
+        ({"sync_batchnorm": True}, False),  # of one rank
+    ],
+)
+def test_syncs_batchnorm(options, syncs):
+    assert ddp.syncs_batchnorm(Trainer(**{**QUIET, **options})) is syncs
 
 
 def test_value_in_a_checkpoint(tmp_path):

@@ -68,6 +68,35 @@ def test_norms_by_their_class_and_biases_get_no_weight_decay():
     assert len(spared["params"]) == 4
 
 
+class NormalizedLinear(nn.Linear):
+    """A linear layer with a word in its class that norms have."""
+
+
+class T5LayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def test_what_only_begins_like_a_norm_decays():
+    names = (
+        "normalizing_flow",
+        "normal_head",
+        "attn_norm",
+        "ln_1",
+        "norms",
+        "cosine",
+        "layernorm_embedding",
+        "preNorm",
+    )
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+    net["ln_1"], net["cosine"] = T5LayerNorm(), NormalizedLinear(4, 4, bias=False)
+    decayed, spared = parameter_groups(net, OptimizerSpec())
+    owners = {id(parameter): name.partition(".")[0] for name, parameter in net.named_parameters()}
+    assert [owners[id(one)] for one in decayed["params"]] == ["normalizing_flow", "normal_head", "cosine"]
+    assert len(spared["params"]) == 5
+
+
 def test_biases_of_recurrent_and_attention_layers():
     net = nn.ModuleDict({"rnn": nn.LSTM(3, 3), "attention": nn.MultiheadAttention(4, 2)})
     spared = parameter_groups(net, OptimizerSpec())[1]

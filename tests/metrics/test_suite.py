@@ -17,6 +17,7 @@ from lightning_tricks.metrics.core.groups.confusion_matrix import ConfusionMatri
 from lightning_tricks.metrics.core.groups.score_histogram import ScoreHistogram
 from lightning_tricks.metrics.core.groups.shared_state import SharedStateGroup
 from lightning_tricks.metrics.core.metric_properties import Task, can_concat_batches, task_of
+from lightning_tricks.metrics.core.metric_values import stack_numbers
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -498,3 +499,85 @@ def test_curves_of_logits_are_those_of_their_probabilities():
 def test_wrong_metrics_are_refused(metrics, names, error, words):
     with pytest.raises(error, match=words):
         MetricSuite(metrics, names)
+
+
+@pytest.mark.parametrize("kind", [tmr.PearsonCorrCoef, tmr.ConcordanceCorrCoef])
+def test_the_merged_states_of_several_ranks_are_updated_further(kind):
+    """Their statistics are kept in a stack, one row for each rank, which `update` takes for one statistic."""
+    numbers = torch.rand(2, 40, generator=torch.Generator().manual_seed(1))
+    parts = numbers[:, :30].split(10, dim=1)
+    ranks = [fed(MetricSuite({"r": kind()}), preds=part[0], target=part[1]) for part in parts]
+    resumed = MetricSuite({"r": kind()})
+    resumed.load([rank.state_dict() for rank in ranks])
+    again = MetricSuite({"r": kind()})
+    for start in (30, 35):  # what was resumed is saved and resumed once more
+        fed(resumed, preds=numbers[0, start : start + 5], target=numbers[1, start : start + 5])
+        again.load([resumed.state_dict()])
+        resumed.load([again.state_dict()])
+    whole = kind()
+    whole.update(*numbers)
+    assert resumed.compute()["r"].item() == pytest.approx(whole.compute().item(), abs=1e-6)
+    assert again.compute()["r"].item() == pytest.approx(whole.compute().item(), abs=1e-6)
+
+
+def test_a_running_mean_keeps_its_window_after_a_resume():
+    values = torch.arange(8.0) ** 2
+    whole, begun, resumed = (MetricSuite({"m": torchmetrics.RunningMean(window=3)}) for _ in range(3))
+    for value in values:
+        whole.update(value=value)
+    for value in values[:4]:
+        begun.update(value=value)
+    resumed.load([begun.state_dict()])
+    assert resumed.compute()["m"] == begun.compute()["m"]
+    resumed.load([begun.state_dict()])
+    for value in values[4:]:
+        resumed.update(value=value)
+    assert resumed.compute()["m"] == whole.compute()["m"]
+    assert whole.compute()["m"].item() == pytest.approx(values[-3:].mean().item())
+
+
+@pytest.mark.parametrize("rows", [10, 100])
+def test_the_area_of_a_ranking_has_no_ties_that_the_scores_have_not(rows):
+    scores = torch.randn(rows, generator=torch.Generator().manual_seed(0))
+    target = (scores + torch.randn(rows, generator=torch.Generator().manual_seed(1)) > 0).long()
+    suite = MetricSuite({"area": torchmetrics.retrieval.RetrievalAUROC()})
+    suite.update(preds=scores, target=target, indexes=torch.zeros(rows, dtype=torch.long))
+    expected = tm.BinaryAUROC()
+    expected.update(scores.sigmoid(), target)
+    assert suite.compute()["area"].item() == pytest.approx(expected.compute().item(), abs=1e-6)
+
+
+def test_a_value_for_each_sample_is_no_number_to_log():
+    samples = {"preds": SCORES[:, None].repeat(1, 3, 1).argmax(-1), "target": TARGET[:, None].repeat(1, 3)}
+    suite = MetricSuite(
+        {"acc": tm.MulticlassAccuracy(4, multidim_average="samplewise"), "seen": torchmetrics.CatMetric()}
+    )
+    suite.update(**samples, value=TARGET.float())
+    assert suite.compute() == {}
+    assert [len(value) for value in suite.compute_all().values()] == [60, 60]
+
+
+def test_accuracy_over_a_vocabulary_keeps_no_confusion_matrix():
+    target = torch.arange(50) * 100
+    suite = MetricSuite({"acc": tm.MulticlassAccuracy(50_000, average="micro")}, curves=True)
+    suite.update(preds=torch.nn.functional.one_hot(target, 50_000).float().roll(1, 0), target=target.roll(2))
+    assert suite.confusion_matrix() is None
+    assert suite.score_histogram().shape == (21, 2, 300)
+    assert suite.compute()["acc"] == 0
+    suite.update(preds=target, target=target)
+    assert suite.compute()["acc"] == 0.5
+
+
+def test_scores_that_are_nan_and_empty_batches_are_in_no_histogram():
+    for preset, scores in ((binary_metrics(), torch.rand(6)), (multiclass_metrics(4), SCORES[:6].softmax(1))):
+        suite = MetricSuite(preset, curves=True)
+        suite.update(preds=scores[:0], target=TARGET[:0])
+        assert suite.score_histogram() is None
+        suite.update(preds=scores, target=TARGET[:6] % 2)
+        suite.update(preds=torch.full_like(scores, torch.nan), target=TARGET[:6] % 2)
+        assert (suite.score_histogram().sum((1, 2)) == 6).all()
+
+
+def test_numbers_are_stacked_on_one_device():
+    stacked = stack_numbers([torch.tensor(1.0, device="meta"), torch.tensor(2, dtype=torch.int32)])
+    assert (stacked.device.type, stacked.dtype, stacked.shape) == ("meta", torch.float64, (2,))

@@ -80,7 +80,7 @@ def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
     assert "acc" in Tricks.preset("classification").callbacks()[-1].logged_keys("val").pop()
     with pytest.raises(ValueError, match=r"got .clasification.\. Did you mean .classification.\?"):
         Tricks.preset("clasification")
-    with pytest.raises(TypeError, match="Tricks takes no 'gradient_cliping'"):
+    with pytest.raises(TypeError, match=r"Tricks\.preset takes no 'gradient_cliping'"):
         Tricks.preset("regression", gradient_cliping=1.0)
     with pytest.raises(ValueError, match="num_classes must be a whole number >= 2, got 1"):
         Tricks.preset("classification", num_classes=1)

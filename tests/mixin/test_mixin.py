@@ -6,7 +6,9 @@ import inspect
 import math
 import os
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +127,12 @@ def test_a_field_takes_arguments_or_the_first_one_alone(value):
             TypeError,
             "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?",
         ),
+        (
+            {"nvtx_ranges": 3},
+            TypeError,
+            r"Tricks\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\.",
+        ),
+        ({"nvtx_ranges": {"rnges": 1}}, TypeError, r"NvtxRanges takes no arguments"),
         ({"gradient_clipping": {"max_nrm": 1}}, TypeError, "GradientClipping takes no 'max_nrm'.* mean 'max_norm'?"),
         ({"optimizer": {"nme": "SGD"}}, TypeError, "OptimizerSpec takes no 'nme'.* Did you mean 'name'?"),
         ({"optimizer": {"momentum": 0.9}}, TypeError, r"The optimizer's own arguments go into kwargs=\{\.\.\.\}"),
@@ -145,6 +153,27 @@ def test_bad_tricks_are_refused_when_they_are_made(fields, error, words):
         Tricks(**fields)
     with pytest.raises(error, match=words):
         LitNet(tricks=fields)
+
+
+@pytest.mark.parametrize("preset", ["classification", "regression", "finetune", "reproducible"])
+def test_a_misspelt_argument_of_a_preset_is_named_with_the_right_one(preset):
+    for name in ("num_classes", "dirpath", *(field.name for field in dataclasses.fields(Tricks))):
+        with pytest.raises(TypeError, match=rf"Tricks.preset takes no '{name}_'\. .* Did you mean '{name}'\?"):
+            Tricks.preset(preset, **{f"{name}_": None})
+
+
+def test_a_folder_of_a_preset_that_is_none_is_named():
+    with pytest.raises(TypeError, match="dirpath must be the path of a folder, got 5"):
+        Tricks.preset("reproducible", dirpath=5)
+
+
+def test_what_one_changes_in_its_dicts_reaches_no_other():
+    Tricks.preset("reproducible").seeding["seed"] = 7
+    assert Tricks.preset("reproducible").seeding["seed"] == 42
+    given = {"max_norm": 1.0, "groups": {"*": 2.0}}
+    tricks = Tricks(gradient_clipping=given)
+    given["max_norm"] = given["groups"]["*"] = 9.0
+    assert tricks.gradient_clipping == {"max_norm": 1.0, "groups": {"*": 2.0}}
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Tricks), ids=lambda field: field.name)
@@ -193,6 +222,12 @@ def test_tricks_of_the_wrong_type_are_refused():
         LitNet(tricks=42)
 
 
+def test_the_card_names_each_field():
+    card = (Path(__file__).parents[2] / "docs" / "tricks" / "mixin.md").read_text(encoding="utf-8")
+    fields = card.partition("**Fields.**")[2].partition("take an")[0]
+    assert re.findall(r"`(\w+)`", fields) == [field.name for field in dataclasses.fields(Tricks)]
+
+
 class _CallsSuper(LitNet):
     def configure_callbacks(self):
         return [*super().configure_callbacks(), LearningRateMonitor()]
@@ -217,7 +252,23 @@ class _OverABase(LitNet, _Base):
     pass
 
 
-@pytest.mark.parametrize("module_class", [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase])
+class _Forgetful:
+    def configure_callbacks(self):
+        return [LearningRateMonitor()]
+
+
+class _BehindAForgetful(_Forgetful, LitNet):
+    pass
+
+
+class _BehindItAgain(_BehindAForgetful):
+    pass
+
+
+@pytest.mark.parametrize(
+    "module_class",
+    [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase, _BehindAForgetful, _BehindItAgain],
+)
 def test_cooperates_with_the_modules_own_callbacks(module_class):
     trainer = _fit(module_class(tricks=Tricks(**_BOTH)), logger=True, log_every_n_steps=5)
     names = _types(trainer)
@@ -323,6 +374,25 @@ def test_checkpoints_load_with_weights_only(tmp_path):
     assert resumed.global_step == 20
     validated = Trainer(**_QUIET).validate(loaded, loader(), ckpt_path="run.ckpt", verbose=False)
     assert validated[0]["val/loss"] > 0
+
+
+def test_tricks_inside_of_another_argument_are_saved_as_plain_values():
+    class Configured(TricksMixin, LightningModule):
+        training_step, validation_step = LitNet.training_step, LitNet.validation_step
+        configure_optimizers = LitNet.configure_optimizers
+
+        def __init__(self, config):
+            super().__init__(tricks=config["tricks"])
+            self.save_hyperparameters()
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 10))
+
+    config = {"tricks": Tricks(**_BOTH), "more": [Tricks(seeding=1), (2,)]}
+    module = Configured(config)
+    assert config["tricks"] == module.tricks
+    _fit(module).save_checkpoint("run.ckpt")
+    saved = torch.load("run.ckpt", weights_only=True)["hyper_parameters"]["config"]
+    assert saved == {"tricks": Tricks(**_BOTH).as_dict(), "more": [Tricks(seeding=1).as_dict(), (2,)]}
+    assert Configured.load_from_checkpoint("run.ckpt").tricks == module.tricks
 
 
 def test_hyperparameters_of_the_loggers_are_plain_too():

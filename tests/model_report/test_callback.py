@@ -80,6 +80,15 @@ def test_an_example_that_does_not_fit_is_a_warning():
     assert len(report.summary.parameters) == 6
 
 
+def test_files_that_cannot_be_written_are_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    report = ModelReport(tmp_path / "file", graph=False)
+    with pytest.warns(UserWarning, match="ModelReport did not write all files to path='.*file': FileExistsError"):
+        trainer = fit([report])
+    assert trainer.global_step == 10
+    assert report.summary is not None
+
+
 def test_without_a_step_there_is_no_report(lightning_log, capsys):
     class Skips(Net):
         def training_step(self, batch, batch_idx):
@@ -159,6 +168,35 @@ def test_names_the_parameters_without_a_gradient(capsys, tmp_path):
     assert report.summary.without_gradient == ("of_rank_zero", "spare.weight")
     fit([report])
     assert report.summary.without_gradient == ()
+
+
+class _Toggles(Net):
+    """Freezes all but one part for each backward pass, as a GAN does; each part has a parameter that is not used."""
+
+    def __init__(self, raw):
+        super().__init__(optimization="manual")
+        self.raw = raw
+        self.spare = torch.nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            loss.backward() if self.raw else self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        parts = [*self.net[0].parameters(), self.spare[0]], [*self.net[1:].parameters(), self.spare[1]]
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_names_them_where_parts_are_frozen_for_a_pass_and_where_it_is_run_past_lightning(raw):
+    report = ModelReport(graph=False)
+    fit([report], _Toggles(raw))
+    assert report.summary.without_gradient == ("spare.0", "spare.1")
 
 
 @pytest.mark.trap("finetuning: the unused-parameter error of DDP names nobody")

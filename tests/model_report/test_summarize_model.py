@@ -69,6 +69,35 @@ def test_kinds_of_parameters():
     assert "lazy" in str(summary)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*quantiz.*")
+@pytest.mark.parametrize(
+    ("make", "stored"),
+    [
+        (lambda: torch.eye(50).to_sparse(), 50 * (2 * 8 + 4)),
+        (lambda: torch.eye(50).to_sparse_csr(), 51 * 8 + 50 * (8 + 4)),
+        (lambda: torch.eye(50).to_sparse_bsc((5, 5)), 11 * 8 + 10 * 8 + 10 * 25 * 4),
+        (lambda: torch.quantize_per_tensor(torch.ones(6), 0.1, 0, torch.qint8), 6),
+        (lambda: torch.ones(6).to(torch.float8_e4m3fn), 6),
+        (lambda: torch.ones(6, dtype=torch.int8), 6),
+        (lambda: torch.ones(6, dtype=torch.bool), 6),
+        (lambda: torch.ones(6, dtype=torch.complex64), 48),
+    ],
+    ids=range(8),
+)
+def test_memory_is_that_of_what_a_parameter_stores(make, stored):
+    model = nn.Module()
+    model.odd = nn.Parameter(make(), requires_grad=False)
+    summary = summarize_model(model)
+    assert summary.memory.weights == stored
+    assert "odd" in str(summary)
+
+
+def test_the_gradient_of_a_sparse_embedding_takes_what_its_rows_take():
+    model = nn.Embedding(1000, 4, sparse=True)
+    model(torch.tensor([3, 3, 7])).sum().backward()
+    assert summarize_model(model).memory.gradients == 3 * (8 + 4 * 4)
+
+
 def test_layers_and_graph():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     summary = summarize_model(model, torch.zeros(3, 8), depth=1)

@@ -48,6 +48,9 @@ SLOW = (
     " or test_other_words_never_mislead or test_a_thousand_tensors"
 )
 
+# Whose tests meet what lies below the rooms
+USERS = {"_shared": ("tests/flops", "tests/model_report", "tests/seeding", "tests/metrics")}
+
 
 class Watch:
     """Notes how long each test takes, whether it passes, and which functions of the cores it calls."""
@@ -219,7 +222,7 @@ def run_room(mutants: list[Mutant], seconds: float, slow: bool) -> dict[str, boo
     if not slow:
         options += ["-k", f"not ({SLOW})", *(f"--ignore={path}" for path in NOT_RUN)]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that Lightning has imported already
-    folders = [f"tests/{room.strip('_')}", f"lightning_tricks/{room}"]
+    folders = [f"tests/{room.strip('_')}", f"lightning_tricks/{room}", *USERS.get(room, ())]
     pytest.main([*options, f"--rootdir={ROOT}", *folders], plugins=[plugin])
     if not plugin.found:
         os.write(output, (folder / "log.txt").read_bytes()[-3000:])

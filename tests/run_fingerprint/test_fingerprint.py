@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import pathlib
-from collections import UserDict, namedtuple
+from collections import UserDict, deque, namedtuple
+from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 from lightning_tricks.run_fingerprint import fingerprint
@@ -173,6 +176,45 @@ def test_any_container_of_tensors(make):
     assert base == number(make(torch.tensor([1.0, 2.0]), "a"))
     assert base != number(make(torch.tensor([1.0, 3.0]), "a"))
     assert base != number(make(torch.tensor([1.0, 2.0]), "b"))
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    image: torch.Tensor
+    label: str
+
+
+class Private:
+    __slots__ = ("__image", "__weakref__", "label")
+
+    def __init__(self, image, label):
+        self.__image, self.label = image, label
+
+
+class Called(Plain):
+    def __call__(self):
+        """Do what the batches of some libraries do when they are called."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: Slotted(torch.tensor(number), "a"),
+        lambda number: Private(torch.tensor(number), "a"),
+        lambda number: Called(torch.tensor(number)),
+        lambda number: deque([torch.tensor(number)]),
+        lambda number: [Image.new("L", (2, 2), number)],
+        lambda number: np.array(f"2000-01-0{number}", dtype="datetime64"),
+        lambda number: [np.datetime64(f"2000-01-0{number}")],
+        lambda number: [datetime.date(2000, 1, number)],
+        lambda number: [Decimal(number) / 3, range(number)],
+        lambda number: bytearray([number]),
+    ],
+    ids=range(10),
+)
+def test_values_that_no_attribute_shows_count(make):
+    assert number(make(1)) == number(make(1))
+    assert number(make(1)) != number(make(2))
 
 
 def test_sets_enums_functions_and_objects_have_no_addresses_in_them():

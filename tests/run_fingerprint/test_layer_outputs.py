@@ -1,6 +1,7 @@
 """Which layers are looked at, and that nothing of the looking stays."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -40,9 +41,48 @@ def test_hooks_leaves_and_modules_with_own_tensors_in_order_of_execution():
     assert names == [f"blocks.{n}{part}" for n in (0, 1) for part in (".first", ".second", "")]
 
 
-def test_copies_of_the_model_are_not_recorded():
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), copy.copy])
+def test_copies_of_the_model_are_not_recorded(make):
+    model = nn.Linear(4, 4)
+    outer = nn.Sequential(model)
+    assert seen(outer, lambda _: make(model)(torch.ones(1, 4))) == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_trace_is_not_recorded():
     model = nn.Sequential(nn.Linear(4, 4))
-    assert seen(model, lambda m: copy.deepcopy(m)(torch.ones(1, 4))) == []
+    assert seen(model, lambda m: torch.jit.trace(m, torch.ones(1, 4), check_trace=False)) == []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, rows: torch.func.vmap(net)(rows),
+        lambda net, rows: torch.func.grad(lambda x: net(x).sum())(rows),
+        lambda net, rows: torch.func.vmap(torch.func.jacrev(net))(rows),
+        lambda net, rows: torch.func.jvp(net, (rows,), (rows,)),
+        lambda net, rows: torch.func.functional_call(net, dict(net.named_parameters()), (rows,)),
+    ],
+    ids=["vmap", "grad", "per sample", "jvp", "functional_call"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, for jvp
+def test_outputs_within_transforms_are_recorded(run, tmp_path):
+    torch.manual_seed(0)
+    net, rows = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(2, 4)
+    recorder = StepRecorder(RowWriter(tmp_path / "run.jsonl", RecordHeader(detail="layer")), net)
+    recorder.writer.start_file()
+    for scale in (1, 1, 2):
+        recorder.on_batch_start(0, 0, 0, rows)
+        run(net, rows * scale)
+        recorder.on_batch_end(None, may_have_stepped=False)
+    recorder.writer.flush()
+    first, same, other = (
+        {column.name: value for column, value in row.as_dict().items() if column.kind == "forward"}
+        for row in read_record(tmp_path / "run.jsonl")
+    )
+    assert list(first) == ["0", "1"]
+    assert first == same
+    assert all(first[name] != other[name] for name in first)
 
 
 @pytest.mark.parametrize("compiled", ["module", "in place", "method", "function"])

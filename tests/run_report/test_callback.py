@@ -15,11 +15,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Subset
 
-from lightning_tricks import AutoResume, RunReport, SeedEverything
+from lightning_tricks import AutoResume, GradientClipping, ImageLogger, MetricsMonitor, RunReport, SeedEverything
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
-from tests.contract.lab import QUIET, Net, loader
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.contract.processes import run_and_exit
 
 
@@ -306,3 +308,57 @@ def test_text_that_utf8_lacks_is_replaced(tmp_path):
     assert "a?" in page
     assert len(page) < 100_000
     assert dict(read_record(tmp_path).arguments)["file"] == "a\udc80"
+
+
+def test_test_after_the_fit_is_on_the_page(tmp_path):
+    callbacks = [
+        RunReport(tmp_path),
+        GradientClipping(0.1),
+        MetricsMonitor({"task": "multiclass", "num_classes": 10}),
+        ImageLogger(3, shape=[1, 8, 8]),
+    ]
+    module = EvaluatedNet()
+    trainer = train(callbacks, module)
+    before = read_record(tmp_path)
+    for seed in range(2):  # the second test replaces the parts of the first
+        rows = DataLoader(Subset(digits(), range(8 * (seed + 1))), 4)
+        trainer.test(module, rows, verbose=False)
+    record = read_record(tmp_path)
+    assert [point.step for point in record.curve("test/acc")] == [20, 20]
+    assert record.rows[: len(before.rows)] == before.rows
+    assert (record.status, record.seconds, record.step) == ("finished", before.seconds, 20)
+    assert record.parts_of(ClippedSteps) == before.parts_of(ClippedSteps)
+    assert {part.stage: sum(map(sum, part.counts)) for part in record.parts_of(ConfusionMatrix)} == {
+        "val": 40,
+        "test": 16,
+    }
+    assert [part.title for part in record.parts_of(Pictures)] == [
+        f"Most confident mistakes ({x})" for x in ("val", "test")
+    ]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>test/acc</td>" in page
+    assert "Classes (test)" in page
+
+
+def test_test_that_fails_leaves_the_report_of_the_fit(tmp_path):
+    class Fails(EvaluatedNet):
+        def test_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    module = Fails()
+    trainer = train([RunReport(tmp_path)], module)
+    files = {name: (tmp_path / name).read_bytes() for name in ("run.json", "values.jsonl", "report.html")}
+    with pytest.raises(ZeroDivisionError):
+        trainer.test(module, loader(), verbose=False)
+    assert files == {name: (tmp_path / name).read_bytes() for name in files}
+
+
+def test_test_writes_nothing_into_the_report_of_another_fit(tmp_path):
+    module = EvaluatedNet()
+    trainer = train([RunReport(tmp_path)], module)
+    train([RunReport(tmp_path)], EvaluatedNet(), max_epochs=1)
+    rows = (tmp_path / "values.jsonl").read_bytes()
+    trainer.test(module, loader(), verbose=False)
+    assert (tmp_path / "values.jsonl").read_bytes() == rows
+    Trainer(callbacks=[RunReport(tmp_path / "alone")], **QUIET).test(module, loader(), verbose=False)
+    assert not (tmp_path / "alone").exists()

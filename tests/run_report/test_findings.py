@@ -1,6 +1,7 @@
 """What stands out: each finding appears where it is true, and nowhere else."""
 
 import math
+import random
 import re
 
 import pytest
@@ -181,6 +182,57 @@ def test_finding_is_made_where_it_is_true_and_nowhere_else(name):
     (text,) = (text for _, text in said(having) if text.startswith(words[:12]))
     assert text.startswith(words)
     assert not [text for _, text in said(lacking) if text.startswith(words[:12])]
+
+
+@pytest.mark.parametrize("epochs", [4, 6, 10, 30, 100])
+@pytest.mark.parametrize(("key", "sign"), [("val/loss", 1), ("val/acc", -1)])
+def test_scatter_is_no_overfitting_and_no_progress(key, sign, epochs):
+    alarms = 0
+    for seed in range(200):
+        numbers = random.Random(seed)
+        noise = [0.5 + numbers.gauss(0, 0.02) for _ in range(epochs)]
+        settles = [0.5 + sign * math.exp(-8 * place / epochs) + numbers.gauss(0, 0.1) for place in range(epochs)]
+        alarms += sum(bool(said(record_of({key: values}))) for values in (noise, settles))
+    assert alarms <= 0.08 * 400  # of noise that happens to look like it
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("epochs", [8, 10, 30, 100])
+def test_overfitting_is_seen_through_scatter(epochs, noise):
+    for seed in range(20):
+        numbers = random.Random(seed)
+        falls = [0.3 + math.exp(-20 * place / epochs) for place in range(epochs)]
+        rises = [max(0, place / epochs - 0.3) + numbers.gauss(0, noise) for place in range(epochs)]
+        values = [fall + rise for fall, rise in zip(falls, rises, strict=True)]
+        assert "the model overfits" in str(said(record_of({"val/loss": values})))
+
+
+def test_learning_rates_of_several_groups_are_all_named():
+    rates = {"learning_rate/0.0": [0.1] * 30, "learning_rate/0.1": [0.01] * 30, "learning_rate/0.2": [0.1] * 30}
+    assert "The learning rates were 0.1, 0.01 in all steps" in str(said(record_of(rates, "step")))
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [lambda place: min(1.0, place / 10), lambda place: abs(place % 20 - 10) / 10 + 0.1],  # warm-up, cycles
+)
+def test_schedule_that_is_to_end_high_is_not_called_too_long(rate):
+    record = record_of(
+        {"learning_rate": [rate(place) for place in range(50)]}, "step", trainer=[("schedulers", "LambdaLR")]
+    )
+    assert said(record) == []
+
+
+@pytest.mark.parametrize(("samples", "is_said"), [(1, False), (40, False), (400, True)])
+def test_calibration_is_judged_by_enough_samples(samples, is_said):
+    parts = [reliability([0.6, 0.7]), matrix([[samples, 0, 0], [0, 0, 0], [0, 0, 0]])]
+    assert ("overconfident" in str(said(record_of({}, parts=parts)))) is is_said
+
+
+def test_one_of_several_losses_may_rise():
+    rises = [0.5 + place / 50 for place in range(100)]
+    assert said(record_of({"train/g_loss": rises, "train/d_loss": FALLS}, "step")) == []
+    assert "train/loss rose" in str(said(record_of({"train/loss": rises, "train/aux_loss": FALLS}, "step")))
 
 
 def test_nothing_is_said_of_a_run_without_faults():

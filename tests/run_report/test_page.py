@@ -90,6 +90,20 @@ def test_page_says_what_stands_out_first():
     assert run_page(full_record()).index("100 % of 100 steps were clipped") < run_page(full_record()).index("<svg")
 
 
+def test_curves_that_are_not_shown_are_counted():
+    rows = [Row("epoch", step, step, {f"m{number}": 1.0 for number in range(70)}) for step in range(2)]
+    page = run_page(RunRecord(rows=rows))
+    assert page.count("<figure>") == 64
+    assert "60 more curves, and 6 that are not shown" in page
+    assert "<td>m69</td>" in page
+
+
+def test_recall_and_precision_of_each_class_are_shown_where_they_are_known():
+    part = ConfusionMatrix(stage="val", epoch=0, classes=list("abc"), counts=[[3, 1, 0], [1, 1, 0], [0, 0, 0]])
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", run_page(RunRecord(parts=[part])))
+    assert cells == ["a", "4", "75 %", "75 %", "b", "2", "50 %", "50 %", "c", "0", "", ""]
+
+
 def test_large_record_makes_a_small_page():
     rows = [Row("step", step, 0, {f"m{number}": step * 0.37 for number in range(4)}) for step in range(20_000)]
     assert len(run_page(RunRecord(rows=rows))) < 400_000
@@ -224,3 +238,9 @@ def test_callbacks_tell_the_report_what_they_know(tmp_path):
     assert page.count("data:image/png;base64,") == 6
     assert "fingerprint diff" in page
     assert "100 % of 20 steps were clipped: max_norm=0.1 is below the median norm of" in page
+
+
+def test_monitors_with_prefixes_have_parts_of_their_own(tmp_path):
+    preset = {"task": "multiclass", "num_classes": 10}
+    train([RunReport(tmp_path), MetricsMonitor(preset), MetricsMonitor(preset, prefix="ema")], EvaluatedNet())
+    assert [part.stage for part in read_record(tmp_path).parts_of(ConfusionMatrix)] == ["val", "ema/val"]

@@ -56,6 +56,11 @@ def test_record_is_read_as_it_was_written(tmp_path):
     )
 
 
+def test_value_with_the_name_of_the_format_may_be_nan(tmp_path):
+    save(tmp_path, RunRecord(rows=[Row("epoch", 0, 0, {"number": math.nan}), Row("epoch", 1, 1, {"number": 2.0})]))
+    assert str([point.value for point in read_record(tmp_path).curve("number")]) == "[nan, 2.0]"
+
+
 def test_every_kind_of_part_is_known_by_name():
     assert all(kind.__dataclass_fields__ for kind in PART_KINDS.values())
     assert len(set(PART_KINDS.values())) == len(PART_KINDS)

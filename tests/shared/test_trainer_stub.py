@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -133,11 +134,41 @@ def test_manual_optimization():
     module = Adversaries()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     count = count_flops(module, BATCH, backward=True)
-    forward, first, second = 2 * (FORWARD + 12), BACKWARD + 2 * 12, 12
+    forward, first, second = 2 * (FORWARD + 12), BACKWARD + 12, 12  # the first one toggles `other`'s weight off
     assert (count.macs, count.train_step_flops) == (forward, 2 * (forward + first + second))
     assert same(before, dict(module.state_dict()))
     assert all(parameter.grad is None for parameter in module.parameters())
     assert count_flops(module, BATCH, compare=True).macs == forward
+
+
+class Toggles(Adversaries):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.other(self(batch[0])).mean())
+            self.untoggle_optimizer(optimizer)
+
+
+class TogglesInAContext(Adversaries):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            with self.toggled_optimizer(optimizer):
+                self.manual_backward(self.other(self(batch[0])).mean())
+        assert all(parameter.requires_grad for parameter in self.parameters())
+
+
+@pytest.mark.parametrize(("kind", "has_trainer"), [(Toggles, True), (Toggles, False), (TogglesInAContext, False)])
+def test_toggled_optimizers_count_only_the_gradients_that_are_computed(kind, has_trainer):
+    report, module = FlopsReport(backward=True), kind()
+    if has_trainer:
+        Trainer(max_epochs=1, callbacks=[report], **QUIET).fit(module, DataLoader(TensorDataset(*BATCH), batch_size=4))
+    count = report.count if has_trainer else count_flops(module, BATCH, backward=True)
+    with FlopCounterMode(display=False) as real:
+        for frozen in (module.other, module.net):
+            module.requires_grad_(True)
+            frozen.requires_grad_(False)
+            module.other(module(BATCH[0])).mean().backward()
+    assert count.train_step_flops == real.get_total_flops()
 
 
 class Plainly(Adversaries):

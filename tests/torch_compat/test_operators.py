@@ -38,6 +38,23 @@ def test_nested_containers():
     assert tensors.tree_map_only(int, str, {"a": (1, [2.5])}) == {"a": ("1", [2.5])}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, for jvp
+def test_transforms_can_be_left():
+    seen = []
+
+    def look(x):
+        with tensors.outside_transforms({"x": x}) as plain:
+            seen.append(plain["x"] + 1)
+        return x.sum()
+
+    rows = torch.arange(6.0).view(2, 3)
+    torch.func.vmap(torch.func.grad(look))(rows)
+    torch.func.jvp(look, (rows,), (rows,))
+    look(rows)
+    assert all(torch.equal(each, rows + 1) for each in seen)
+    assert len(seen) == 3
+
+
 def test_many_tensors_at_once():
     values = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0])]
     assert torch.stack(foreach.foreach_norm(values, 2.0, dtype=torch.float32)).tolist() == [5, 2]
@@ -134,6 +151,9 @@ IMPORTED = {
     "torch._foreach_clamp_min_": foreach,
     "torch._foreach_clamp_max_": foreach,
     "torch.utils._foreach_utils._group_tensors_by_device_and_dtype": foreach,
+    "torch._C._functorch.get_unwrapped": tensors,
+    "torch._C._functorch.is_functorch_wrapped_tensor": tensors,
+    "torch._C._functorch.peek_interpreter_stack": tensors,
     "torch.utils._pytree.tree_map": tensors,
     "torch.utils._pytree.tree_map_only": tensors,
     "torch._ops.HigherOrderOperator": operators,

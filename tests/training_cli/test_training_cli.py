@@ -20,6 +20,7 @@ from lightning_tricks.auto_resume.attribute_owners import AttributeOwners
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from lightning_tricks.cli import main
 from lightning_tricks.demo import Digits, DigitsClassifier
+from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from lightning_tricks.gradient_clipping.core.methods import METHODS
 from tests.contract.cases import CASES
 
@@ -216,6 +217,38 @@ def test_a_saved_configuration_runs_again_and_none_is_overwritten(command):
     assert "max_steps: 3" in Path("config-3.yaml").read_text()
 
 
+def test_a_logger_without_a_folder_leaves_the_configuration_in_that_of_the_trainer(command):
+    Path("my_logger.py").write_text(
+        "from lightning.pytorch.loggers.logger import DummyLogger\nclass Nowhere(DummyLogger):\n    save_dir = None\n"
+    )
+    arguments = ["--model", "my_project.Net", *_DIGITS, "--trainer.max_steps=1"]
+    arguments += ["--trainer.logger=my_logger.Nowhere", "--trainer.enable_checkpointing=false"]
+    assert command("fit", *arguments, "--trainer.default_root_dir=here") == 0
+    assert Path("here/config.yaml").exists()
+    assert not Path("None").exists()
+
+
+def test_a_script_says_how_its_configuration_is_saved(command):
+    class Copies(training_cli.SaveConfigOnce):
+        def save_config(self, trainer, pl_module, stage):
+            self.parser.save(self.config, "copy.yaml", overwrite=True)
+
+    def train(steps, **options):
+        arguments = ["fit", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+        arguments += [
+            "--model.class_path=lightning_tricks.demo.DigitsClassifier",
+            "--model.init_args.tricks.optimizer=true",
+        ]
+        training_cli.TricksCLI(args=[*arguments, *_DIGITS, f"--trainer.max_steps={steps}"], **options)
+
+    train(1, save_config_callback=Copies)
+    assert "max_steps: 1" in Path("config.yaml").read_text()
+    assert Path("copy.yaml").exists()
+    train(2, save_config_kwargs={"overwrite": True})
+    assert "max_steps: 2" in Path("config.yaml").read_text()
+    assert not Path("config-2.yaml").exists()
+
+
 def test_auto_resume_does_not_read_the_parser_at_each_save():
     """It has some 50,000 objects, which take longer than the steps between two saves."""
     parser = ArgumentParser()
@@ -301,7 +334,18 @@ _ERRORS = {
         "No module named 'my_projct'. Modules are looked for in the working",
     ),
     "an older option": (["--gpu_id", "1"], "unrecognized arguments: --gpu_id 1. Write --trainer.devices '[N]'"),
-    "an unknown option": (["--trainer.maxepochs=3"], "--trainer.maxepochs=3. `fit --help` lists them all."),
+    "an unknown option": (
+        ["--trainer.maxepochs=3"],
+        "--trainer.maxepochs=3. Did you mean 'trainer.max_epochs'? `fit --help` lists them all.",
+    ),
+    "an option by its beginning": (
+        ["--ckpt=a.ckpt"],
+        "unrecognized arguments: --ckpt=a.ckpt. Did you mean 'ckpt_path'?",
+    ),
+    "a seed out of range": (
+        ["--trainer.callbacks+=SeedEverything", "--trainer.callbacks.seed=-1"],
+        "error: seed must be an integer in .*, got -1.",
+    ),
     "two seeds": (
         ["--seed_everything=1", "--trainer.callbacks+=SeedEverything"],
         "--seed_everything has the seed 1 and SeedEverything has 42: leave out one of them",
@@ -312,6 +356,12 @@ _ERRORS = {
     ),
     "a misspelt limit": (["--select_gpus={m: 1}"], "select_gpus takes no 'm'. It takes n, "),
     "a value of Lightning": (["--trainer.accelerator=abacus"], "error: You selected an invalid accelerator name"),
+    "an unknown option in a file": (
+        ["--config=unknown.yaml"],
+        "option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
+    ),
+    "a file without options": (["--config=empty.yaml"], "Unexpected config. A file of --config holds options"),
+    "a file that is no text": (["--config=bytes.yaml"], "a file of --config is not text in UTF-8: "),
     "a file that is not there": (["--config=nothing.yaml"], "config: File does not exist: "),
 }
 
@@ -319,11 +369,28 @@ _ERRORS = {
 @pytest.mark.parametrize("mistake", _ERRORS)
 def test_a_mistake_is_one_line(mistake, command, capsys):
     arguments, words = _ERRORS[mistake]
+    Path("unknown.yaml").write_text("trainer: {max_epoch: 3}")
+    Path("empty.yaml").touch()
+    Path("bytes.yaml").write_bytes(b"\xff")
     model = ["--model", "lightning_tricks.demo.DigitsClassifier", *_DIGITS]
     assert command("fit", *model, *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set to")]
     assert line.startswith("lightning-tricks: error: ")
     assert re.search(re.escape(words).replace(r"\.\*", ".*"), line), line
+
+
+def test_a_folder_of_locks_that_cannot_be_used_is_one_line(command, capsys, monkeypatch):
+    Path("file").touch()
+    monkeypatch.setenv("LIGHTNING_TRICKS_LOCK_DIR", str(Path("file").absolute()))
+    with FakeNvml([FakeGpu()]):
+        assert command("fit", "--model", "my_project.Net", *_DIGITS, "--select_gpus=1") == 2
+    assert re.fullmatch(r"lightning-tricks: error: .*file, where the locks .*\n", capsys.readouterr().err)
+
+
+def test_gpus_without_the_extra_are_one_line(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert command("fit", "--model", "my_project.Net", *_DIGITS, "--select_gpus=1") == 2
+    assert re.fullmatch(r"lightning-tricks: error: .* pip install \"nvidia-ml-py.*\n", capsys.readouterr().err)
 
 
 def test_no_model_says_how_to_name_one(command, capsys):
@@ -342,6 +409,15 @@ def test_without_the_extra_the_error_names_it(package, command, capsys, monkeypa
     monkeypatch.setitem(sys.modules, package, None)
     assert command("fit", "--model", "my_project.Net") == 2
     assert 'pip install "jsonargparse[' in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_card_lists_each_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
+    card = (Path(__file__).parents[2] / "docs" / "tricks" / "command-line.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)", card.partition("### The other commands")[2].partition("```")[0], re.MULTILINE)
+    assert sorted(commands) == sorted([*table, "fit", "validate", "test", "predict"])
 
 
 def test_help_of_all_commands_lists_these_and_loads_no_torch():

@@ -79,6 +79,7 @@ def find_loss(out: Any, call: ModelCall) -> Tensor:
             f"backward=True: what {call.method} returned ({kind}) holds no tensor that requires a gradient. Check that "
             "some parameters require one, or leave backward out."
         )
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     if len(parts) == 1:
         return parts[0] if parts[0].ndim == 0 else parts[0].sum()
     return torch.stack([part.sum().to(parts[0].device, torch.float32) for part in parts]).sum()
@@ -133,7 +134,7 @@ def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: T
         device = None  # some inputs are on the model's device, so the others are elsewhere on purpose
     call_of_copies = call.map_arguments(ModelCopier(partial(copies.copy_tensor, device=device)).copy_value)
     if call.method == "training_step":
-        stub_trainer(model_copy, trainer)
+        stub_trainer(model_copy, trainer, dict(zip(original.parameters(), model_copy.parameters(), strict=True)))
     with copies.context(), _silenced("torch._subclasses.fake_tensor"):
         return action(model_copy, call_of_copies, copies)
 

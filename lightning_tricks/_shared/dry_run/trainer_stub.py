@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,11 +63,12 @@ class NoOpOptimizer(NoOp):
 
     Args:
         original: The optimizer that it stands for, if it is known.
+        toggled: The parameters that `toggle_optimizer` leaves trainable.
     """
 
-    def __init__(self, original: Any = None) -> None:
+    def __init__(self, original: Any = None, toggled: Sequence[Tensor] = ()) -> None:
         groups = [{**group, "params": []} for group in getattr(original, "param_groups", ())]
-        vars(self).update(_type=_wrapped_type(original), param_groups=copy.deepcopy(groups) or NoOp())
+        vars(self).update(_type=_wrapped_type(original), _toggled=toggled, param_groups=copy.deepcopy(groups) or NoOp())
 
     @property  # type: ignore[misc]  # nothing sets it
     def __class__(self) -> Any:
@@ -110,7 +112,7 @@ class ReadOnlyTrainer:
     def __setattr__(self, name: str, value: Any) -> None: ...
 
 
-def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
+def stub_trainer(model_copy: nn.Module, trainer: Any, copies: Mapping[Tensor, Tensor]) -> None:
     """Replace what a `training_step` calls, so that the copy of a module affects neither Trainer nor original.
 
     Metrics of torchmetrics compute nothing: they are no part of the model's FLOPs, and they check values that tensors
@@ -119,11 +121,15 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
     Args:
         model_copy: The copy of a LightningModule; changed in place.
         trainer: The Trainer of the original, or None.
+        copies: Parameter of the original -> parameter of the copy.
     """
     no_op = NoOp()
     if trainer is not None:
         vars(model_copy)["_trainer"] = ReadOnlyTrainer(trainer)
-    optimizers = [NoOpOptimizer(one) for one in _find_optimizers(model_copy, trainer)]
+    optimizers = [
+        NoOpOptimizer(one, [copies.get(p, p) for group in getattr(one, "param_groups", ()) for p in group["params"]])
+        for one in _find_optimizers(model_copy, trainer)
+    ]
     vars(model_copy).update(
         dict.fromkeys(
             (
@@ -132,9 +138,6 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
                 "print",
                 "lr_schedulers",
                 "lr_scheduler_step",
-                "toggle_optimizer",
-                "untoggle_optimizer",
-                "toggled_optimizer",
                 "clip_gradients",
             ),
             no_op,
@@ -142,6 +145,7 @@ def stub_trainer(model_copy: nn.Module, trainer: Any) -> None:
         optimizers=lambda *_, **__: optimizers if len(optimizers) > 1 else optimizers[0],
         manual_backward=run_backward,
         all_gather=_local_all_gather(getattr(trainer, "world_size", 1)),
+        **_toggling(optimizers),
     )
     _stub_metrics(model_copy, no_op)
 
@@ -189,6 +193,36 @@ class redirect_backward(TorchFunctionMode):  # noqa: N801  # a context manager
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace `Tensor.backward`, and call every other function of torch."""
         return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
+
+
+def _toggling(optimizers: Sequence[NoOpOptimizer]) -> dict[str, Callable[..., Any]]:
+    """Return replacements for the methods that freeze the parameters of all optimizers but one."""
+    before: dict[Tensor, bool] = {}
+
+    def toggle(optimizer: Any) -> None:
+        of_each = [vars(one)["_toggled"] for one in optimizers]
+        own = {
+            id(p) for one, parameters in zip(optimizers, of_each, strict=True) if one is optimizer for p in parameters
+        }
+        if own:
+            before.update((p, p.requires_grad) for parameters in of_each for p in parameters)
+            for parameter, trains in before.items():
+                parameter.requires_grad_(trains and id(parameter) in own)
+
+    def untoggle(optimizer: Any) -> None:
+        for parameter, trains in before.items():
+            parameter.requires_grad_(trains)
+        before.clear()
+
+    @contextmanager
+    def toggled(optimizer: Any) -> Iterator[None]:
+        toggle(optimizer)
+        try:
+            yield
+        finally:
+            untoggle(optimizer)
+
+    return {"toggle_optimizer": toggle, "untoggle_optimizer": untoggle, "toggled_optimizer": toggled}
 
 
 def _find_optimizers(model_copy: Any, trainer: Any) -> Sequence[Any]:

@@ -15,7 +15,7 @@ _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear
 
 
 def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.Module:
-    """Replace the layer that outputs a model's scores by a newly initialized one on the same device.
+    """Replace the layer that outputs a model's scores by a newly initialized, trainable one on the same device.
 
     Args:
         model: The model, which is modified in place; its `num_classes` and `config.num_labels` are set if present.
@@ -66,9 +66,11 @@ def _find_head(model: nn.Module) -> str:
         raise CheckpointError(f"{type(model).__name__} has no Linear and no convolution to replace.")
     last_name, last = layers[-1]
     if not _is_head(last_name, last):
+        linear = [name for name, module in layers if isinstance(module, nn.Linear)]
+        example = f", such as name={linear[-1]!r}" if linear else ""
         raise CheckpointError(
-            f"the last layer, {last_name} ({type(last).__name__}), is not known to be a head: name it, such as "
-            f"name={candidates[-1]!r}."
+            f"the last layer, {last_name} ({type(last).__name__}), is not known to be a head: "
+            f"name the layer that outputs the scores{example}."
         )
     alternatives = [
         name
@@ -105,6 +107,7 @@ def _resized(old: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
     if isinstance(old, nn.Linear):
         new = nn.Linear(old.in_features, outputs, **options)
     else:
-        size, stride, padding = old.kernel_size, old.stride, old.padding
-        new = nn.Conv2d(old.in_channels, outputs, size, stride, padding, **options)  # type: ignore[arg-type]
-    return new.train(old.training).requires_grad_(old.weight.requires_grad)
+        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"):
+            options[name] = getattr(old, name)
+        new = nn.Conv2d(old.in_channels, outputs, **options)
+    return new.train(old.training)

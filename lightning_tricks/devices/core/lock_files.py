@@ -8,6 +8,7 @@ locks.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -20,6 +21,7 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "LIGHTNING_TRICKS_LOCK_DIR"
 _FOLDER = "lightning-tricks-gpus"
+_CHOOSING = "choosing.lock"
 _LONGEST_CHOICE = 60.0  # seconds, where a choice takes less than one
 _REMEDY = f"Set {FOLDER_VARIABLE} to a local folder that all users of the machine can write to, or pass lock=False."
 
@@ -60,14 +62,18 @@ def lock_folder() -> Path:
 
 
 def existing_lock_folder() -> Path | None:
-    """Return the folder of the locks, or None if there is none that this user can write to."""
+    """Return the folder of the locks, or None if nobody has locked anything that this user can look at."""
     folder, chosen = _folder()
-    usable = folder.is_dir() and os.access(folder, os.W_OK) and (chosen or not folder.is_symlink())
-    return folder if usable else None
+    if folder.is_symlink() and not chosen:
+        return None
+    # who locks a GPU makes this file before; who only looks needs not be able to write there
+    return folder if os.access(folder / _CHOOSING, os.R_OK) else None
 
 
 def _folder() -> tuple[Path, bool]:
     chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen and not Path(chosen).is_absolute():
+        raise GpuLockError(f"{FOLDER_VARIABLE} must be an absolute path, or each job has its own, got {chosen!r}.")
     if chosen:
         return Path(chosen), True
     # not TMPDIR, which jobs of one machine may have each for itself
@@ -155,7 +161,7 @@ def choosing(folder: Path, sleep: Callable[[float], None] = time.sleep) -> Itera
     Raises:
         GpuLockError: If another process has been choosing for a minute.
     """
-    path = folder / "choosing.lock"
+    path = folder / _CHOOSING
     deadline = time.monotonic() + _LONGEST_CHOICE
     while (descriptor := try_lock(path)) is None:
         if time.monotonic() > deadline:
@@ -192,7 +198,10 @@ def _open(path: Path) -> int:
             return os.open(path, flags)
         except FileNotFoundError:
             pass
-        except PermissionError:  # made under a strict umask, by another user, a moment ago
+        except OSError as error:
+            # made under a strict umask, by another user, a moment ago; or a container has mounted it read-only
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
             return os.open(path, flags & ~os.O_RDWR | os.O_RDONLY)
         with suppress(FileExistsError):
             descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)

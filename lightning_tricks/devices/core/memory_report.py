@@ -77,10 +77,11 @@ class MemoryReport:
 
     def table(self) -> Table:
         """Return the largest storages as a rich table, with the sizes below it."""
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"Memory of {self.device}", caption="\n".join(self.summary()), caption_justify="left")
+        from lightning_tricks._shared.footed_table import FootedTable
+
+        table = FootedTable("\n".join(self.summary()), title=f"Memory of {self.device}")
         table.add_column("largest tensors", overflow="ellipsis")
         for heading in ("shape", "dtype", "size"):
             table.add_column(heading, justify="right")

@@ -152,4 +152,5 @@ def _refuse(value: str, part: str, problem: str, consequence: str, gpus: Sequenc
 def _name(gpu: Gpu) -> str:
     if gpu.error is not None:
         return f"does not answer ({gpu.error})"
-    return f"is {gpu.uuid or 'a GPU without a UUID'}"
+    slices = list_names((part.uuid or "a slice without a UUID" for part in gpu.mig_slices), most=8)
+    return f"is {gpu.uuid or 'a GPU without a UUID'}" + (f" with {slices}" if gpu.mig_slices else "")

@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
@@ -32,7 +33,8 @@ def build_members(
 
     Args:
         estimator: A class or factory; the `MODULE:CLASS` of one that is imported already; a module, of which each
-            member is a copy with new initial weights; or a list of modules and of paths of weights.
+            member is a copy with new initial weights where they are not frozen; or a list of modules and of paths of
+            weights.
         n_estimators: Number of members; a list makes one member of each entry.
         arguments: Arguments of the class or factory. For paths, `"estimator"` is the class or factory itself.
         seed: Seed of the initial weights; the global random state does not change.
@@ -148,21 +150,40 @@ def _make_member(factory: Any, arguments: Mapping[str, Any], seed: int, index: i
 
 def _copy_members(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module], list[str]]:
     members, kept = [], []
+    frozen = _frozen_values(module)
     for index in range(n):
         member = copy.deepcopy(module)
         with isolated_rng(purpose_seed(seed, INITIAL_WEIGHTS, index)):
-            kept = reset_parameters(member)
+            kept = [name for name in reset_parameters(member) if name not in frozen]
+        own = {**dict(member.named_parameters()), **dict(member.named_buffers())}
+        with torch.no_grad():
+            for name, value in frozen.items():
+                own[name].copy_(value)
         members.append(member)
     kind = type(module).__name__
-    if n > 1 and len(kept) == sum(1 for _ in module.parameters()):
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    if n > 1 and trained and set(trained) <= set(kept):
         raise ValueError(
             f"estimator: no layer of {kind} has reset_parameters, so that all members would begin with the same "
             "weights: give the class, with estimator_args, or a list of modules."
         )
     messages = [f"the members are copies of the given {kind} with new initial weights, not with its own"]
+    if frozen:
+        messages.append(f"{len(frozen)} frozen parameters and buffers keep the values of the given {kind}")
     if kept:
         messages.append(f"{len(kept)} parameters have no reset_parameters and begin alike in all members: {kept[0]}")
     return members, messages
+
+
+def _frozen_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are not trained, and the buffers of layers all of whose parameters are not."""
+    values = {name: value.detach() for name, value in module.named_parameters() if not value.requires_grad}
+    for path, part in module.named_modules():
+        own = [*part.parameters(recurse=False)]
+        if own and not any(parameter.requires_grad for parameter in own):
+            prefix = f"{path}." if path else ""
+            values.update((f"{prefix}{name}", buffer) for name, buffer in part.named_buffers(recurse=False))
+    return values
 
 
 def _members_of_list(given: Sequence[Any], arguments: dict[str, Any], seed: int) -> tuple[list[nn.Module], list[str]]:

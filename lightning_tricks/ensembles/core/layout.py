@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
+from lightning_tricks.ensembles.core.same_values import different_attribute
 from lightning_tricks.ensembles.core.stacked_layers import stacked_type
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 
@@ -59,29 +60,34 @@ def why_not_stack(members: Sequence[nn.Module]) -> str:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if own and isinstance(kind := stacked_type(module), str):
             return f"{kind}{where}"
-    structure = _structure(first)
     for index, other in enumerate(others, start=1):
-        if _structure(other) != structure:
-            return f"member {index} is of another structure than member 0"
-    return ""
+        difference = _different_structure(first, other)
+        if difference is not None:
+            return f"member {index} is of another structure than member 0{difference}"
+    parameters = [id(value) for member in members for _, value in member.named_parameters(remove_duplicate=False)]
+    return "members share a parameter" if len(set(parameters)) < len(parameters) else ""
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _structure(module: nn.Module) -> list[Any]:
-    """Return what has to be equal for modules to be stacked: types, options, shapes, what is trained."""
-    parts: list[Any] = []
-    for path, part in module.named_modules():
-        options = {
-            name: value
-            for name, value in vars(part).items()
-            if name != "training" and isinstance(value, bool | int | float | str | tuple | None)
-        }
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        shapes = [(name, _shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
-        parts.append((path, type(part), options, shapes))
-    return parts
+def _different_structure(first: nn.Module, other: nn.Module) -> str | None:
+    """Return where modules have other types, options, shapes, or other parameters that are trained; None if nowhere."""
+    parts, others = ([*module.named_modules()] for module in (first, other))
+    if [(path, type(part)) for path, part in parts] != [(path, type(part)) for path, part in others]:
+        return ""
+    counterparts = {(id(part), id(same)) for (_, part), (_, same) in zip(parts, others, strict=True)}
+    for (path, part), (_, same) in zip(parts, others, strict=True):
+        if _tensors(part) != _tensors(same):
+            return f" ({path})" if path else ""
+        if name := different_attribute(part, same, counterparts):
+            return f" ({path}.{name})" if path else f" ({name})"
+    return None
+
+
+def _tensors(part: nn.Module) -> list[Any]:
+    own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+    return [(name, _shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in own]
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...] | None:

@@ -110,6 +110,18 @@ class SequentialMembers(Members):
         return stack_outputs([member(*inputs) for member in self.children()])
 
 
+def refuse_lazy(members: Sequence[nn.Module], argument: str = "estimator") -> None:
+    """Refuse members whose parameters have no shape yet, where their values are copied or frozen before a first call.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for index, member in enumerate(members):
+        if any(nn.parameter.is_lazy(value) for value in member.parameters()):
+            where = f"{argument}[{index}]" if len(members) > 1 else argument
+            raise ValueError(f"{where} has lazy layers, which have no shape yet: run it once before.")
+
+
 def stack_outputs(outputs: Sequence[Any]) -> Tensor:
     """Stack the outputs of members, (n, B, ...).
 
@@ -119,8 +131,11 @@ def stack_outputs(outputs: Sequence[Any]) -> Tensor:
     """
     first = outputs[0]
     if not isinstance(first, Tensor):
-        raise TypeError(f"members must return a tensor, got {type(first).__name__}.")
-    shapes = [tuple(output.shape) for output in outputs]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"members must return outputs of one shape, got {', '.join(map(str, shapes))}.")
+        raise TypeError(
+            f"members must return a tensor, got {type(first).__name__}: wrap the model in a module whose forward "
+            "returns the logits or predictions alone."
+        )
+    if any(output.shape != first.shape for output in outputs):
+        shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+        raise ValueError(f"members must return outputs of one shape, got {shapes}.")
     return torch.stack(list(outputs))

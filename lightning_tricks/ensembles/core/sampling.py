@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -275,17 +275,3 @@ def batch_of_first_sample(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return loader.collate_fn([loader.dataset[0]])
-
-
-def batch_of_member(batch: Any, index: int, n_members: int) -> Any:
-    """Return one member's part of a batch that holds the rows of all."""
-    if isinstance(batch, Tensor):
-        return batch.chunk(n_members)[index] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {name: batch_of_member(value, index, n_members) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        if any(isinstance(value, Tensor) and value.ndim and len(value) % n_members == 0 for value in batch):
-            return type(batch)(batch_of_member(value, index, n_members) for value in batch)
-        size = len(batch) // n_members
-        return batch[index * size : (index + 1) * size]
-    return batch

@@ -85,6 +85,24 @@ def check_shared(modules: Mapping[str, nn.Module], factors: Mapping[Place, tuple
                 )
 
 
+def check_tied(
+    config: AdapterConfig, modules: Mapping[str, nn.Module], state: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> None:
+    """Refuse files with another value for a module that was trained whole than for one that shares it in the model."""
+    ends = tuple(f".{end}" for end in config.modules_to_save)
+    copied = tuple(f"{name}." for name in modules if f".{name}".endswith(ends))  # peft trains a copy of each
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    for name in filter(lambda name: name.startswith(copied), values):
+        for other in names[id(state[name])]:
+            if not torch.equal(values[name], values.get(other, state[name].to(values[name]))):
+                raise ValueError(
+                    f"it has another {name} than {other}, which are one tensor in the model: untie them first "
+                    "(layer.weight = nn.Parameter(layer.weight.detach().clone())), or load it with peft."
+                )
+
+
 def check_present(
     present: Mapping[Place, LowRank],
     factors: Mapping[Place, tuple[Tensor, Tensor]],

@@ -14,9 +14,11 @@ from lightning_tricks.finetuning.core.adapter_config import targets_for, values_
 from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.lora_layers import LoRA, changes_of, has_transposed_weight, is_transposed_linear
 from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.core.transformer_blocks import reads_weights_of_its_parts
 
 Place = tuple[str, str]  # the qualified name of a layer, and the name of its weight
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_PLAIN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def changed_weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, LowRank]]:
@@ -140,7 +142,7 @@ def not_for_peft(
         if reason is not None:
             yield f"{layer or type(model).__name__} ({reason})"
     for name in saved:
-        if others := _named_like(name, modules):
+        if others := [other for other in _named_like(name, modules) if other not in saved]:
             yield f"{name} (peft takes {list_names(others)} for it)"
     for name in sorted(single):
         yield f"{name} (a parameter of a module with other parts)"
@@ -158,8 +160,13 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
         if None in parts or len({(part.rank, part.alpha) for part in parts if part}) > 1:
             return "attention, of which a part is changed, or parts by other ranks"
         return None if layer == attention else "peft <= 0.21 adds its change twice, huggingface/peft#3774"
+    around = modules.get(layer.rpartition(".")[0])
+    if around is not None and reads_weights_of_its_parts(around):
+        return f"{class_below(around).__name__} reads its weight without calling it"
     if weight != "weight" or registered_tensor(module, "weight") is None:
         return f"{weight} of {kind}"
+    if any(isinstance(module, plain) and class_below(module).forward is not plain.forward for plain in _PLAIN):
+        return f"{kind} with a forward pass of its own"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
         return None if plain else f"{kind} with groups, dilation or padding_mode"

@@ -19,6 +19,7 @@ from lightning_tricks.finetuning.core.adapter_checks import (
     check_present,
     check_shapes,
     check_shared,
+    check_tied,
 )
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import (
@@ -51,7 +52,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     statistics, and single trained parameters. peft loads the files into a plain model
     (`PeftModel.from_pretrained(base, folder)`), whose outputs are those of this model; a warning says which layers peft
     cannot adapt, such as recurrent ones. `load_adapter` reads all of them. In evaluation mode without gradients,
-    `nn.TransformerEncoderLayer` ignores the adapters of peft.
+    `nn.TransformerEncoderLayer` ignores the adapters of peft, and so does a model that reads a weight without calling
+    its layer, such as timm's BEiT, EVA and Swin V2: that is not known here.
 
     Args:
         model: A model with LoRA, or the part of a LightningModule that has it (`module.model`): the names in the files
@@ -152,6 +154,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionR
         check_shapes(modules, factors, state, values)
         check_modules_to_save(config, modules, state, values)
         check_shared(modules, factors)
+        check_tied(config, modules, state, values)
         present = dict(changed_weights(modules))
         if present:
             check_present(present, factors, config, modules)

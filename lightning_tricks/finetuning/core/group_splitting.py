@@ -144,6 +144,10 @@ def _expanded(scheduler: Any, parts: Sequence[_Part], groups: int) -> Iterator[t
                 f"{type(scheduler).__name__} has {len(values)} {name} for {groups} parameter groups of its optimizer."
             )
         yield scheduler, name, [values[p.source] * p.factor if are_rates else values[p.source] for p in parts]
+    if vars(scheduler).get("warmup_t") and "warmup_steps" in vars(scheduler):  # timm: by how much each rate rises
+        start, steps = scheduler.warmup_lr_init, scheduler.warmup_t
+        peaks = [start + steps * rise for rise in scheduler.warmup_steps]
+        yield scheduler, "warmup_steps", [(peaks[p.source] * p.factor - start) / steps for p in parts]
 
 
 def _check_rates(scheduler: Any, groups: int) -> None:

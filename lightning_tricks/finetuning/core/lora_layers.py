@@ -218,7 +218,7 @@ def _add_product(base: Tensor, thin: Tensor, right: Tensor, scaling: float) -> T
 
 def _warn_of_dropout(kind: str) -> None:
     warnings.warn(
-        f"LoRA(dropout=...): the weight of a {kind} is read by another module or function, whose input the dropout of "
-        "LoRA does not reach: there is none in this layer.",
+        f"LoRA(dropout=...): the weight of a {kind} is read by another module or function. If it computes with it, "
+        "there is no dropout in this layer, as that of LoRA does not reach the input.",
         stacklevel=4,
     )

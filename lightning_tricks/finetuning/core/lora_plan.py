@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_count, check_dropout, check_number
 from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, select_saved, without_excluded
 from lightning_tricks.finetuning.core.lora_layers import is_transposed_linear
@@ -75,6 +76,7 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
     select_modules("rank_pattern", list(ranks), targets, what="targets")
     owners = owners_of_parameters({"": model, **modules})
     changes: dict[int, Change] = {}
+    misfits: dict[str, str] = {}  # name of a weight -> why its rank is too large
     for name, module in targets.items():
         for weight in weights_of(module):
             registered = registered_tensor(module, weight)
@@ -82,10 +84,16 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
                 continue
             tensor = getattr(module, weight) if registered is None else registered
             rank = value_for(ranks, name, settings.rank)
-            _check_rank(rank, name, weight, tensor)
+            most = min(tensor.shape[0], tensor.shape[1:].numel())
+            if rank > most:
+                misfits.setdefault(f"{name}.{weight}", _misfit(rank, most, name, weight, tensor))
             places = [(name, module, weight)]
             places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
             changes[id(tensor)] = Change(tensor, rank, places)
+    if misfits:
+        first, *others = misfits
+        more = f" So it does in {len(others)} more: {list_names(others)}." if others else ""
+        raise ValueError(f"{misfits[first]}{more}")
     return list(changes.values()), saved
 
 
@@ -94,6 +102,7 @@ def _targets(
 ) -> dict[str, nn.Module]:
     rest = without_excluded(settings.exclude, saved, modules)
     if settings.target_modules == "linear":
+        _refuse_quantized(rest)
         chosen = {
             name: part
             for name, part in rest.items()
@@ -110,6 +119,16 @@ def _targets(
     )
     inside = {f"{name}.out_proj" for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
     return {name: part for name, part in rest.items() if name in chosen or name in inside}
+
+
+def _refuse_quantized(modules: Mapping[str, nn.Module]) -> None:
+    quantized = [name for name, part in modules.items() if isinstance(part, nn.Linear) and not weights_of(part)]
+    if quantized:
+        raise ValueError(
+            f'target_modules="linear": the weights of {len(quantized)} linear layers hold no floating-point numbers, '
+            f"as those of quantized layers, and LoRA cannot change them: {list_names(quantized)}. Use PeftAdapters, "
+            "or leave them out by exclude."
+        )
 
 
 def weights_of(module: nn.Module) -> list[str]:
@@ -140,11 +159,9 @@ def owners_of_parameters(modules: Mapping[str, nn.Module]) -> dict[int, list[tup
     return owners
 
 
-def _check_rank(rank: int, name: str, weight: str, tensor: Tensor) -> None:
-    most = min(tensor.shape[0], tensor.shape[1:].numel())
-    if rank > most:
-        raise ValueError(
-            f"rank={rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape {tuple(tensor.shape)}): "
-            f"give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, or modules_to_save={name!r} to "
-            "train it whole."
-        )
+def _misfit(rank: int, most: int, name: str, weight: str, tensor: Tensor) -> str:
+    return (
+        f"rank={rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape {tuple(tensor.shape)}): "
+        f"give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, or modules_to_save={name!r} to "
+        "train it whole."
+    )

@@ -49,8 +49,11 @@ def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[list[str], dict[str, 
         The names of the modules that give the outputs of attentions; and name of the layer that gives the output of a
         feed-forward network -> the layer that takes its input.
     """
-    attentions = [output for name, module in modules.items() if (output := _attention_output(name, module, modules))]
-    feed_forwards = {last: first for name in ("", *modules) for first, last in _feed_forwards(name, modules)}
+    found = {name: output for name, part in modules.items() if (output := _attention_output(name, part, modules))}
+    attentions = list(found.values())
+    inside = tuple(f"{name}." for name in found)  # where a network computes a bias of positions
+    outside = [name for name in ("", *modules) if not f"{name}.".startswith(inside)]
+    feed_forwards = {last: first for name in outside for first, last in _feed_forwards(name, modules)}
     around = {last: _common_module(last, attentions) for last in feed_forwards}
     blocks = {block for block in around.values() if block is not None}
     blocks = {block for block in blocks if not any(_lies_in(other, block) for other in blocks)}

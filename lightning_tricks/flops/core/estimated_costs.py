@@ -78,8 +78,9 @@ ESTIMATED_COSTS: dict[str, Cost] = {
         ("mean sum nansum prod amax amin aminmax max min argmax argmin all any norm linalg_vector_norm", _reads(1)),
         ("nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss", _reads(1)),
         ("binary_cross_entropy binary_cross_entropy_with_logits median mode kthvalue adaptive_max_pool2d", _reads(1)),
-        ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace", _reads(1)),
+        ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace histc", _reads(1)),
         ("var var_mean std std_mean logsumexp _weight_norm_interface", _reads(3)),
+        ("floor_divide", _writes(1)),
         ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _writes(5)),
         ("_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update", _writes(5)),
         ("_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt", _writes(5)),
@@ -105,18 +106,18 @@ _FREE_NAMES = """
     affine_grid_generator alias arange argwhere as_strided as_strided_copy _assert_async _assert_scalar block_diag
     bucketize _cat cat channel_shuffle clone col2im complex constant_pad_nd copy count_nonzero detach diag_embed
     dropout_state _efficientzerotensor embedding empty empty_like empty_permuted empty_strided equal expand_copy
-    exponential eye fill flip full full_like gather im2col index index_copy index_fill index_put _index_put_impl
-    index_select is_nonzero is_same_size isin lift lift_fresh lift_fresh_copy linspace _local_scalar_dense logspace
-    masked_fill masked_scatter masked_select max_unpool2d max_unpool3d native_channel_shuffle
-    _nested_tensor_from_mask new_empty new_empty_strided new_full new_ones new_zeros nonzero nonzero_static normal
-    ones ones_like _pack_padded_sequence permute_copy pixel_shuffle pixel_unshuffle rand rand_like randint
-    randint_like randn randn_like random randperm range reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    repeat_interleave replication_pad1d replication_pad2d replication_pad3d _reshape_alias _reshape_copy resize
-    resize_as roll rot90 scalar_tensor scatter searchsorted select_scatter set slice_scatter sort split_copy
-    split_with_sizes_copy squeeze stack swapaxes swapdims sym_numel sym_size sym_storage_offset sym_stride t
-    _to_copy topk transpose tril tril_indices triu triu_indices unfold uniform _unique2 unique_dim _unsafe_index
-    unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d where zero
-    zeros zeros_like
+    exponential eye fill flip full full_like gather _has_same_storage_numel im2col index index_copy index_fill
+    index_put _index_put_impl index_select is_nonzero is_same_size isin lift lift_fresh lift_fresh_copy
+    _linalg_check_errors linspace _local_scalar_dense logspace masked_fill masked_scatter masked_select max_unpool2d
+    max_unpool3d native_channel_shuffle _nested_tensor_from_mask new_empty new_empty_strided new_full new_ones
+    new_zeros nonzero nonzero_static normal ones ones_like _pack_padded_sequence permute_copy pixel_shuffle
+    pixel_unshuffle rand rand_like randint randint_like randn randn_like random randperm range reflection_pad1d
+    reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d
+    _reshape_alias _reshape_copy resize resize_as roll rot90 scalar_tensor scatter searchsorted select_scatter set
+    slice_scatter sort split_copy split_with_sizes_copy squeeze stack swapaxes swapdims sym_numel sym_size
+    sym_storage_offset sym_stride t _to_copy topk transpose tril tril_indices triu triu_indices unfold uniform
+    _unique2 unique_dim _unsafe_index unsafe_split unsafe_split_with_sizes _unsafe_view unsqueeze upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d where zero zeros zeros_like
 """
 FREE_OPERATORS = {f"aten::{name}" for name in _FREE_NAMES.split()}

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 def to_rich(count: FlopsCount, depth: int | None) -> Table:
     """Return the modules up to a depth as a rich table; see `FlopsCount.table`."""
-    from rich.table import Table
     from rich.text import Text
 
+    from lightning_tricks._shared.footed_table import FootedTable
+
     columns = _columns(count)
-    table = Table(title=f"FLOPs of {count.rows[0].kind}", caption="\n".join(count.summary()), caption_justify="left")
+    table = FootedTable("\n".join(count.summary()), title=f"FLOPs of {count.rows[0].kind}")
     for index, (heading, _) in enumerate(columns):
         is_squeezed = heading in ("class", "output")
         table.add_column(

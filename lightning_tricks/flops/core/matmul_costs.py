@@ -1,7 +1,8 @@
 """Multiply-accumulates (MACs) of matrix products, convolutions, attention and recurrent layers, by exact formulas.
 
 Each formula is called as `cost(out, *args, **kwargs)` with the result of an operator and its arguments. Biases that an
-operator adds to a matrix product cost nothing.
+operator adds to a matrix product cost nothing. A product of complex numbers takes four of real ones; convolutions of
+them run as real ones.
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks._torch_compat.memory import parts_of_sparse
+
 Cost = Callable[..., float]
 
 
 def _matrix_product(left: Tensor, right: Tensor) -> int:
-    elements = left._nnz() if left.layout != torch.strided else left.numel()
-    return elements * (right.shape[-1] if right.ndim > 1 else 1)
+    if right.layout != torch.strided:  # where both are sparse, as many as if their elements were spread evenly
+        products = _num_stored(left) * _num_stored(right) // max(left.shape[-1], 1)
+    else:
+        products = _num_stored(left) * (right.shape[-1] if right.ndim > 1 else 1)
+    return products * (4 if left.is_complex() else 1)
+
+
+def _num_stored(tensor: Tensor) -> int:
+    """Return the number of elements of a dense tensor; of a sparse one that of the elements that it stores."""
+    parts = parts_of_sparse(tensor)
+    return parts[-1].numel() if parts else tensor.numel()
 
 
 def _mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
@@ -27,6 +39,13 @@ def _mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
 
 def _addmm(out: Any, /, added: Any, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     return _matrix_product(left, right)
+
+
+def _grouped_mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    # one product for each expert: the rows, the columns or the sums of a matrix are split among the experts
+    if left.ndim == 3 and right.ndim == 2:
+        return right.numel() * left.shape[-2]
+    return left.numel() * right.shape[-1]
 
 
 def _linear(out: Any, /, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
@@ -106,7 +125,9 @@ def _twice(cost: Callable[..., int]) -> Cost:
 MATMUL_COSTS: dict[str, Cost] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot"), _mm),
     **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm", "aten::_sparse_mm"), _mm),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_mm),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv", "aten::_addmm_activation"), _addmm),
+    "aten::_sparse_addmm": _addmm,
     **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _addmm),
     **dict.fromkeys(("aten::mkldnn_linear", "mkldnn::_linear_pointwise", "aten::_weight_int8pack_mm"), _linear),
     **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::convolution_overrideable"), _convolution),

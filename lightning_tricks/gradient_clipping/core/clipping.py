@@ -134,7 +134,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
         clip_value: The largest absolute value allowed, > 0; `float("inf")` leaves the gradients untouched.
 
     Raises:
-        TypeError: If `clip_value` is no number, or a gradient is sparse.
+        TypeError: If `clip_value` is no number, or a gradient is sparse or complex.
         ValueError: If `clip_value` is not positive.
 
     Examples:
@@ -147,6 +147,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     clip_value = check_clip_value(clip_value)
     gradients = gradients_of(parameters)
     refuse_sparse("clip_grad_value_", gradients)
+    if any(gradient.is_complex() for gradient in gradients):
+        raise TypeError("clip_grad_value_ takes real gradients, got a complex one: clip its parameter by norm.")
     for batch, _ in foreach_batches(gradients):
         foreach_clamp_min_(batch, -clip_value)
         foreach_clamp_max_(batch, clip_value)

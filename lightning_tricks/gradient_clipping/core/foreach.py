@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ def foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Seq
 def stacked_norms(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return the norms of gradients of one device, dtype and mesh as one plain tensor of shape (n,)."""
     dtype = torch.float32 if gradients[0].dtype in HALF_DTYPES else None
+    if not is_sharded(gradients[0]) and norm_type == math.inf and not all(gradient.numel() for gradient in gradients):
+        # torch has no maximum of nothing
+        gradients = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     if dtype and is_sharded(gradients[0]):
         # DTensor's _foreach_norm takes no dtype
         stacked = torch.stack([torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients])

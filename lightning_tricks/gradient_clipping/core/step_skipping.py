@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._torch_compat.optimizers import takes_scale
 
@@ -44,8 +46,16 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
         handle.remove()
         restore_group_options(optimizer, options)
 
-    handle = optimizer.register_step_post_hook(restore)
+    handle = call_after_step(optimizer, restore)
     return handle.remove
+
+
+def call_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Call a function after each step of an optimizer; never, if it wraps another one and has no hooks of its own."""
+    try:
+        return optimizer.register_step_post_hook(hook)
+    except AttributeError:  # `Optimizer.__init__` was not called
+        return RemovableHandle(OrderedDict())
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from lightning_tricks._shared.text import list_names
 from lightning_tricks.lr_schedules.core.optimizer_spec import NO_DECAY_WORDS, OptimizerSpec
 
 _PLAIN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# names of attributes and classes; not `normal_head`, `normalizing_flow` and `NormalizedLinear`
+_NORM = re.compile(r"(?:[nN]orm|NORM)(?:s|ali[sz](?:ation|er)s?)?(?![a-z])")
 
 
 def layer_of_parameters(module: nn.Module) -> dict[str, int]:
@@ -116,7 +119,7 @@ def parameter_groups(module: nn.Module, spec: OptimizerSpec) -> list[dict[str, A
         options.update((spec.groups or {}).get(pattern or "", {}))
         exempt = (
             ("bias" in spec.no_decay and "bias" in plain.rpartition(".")[2])
-            or ("norm" in spec.no_decay and (name in norms or "norm" in plain.lower()))
+            or ("norm" in spec.no_decay and (name in norms or _NORM.search(plain)))
             or any(pattern.matches(plain) for pattern in undecayed)
         )
         label = pattern or "parameters"
@@ -142,6 +145,6 @@ def _parameters_of_norms(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
-        if "Norm" in type(part).__name__
+        if _NORM.search(type(part).__name__)
         for name, _ in part.named_parameters(recurse=False)
     }

@@ -56,7 +56,7 @@ class LoggedKeys:
         """Raise an error for keys that no stage of a fit logs.
 
         Raises:
-                    ValueError: If there is such a key; the message proposes the nearest one.
+            ValueError: If there is such a key; the message proposes the nearest one.
         """
         for key, mode in best.items():
             check_choice(f"best[{key!r}]", mode, ("min", "max"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torchmetrics.classification as tm
 from torchmetrics import Metric
@@ -18,6 +18,7 @@ _MATRICES = (tm.BinaryConfusionMatrix, tm.MulticlassConfusionMatrix, tm.Multilab
 _CURVES = (tm.BinaryPrecisionRecallCurve, tm.MulticlassPrecisionRecallCurve, tm.MultilabelPrecisionRecallCurve)
 _CALIBRATIONS = (tm.BinaryCalibrationError, tm.MulticlassCalibrationError)
 _CLASSIFICATION = ("torchmetrics.classification.", "lightning_tricks.metrics.")
+_MANY_CLASSES = 4096  # of which a confusion matrix takes 128 MiB
 _CONCATENABLE = (*_CLASSIFICATION, "torchmetrics.regression.", "torchmetrics.retrieval.")
 
 
@@ -85,6 +86,9 @@ def state_sharing_key(metric: Metric) -> tuple[Hashable, ...] | None:
         return None
     task = task_of(metric)
     if task is None or getattr(metric, "top_k", 1) != 1 or (task.kind != "binary" and task.classes is None):
+        return None
+    needs_no_matrix = getattr(metric, "average", None) == "micro" and isinstance(metric, tm.MulticlassStatScores)
+    if needs_no_matrix and cast(int, task.classes) > _MANY_CLASSES:
         return None
     return "confusion matrix", task.kind, task.classes, ignored, getattr(metric, "threshold", None)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import CatMetric
 
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_table import MetricEntry
@@ -22,6 +23,12 @@ def is_floating_number(value: Any) -> bool:
     return is_number(value) and bool(value.is_floating_point())
 
 
+def stack_numbers(values: Iterable[Tensor]) -> Tensor:
+    """Return numbers as one tensor in double precision, on the device of the first; metrics may compute on the CPU."""
+    numbers = list(map(to_double, values))
+    return torch.stack([number.to(numbers[0]) for number in numbers]) if numbers else torch.empty(0)
+
+
 def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str, Any]]:
     """Return the values of a metric by name.
 
@@ -32,7 +39,8 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
 
     Returns:
         Pairs of name and value: one for a number, one for each element of a vector (and one for their mean where they
-        are outputs of a regression) and of a dict; and whatever else there is, such as a matrix, as it is.
+        are outputs of a regression) and of a dict; and whatever else there is, such as a matrix or a value for each
+        sample, as it is.
     """
     key = entry.key
     if isinstance(value, Mapping):
@@ -41,10 +49,11 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
     if isinstance(value, int | float):
         value = torch.tensor(float(value))
     if isinstance(value, tuple | list) and value and all(is_number(element) for element in value):
-        value = torch.stack([to_double(element) for element in value])
+        value = stack_numbers(value)
     if not isinstance(value, Tensor):
         return [] if value is None else [(key, value)]
-    if value.ndim > 1 and value.numel() > 1:
+    is_per_sample = isinstance(metric, CatMetric) or getattr(metric, "multidim_average", "") == "samplewise"
+    if value.numel() > 1 and (value.ndim > 1 or is_per_sample):
         return [(key, value)]
     value = value if value.is_floating_point() else value.float()
     if value.numel() == 1:

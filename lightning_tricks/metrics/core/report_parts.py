@@ -22,10 +22,11 @@ def make_parts(data: PlotData, class_names: Sequence[str], key: Callable[[str, s
         key: Prefix and name of a value -> the key under which it is logged.
     """
     record, parts = data.record, list[ReportPart]()
+    stage = key(record.prefix, "")[:-1]  # with the monitor's prefix: a part replaces another one of its stage
     if data.confusion is not None and data.confusion.ndim == 2 and len(data.confusion) <= _MOST_CLASSES:
         names = list(class_names) or [str(number) for number in range(len(data.confusion))]
         counts = data.confusion.long().tolist()
-        parts.append(ConfusionMatrix(stage=record.prefix, epoch=record.epoch, classes=names, counts=counts))
+        parts.append(ConfusionMatrix(stage=stage, epoch=record.epoch, classes=names, counts=counts))
     if data.scores is not None and data.kind in ("binary", "multiclass"):
         histogram = data.scores[-1] if data.kind == "multiclass" else data.scores.sum(0)
         confidence, share, weight = (values.tolist() for values in reliability_curve(histogram))
@@ -33,7 +34,7 @@ def make_parts(data: PlotData, class_names: Sequence[str], key: Callable[[str, s
         if confidence:
             parts.append(
                 Reliability(
-                    stage=record.prefix,
+                    stage=stage,
                     epoch=record.epoch,
                     label=label,
                     confidence=confidence,
@@ -49,7 +50,7 @@ def make_parts(data: PlotData, class_names: Sequence[str], key: Callable[[str, s
         keys = [key(record.prefix, name) for name in of_classes]
         parts.append(
             ClassValues(
-                stage=record.prefix,
+                stage=stage,
                 epoch=record.epoch,
                 classes=list(class_names),
                 metrics=metrics,

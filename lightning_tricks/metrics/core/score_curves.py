@@ -42,7 +42,7 @@ def average_precision(positives: Tensor, negatives: Tensor) -> Tensor:
 
 
 def count_scores_(histogram: Tensor, scores: Tensor, positive: Tensor, counted: Tensor) -> Tensor:
-    """Add scores to a histogram of positives and negatives, in place.
+    """Add scores to a histogram of positives and negatives, in place; those that are NaN are left out.
 
     Args:
         histogram: Counts of shape (K, 2, B): curve, negative or positive, bin of [0, 1].
@@ -53,8 +53,8 @@ def count_scores_(histogram: Tensor, scores: Tensor, positive: Tensor, counted: 
     curves, _, bins = histogram.shape
     cell = (scores.nan_to_num(0.0).clamp(0, 1) * bins).long().clamp_(max=bins - 1)
     cell = cell + bins * (positive.long() + 2 * torch.arange(curves, device=scores.device))
-    weight = counted.long().reshape(len(scores), -1).expand_as(cell)
-    histogram.view(-1).scatter_add_(0, cell.flatten(), weight.flatten())
+    weight = counted.reshape(len(scores), -1) & ~scores.isnan()
+    histogram.view(-1).scatter_add_(0, cell.flatten(), weight.long().flatten())
     return histogram
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_tricks._shared.tensors import full_tensor, is_sharded, tensors_in
+from lightning_tricks._torch_compat.memory import parts_of_sparse
 from lightning_tricks.model_report.core.report_summary import ModelMemory, ParameterRow
 
 
@@ -17,9 +19,8 @@ def parameter_rows(model: nn.Module) -> tuple[ParameterRow, ...]:
     """Return one row for each parameter tensor of a model."""
     parameters = dict(model.named_parameters())
     with_values = {name: p for name, p in parameters.items() if not is_lazy(p) and not p.is_meta and p.numel()}
-    statistics = dict(zip(with_values, _read_to_host([_mean_and_std(p) for p in with_values.values()]), strict=True))
-    gradients = {name: p.grad for name, p in with_values.items() if p.grad is not None}
-    norms = dict(zip(gradients, _read_to_host([_norm(grad) for grad in gradients.values()]), strict=True))
+    statistics = _statistics(_mean_and_std, with_values)
+    norms = _statistics(_norm, {name: p.grad for name, p in with_values.items() if p.grad is not None})
     rows = []
     for name, parameter in parameters.items():
         mean, std = statistics.get(name, (None, None))
@@ -42,16 +43,23 @@ def measure_memory(model: nn.Module, optimizers: Iterable[Optimizer]) -> ModelMe
     )
 
 
-def _mean_and_std(tensor: Tensor) -> Tensor:
-    values = full_tensor(tensor).detach()
+def _statistics(function: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return the values of a function for all tensors that can be computed with, by name."""
+    values = {}
+    for name, tensor in tensors.items():
+        with suppress(Exception):  # quantized, packed, nested or sparse tensors may lack an operator
+            values[name] = function(full_tensor(tensor).detach())
+    return dict(zip(values, _read_to_host(list(values.values())), strict=True))
+
+
+def _mean_and_std(values: Tensor) -> Tensor:
     values = values.abs() if values.is_complex() else values
     return torch.stack([values.double().mean(), values.double().std(correction=0)])
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    gradient = full_tensor(gradient).detach()
-    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-    norm: Tensor = torch.linalg.vector_norm(dense)
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: Tensor = torch.linalg.vector_norm(values)
     return norm.double().reshape(1)
 
 
@@ -67,4 +75,11 @@ def _read_to_host(values: list[Tensor]) -> list[list[float]]:
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of some tensors, of sharded ones those of this rank's part."""
     local = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(map(_stored_bytes, local))
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    parts = parts_of_sparse(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that packs or wraps others
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return sum(map(_stored_bytes, parts)) if parts else tensor.numel() * tensor.element_size()

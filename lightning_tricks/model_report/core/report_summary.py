@@ -95,14 +95,15 @@ class ModelReportSummary:
 
     def table(self) -> Table:
         """Return the parameters as a rich table."""
-        from rich.table import Table
         from rich.text import Text
+
+        from lightning_tricks._shared.footed_table import FootedTable
 
         memory = ", ".join(
             f"{field.name.replace('_', ' ')} {format_bytes(getattr(self.memory, field.name))}"
             for field in fields(ModelMemory)
         )
-        table = Table(title=f"Parameters of {self.model}", caption=f"memory: {memory}", caption_justify="left")
+        table = FootedTable(f"memory: {memory}", title=f"Parameters of {self.model}")
         for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
             squeezed = heading in ("dtype", "trains")
             numeric = heading in ("mean", "std", "grad norm")

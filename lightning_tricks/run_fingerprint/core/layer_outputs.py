@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
+from lightning_tricks._torch_compat.tensors import outside_transforms
 
 # in evaluation these take a fast path, unless a hook is on one of their modules
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -35,7 +36,7 @@ class LayerOutputs:
             for name, module, with_fast_path in self._layers:
                 # a hook would make torch leave the fast path of a module around it: only those in training get hooks
                 if all(_is_trained(outer) for outer in with_fast_path):
-                    hooks.enter_context(module.register_forward_hook(_hook(name, module, on_output)))
+                    hooks.enter_context(module.register_forward_hook(_Hook(name, module, on_output)))
             yield
 
 
@@ -60,13 +61,26 @@ def _is_trained(module: nn.Module) -> bool:
     return module.training and any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _hook(name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
-    # A copy of the model has a copy of this hook, perhaps with a copy of all that it refers to. It must not record.
-    layer_id = id(layer)
+class _Hook:
+    """Calls `on_output` with the output of a layer; a copy of the model has a copy that does nothing."""
 
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        # torch.compile would break its graph at the call
-        if id(module) == layer_id and not torch.compiler.is_compiling():
-            on_output(name, output)
+    def __init__(self, name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> None:
+        self._name, self._layer_id, self._on_output = name, id(layer), on_output
 
-    return hook
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # a shallow copy of the layer has this very hook; torch.compile would break its graph at the call, and a trace
+        # would take it for a part of the model
+        if id(module) == self._layer_id and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            with outside_transforms(output) as plain:
+                self._on_output(self._name, plain)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for deep copies and pickle
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Do nothing."""

@@ -102,7 +102,7 @@ def metric_pictures(record: RunRecord) -> list[Picture]:
     of_classes = {key for part in record.parts_of(ClassValues) for key in part.keys}
     pictures: dict[str, Picture] = {}
     for key in record.logged_keys():
-        if topic_of(key) or key in of_classes or not record.curve(key):
+        if topic_of(key) or key in of_classes:
             continue
         parts = split_key(key)
         pictures.setdefault(parts.name, Picture(parts.name)).curves.append((parts, key))

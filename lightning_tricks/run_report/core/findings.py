@@ -15,8 +15,8 @@ def find_all(record: RunRecord) -> list[Finding]:
 
     Examples:
         >>> from lightning_tricks.run_report import RunRecord
-        >>> [finding.text for finding in find_all(RunRecord(step=10, is_seeded=False))]
-        ['The run was not seeded: it cannot be repeated. SeedEverything(42) seeds it.']
+        >>> [finding.text for finding in find_all(RunRecord(step=10, status="stopped"))]
+        ['The run was stopped at step 10, in epoch 0.']
     """
     found = [finding for check in CHECKS for finding in check(record)]
     return sorted(found, key=lambda finding: finding.level != "warning")

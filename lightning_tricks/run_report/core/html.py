@@ -155,8 +155,10 @@ def folded(summary: str, inside: str) -> str:
 
 def first_and_folded(pictures: Sequence[str], most: int) -> str:
     """Return the first pictures in two columns, and below them at most 60 more that are folded."""
-    more = folded(f"{len(pictures) - most} more curves", side_by_side(pictures[most : most + _MOST_FOLDED]))
-    return side_by_side(pictures[:most]) + more
+    others = pictures[most : most + _MOST_FOLDED]
+    left_out = len(pictures) - most - len(others)
+    note = f", and {left_out:,} that are not shown" if left_out > 0 else ""
+    return side_by_side(pictures[:most]) + folded(f"{len(others)} more curves{note}", side_by_side(others))
 
 
 def findings_list(findings: Sequence[Finding]) -> str:

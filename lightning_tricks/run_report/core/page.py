@@ -161,7 +161,7 @@ def _best_values(record: RunRecord) -> list[tuple[str, str]]:
 def values_table(record: RunRecord) -> str:
     """Return a table of the last and the best value of each metric, or ""."""
     rows = []
-    for picture in metric_pictures(record)[:40]:
+    for picture in metric_pictures(record):
         for _, key in picture.curves:
             points = [point for point in record.curve(key) if not math.isnan(point.value)]
             if points:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_tricks._shared.report_parts import (
     ClassValues,
@@ -80,9 +82,8 @@ def class_sections(record: RunRecord) -> list[str]:
 
 
 def _matrix(part: ConfusionMatrix) -> str:
-    title, size = f"confusion matrix, epoch {part.epoch}", len(part.counts)
-    if size <= _MOST_MATRIX and len(part.classes) == size and all(len(row) == size for row in part.counts):
-        return figure(title, matrix_chart(part.counts, part.classes))
+    if len(part.counts) <= _MOST_MATRIX and part.is_square:
+        return figure(f"confusion matrix, epoch {part.epoch}", matrix_chart(part.counts, part.classes))
     wrong = [
         (count, target, predicted)
         for target, row in enumerate(part.counts)
@@ -109,21 +110,23 @@ def _classes(part: ClassValues) -> str:
         for name, values in zip(part.classes, part.values, strict=False)
         if len(values) == len(part.metrics)
     ]
-    shown = table(("class", *part.metrics), rows[:_MOST_CLASSES])
-    more = folded(f"{len(rows) - _MOST_CLASSES} more classes", table(("class", *part.metrics), rows[_MOST_CLASSES:]))
-    return figure(f"metrics of each class, epoch {part.epoch}", shown + (more if len(rows) > _MOST_CLASSES else ""))
+    return figure(f"metrics of each class, epoch {part.epoch}", _table_of_classes(("class", *part.metrics), rows))
+
+
+def _table_of_classes(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of the first classes, and below it one of the others that is folded."""
+    shown, others = table(columns, rows[:_MOST_CLASSES]), rows[_MOST_CLASSES:]
+    return shown + (folded(f"{len(others)} more classes", table(columns, others)) if others else "")
 
 
 def _recalls(part: ConfusionMatrix) -> str:
     """Return what a confusion matrix says of each class."""
-    columns = [sum(row[place] for row in part.counts if place < len(row)) for place in range(len(part.counts))]
-    rows = []
-    for place, (name, row) in enumerate(zip(part.classes, part.counts, strict=False)):
-        right, total = row[place] if place < len(row) else 0, sum(row)
-        precision = format_percent(right / columns[place]) if columns[place] else ""
-        rows.append((name, f"{total:,}", format_percent(right / total) if total else "", precision))
-    shown = table(("class", "samples", "recall", "precision"), rows[:_MOST_CLASSES])
-    return figure(f"classes, epoch {part.epoch}", shown)
+    columns = replace(part, counts=list(zip(*part.counts, strict=False)))  # its recalls are the precisions
+    rows = [
+        (name, f"{sum(row):,}", *("" if math.isnan(share) else format_percent(share) for share in shares))
+        for name, row, *shares in zip(part.classes, part.counts, part.recalls, columns.recalls, strict=False)
+    ]
+    return figure(f"classes, epoch {part.epoch}", _table_of_classes(("class", "samples", "recall", "precision"), rows))
 
 
 def picture_sections(record: RunRecord) -> list[str]:

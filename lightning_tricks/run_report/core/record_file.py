@@ -155,7 +155,7 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        if value.keys() == {"number"} and value["number"] in _OUTSIDE_JSON:
-            return _OUTSIDE_JSON[value["number"]]
+        if value.keys() == {"number"} and isinstance(name := value["number"], str) and name in _OUTSIDE_JSON:
+            return _OUTSIDE_JSON[name]
         return {name: _decode(part) for name, part in value.items()}
     return [_decode(part) for part in value] if isinstance(value, list) else value

@@ -43,7 +43,7 @@ class RunWriter:
         self.values = ValueRecorder(folder, record)
         self.said = ""
         self._seconds_before = 0.0
-        self._started = time.perf_counter()
+        self._started: float | None = time.perf_counter()  # None where the fit is over
         self._next_page = 0.0
 
     def start(self) -> None:
@@ -84,6 +84,20 @@ class RunWriter:
         write_run(self.folder, self.record)
         write_rows(self.folder, rows)
 
+    def reopen(self, started: float) -> bool:
+        """Add to the record of a fit that is over; return whether the folder holds it.
+
+        Args:
+            started: When the fit started, as its record says.
+        """
+        try:
+            earlier = read_record(self.folder)
+        except (OSError, RunReportError):
+            return False
+        self.record, self._started = earlier, None
+        self.values = ValueRecorder(self.folder, earlier)
+        return earlier.started == started
+
     def position(self) -> tuple[int, int]:
         """Write what was logged so far; return how many rows that are, and the step of the last one.
 
@@ -113,7 +127,8 @@ class RunWriter:
         self.values.flush()
         record = self.record
         record.status, record.message, record.written = status, message[:2000], time.time()
-        record.seconds = self._seconds_before + begun - self._started
+        if self._started is not None:
+            record.seconds = self._seconds_before + begun - self._started
         record.add_parts(parts)
         write_run(self.folder, record)
         write_page(self.folder / PAGE_FILE, run_page(record))

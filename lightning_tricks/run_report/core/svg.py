@@ -71,7 +71,8 @@ def line_chart(
         heights = [value for point in all_points for value in (point.value, point.low, point.high)]
         may_be_log = False
     y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
-    parts = [_frame(x, y, x_label, y_label + " (log)" * y.is_log if y_label else "")]
+    whole = [value for value in x.ticks(6) if x.low <= value and value == int(value)]
+    parts = [_frame(x, y, whole, x_label, y_label + " (log)" * y.is_log if y_label else "")]
     parts += [_curve(line, points, x, y) for line, points in drawn]
     if rule is not None and math.isfinite(rule[0]):
         height = y(rule[0])
@@ -91,17 +92,15 @@ def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
 
 
-def _frame(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
+def _frame(x: Scale, y: Scale, x_ticks: Sequence[float], x_label: str, y_label: str) -> str:
     parts = []
     for value in y.ticks(5):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(_text(_LEFT - 7, y(value) + 4, format_number(value), "end"))
-    for value in x.ticks(6):
-        if x.low <= value and value == int(value):
-            parts.append(
-                f'<line class="axis" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>'
-            )
-            parts.append(_text(x(value), _BOTTOM + 17, format_number(value)))
+    for value in x_ticks:
+        where = f'x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"'
+        parts.append(f'<line class="axis" {where}/>')
+        parts.append(_text(x(value), _BOTTOM + 17, format_number(value)))
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
     parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 4, x_label))
     if y_label:
@@ -146,7 +145,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
     size = len(counts)
     longest = max((len(name) for name in classes), default=1)
     left = min(24 + 7 * longest, 150)
-    cell = min(44.0, 470 / size)
+    cell = min(44.0, (_WIDTH - 4 - left) / size)
     parts = []
     for row, of_target in enumerate(counts):
         total = sum(of_target) or 1
@@ -173,7 +172,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
     height = bottom + 22 + (min(6 * longest, 100) if longest > 4 or cell < 18 else 0)
     parts.append(_text(left + size * cell / 2, height + 10, "prediction"))
     parts.append(_text(11, bottom / 2, "target", more=f' transform="rotate(-90 11 {bottom / 2:.0f})"'))
-    return svg(540, height + 16, parts, "confusion matrix")
+    return svg(_WIDTH, height + 16, parts, "confusion matrix")
 
 
 def _short(name: str) -> str:
@@ -183,9 +182,7 @@ def _short(name: str) -> str:
 def reliability_chart(confidence: Sequence[float], share: Sequence[float], weight: Sequence[float], label: str) -> str:
     """Draw how often predictions of some confidence are right, with the share of the samples below."""
     x, y = Scale(0, 1, _LEFT, _RIGHT), Scale(0, 1, _BOTTOM, _TOP)
-    parts = [_frame(Scale(0, 1, _LEFT, _RIGHT), y, "", label)]
-    parts += [_text(x(number / 5), _BOTTOM + 17, f"{number / 5:g}") for number in (1, 2, 3, 4)]
-    parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 4, "confidence"))
+    parts = [_frame(x, y, x.ticks(5), "confidence", label)]
     for middle, part in zip(confidence, weight, strict=True):
         where = f'x="{x(middle) - 9:.1f}" width="18" y="{y(part):.1f}" height="{_BOTTOM - y(part):.1f}"'
         parts.append(f'<rect class="weight" {where}><title>{part:.1%} of the samples</title></rect>')

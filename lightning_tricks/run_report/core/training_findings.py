@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Reliability
-from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, equal_parts, keys_of_topic
+from lightning_tricks.run_report.core.curves import LEARNING_RATE, best_point, equal_parts, keys_of_topic, split_key
 from lightning_tricks.run_report.core.finding import Check, Finding, finite, losses, median, note, warn, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -55,7 +56,7 @@ def skipped_steps(record: RunRecord) -> Sequence[Finding]:
 def loss_not_finite(record: RunRecord) -> Sequence[Finding]:
     """A loss was NaN or Inf."""
     found: list[Finding] = []
-    for stage in ("train", "val", ""):
+    for stage in ("train", "val", "test", ""):
         for key, points in losses(record, stage):
             bad = [point for point in points if not math.isfinite(point.value)]
             if bad:
@@ -66,8 +67,11 @@ def loss_not_finite(record: RunRecord) -> Sequence[Finding]:
 
 
 def loss_rises(record: RunRecord) -> Sequence[Finding]:
-    """The training loss rose again, to at least twice its lowest level."""
-    for key, points in losses(record, "train"):
+    """The training loss rose again, to at least twice its lowest level; of several losses, such as a GAN's, some do."""
+    curves = losses(record, "train")
+    for key, points in curves:
+        if len(curves) > 1 and split_key(key).name != "loss":
+            continue
         values = finite(points)
         if len(values) < 50:
             continue
@@ -90,8 +94,9 @@ def overfitting(record: RunRecord) -> Sequence[Finding]:
         if best is None or len(values) < _FEWEST_EPOCHS:
             continue
         last, spread = values[-1], max(point.value for point in values) - min(point.value for point in values)
-        behind = len(values) - 1 - values.index(best)
-        if behind >= max(2, 0.3 * len(values)) and abs(last.value - best.value) > 0.1 * spread:
+        since = [point.value for point in values[values.index(best) :]]
+        is_long = len(since) >= max(_FEWEST_EPOCHS, 1 + 0.3 * len(values))
+        if is_long and abs(last.value - best.value) > 0.1 * spread and _is_beyond_noise(since):
             word = "lowest" if sign < 0 else "highest"
             return warn(
                 f"{key} was {word} in epoch {best.epoch} ({format_number(best.value)}) and ended at "
@@ -99,6 +104,18 @@ def overfitting(record: RunRecord) -> Sequence[Finding]:
                 f"{best.epoch}, or stop earlier."
             )
     return ()
+
+
+def _is_beyond_noise(values: Sequence[float]) -> bool:
+    """Whether values that begin with their best one get worse by more than they scatter around a line.
+
+    The best of many noisy values lies about two standard deviations from their mean.
+    """
+    bends = [
+        abs(before - 2 * here + after) for before, here, after in zip(values, values[1:], values[2:], strict=False)
+    ]
+    deviation = max(median(bends), sum(bends) / len(bends)) / math.sqrt(6)
+    return abs(median(values[1 + len(values) // 2 :]) - values[0]) > 6 * deviation
 
 
 def still_improving(record: RunRecord) -> Sequence[Finding]:
@@ -112,7 +129,8 @@ def still_improving(record: RunRecord) -> Sequence[Finding]:
         whole = sign * (values[-1].value - values[0].value)
         quarter = values[-1 - len(values) // 4]
         late = sign * (values[-1].value - quarter.value)
-        if whole > 0 and late > 0.1 * whole:
+        from_best = [point.value for point in reversed(values)]
+        if whole > 0 and late > 0.1 * whole and _is_beyond_noise(from_best):
             return note(
                 f"{key} was best in the last epoch ({format_number(values[-1].value)}), and "
                 f"{format_percent(late / whole)} of what was gained came in the last quarter: train longer."
@@ -128,16 +146,14 @@ def learning_rate(record: RunRecord) -> Sequence[Finding]:
     if not curves or record.status != "finished":
         return ()
     if all(_is_constant(points) for points in curves):
-        rate = format_number(curves[0][0].value)
-        return note(
-            f"The learning rate was {rate} in all steps: a schedule that ends near 0 often gives a better model."
-        )
-    first = next(points for points in curves if not _is_constant(points))
-    peak = max(point.value for point in first)
-    if first[-1].value >= 0.5 * peak and any(name == "schedulers" for name, _ in record.trainer):
-        ended = (
-            f"The learning rate ended at {format_percent(first[-1].value / peak)} of its peak of {format_number(peak)}"
-        )
+        rates = list(dict.fromkeys(format_number(points[0].value) for points in curves))
+        said = f"The learning rate was {rates[0]}" if len(rates) == 1 else f"The learning rates were {', '.join(rates)}"
+        return note(f"{said} in all steps: a schedule that ends near 0 often gives a better model.")
+    first = next([point.value for point in points] for points in curves if not _is_constant(points))
+    peak, last = max(first), first[-1]
+    falls = all(one >= other for one, other in pairwise(first[first.index(peak) :]))  # and is no cycle
+    if falls and 0.5 * peak <= last < peak and any(name == "schedulers" for name, _ in record.trainer):
+        ended = f"The learning rate ended at {format_percent(last / peak)} of its peak of {format_number(peak)}"
         return note(f"{ended}: the schedule is longer than the run.")
     return ()
 
@@ -150,13 +166,9 @@ def weak_classes(record: RunRecord) -> Sequence[Finding]:
     """A class is recognized much less often than the others."""
     found: list[Finding] = []
     for part in record.parts_of(ConfusionMatrix):
-        if len(part.classes) != len(part.counts) or any(len(row) != len(part.counts) for row in part.counts):
+        if not part.is_square:
             continue
-        totals = [sum(row) for row in part.counts]
-        recalls = [
-            row[place] / total if total else math.nan
-            for place, (row, total) in enumerate(zip(part.counts, totals, strict=True))
-        ]
+        totals, recalls = [sum(row) for row in part.counts], part.recalls
         known = [recall for recall, total in zip(recalls, totals, strict=True) if total >= _FEWEST_SAMPLES]
         if len(known) < 2:
             continue
@@ -181,7 +193,9 @@ def calibration(record: RunRecord) -> Sequence[Finding]:
     for part in record.parts_of(Reliability):
         bins = list(zip(part.confidence, part.share, part.weight, strict=False))
         error = part.calibration_error
-        if not error >= 0.05 or part.label != "accuracy":
+        matrices = [other for other in record.parts_of(ConfusionMatrix) if other.stage == part.stage]
+        samples = sum(sum(row) for matrix in matrices for row in matrix.counts) or math.inf
+        if part.label != "accuracy" or not error >= max(0.05, 1.5 / math.sqrt(samples)):  # few samples scatter
             continue
         confidence = sum(one * weight for one, _, weight in bins)
         accuracy = sum(one * weight for _, one, weight in bins)

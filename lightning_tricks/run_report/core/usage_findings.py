@@ -88,7 +88,10 @@ def not_seeded(record: RunRecord) -> Sequence[Finding]:
     """The run cannot be repeated."""
     if record.is_seeded or not record.step:
         return ()
-    return note("The run was not seeded: it cannot be repeated. SeedEverything(42) seeds it.")
+    return note(
+        "The run was not seeded by SeedEverything or seed_everything: unless the script does it in another way, it "
+        "cannot be repeated. SeedEverything(42) seeds it."
+    )
 
 
 def uncommitted_changes(record: RunRecord) -> Sequence[Finding]:

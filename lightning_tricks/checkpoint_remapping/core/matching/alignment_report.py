@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 def alignment_table(alignment: Alignment, limit: int | None) -> Table:
     """Return a rich table of all tensors and the reasons of at most `limit` matches."""
-    from rich.table import Table
+    from lightning_tricks._shared.footed_table import FootedTable
 
-    table = Table(
-        title=summary_line(alignment), caption=alignment.diagnosis, title_justify="left", caption_justify="left"
-    )
+    table = FootedTable(alignment.diagnosis, title=summary_line(alignment), title_justify="left")
     for column in ("in the file", "in the model", "why", "evidence"):
         table.add_column(column, overflow="fold")
     for match in alignment.matches[:limit]:

@@ -56,7 +56,8 @@ class RetrievalGroup(CatGroup):
     """Retrieval metrics.
 
     They compute from the ranks of the scores, because torchmetrics counts a relevant document as irrelevant if its
-    score is not above 0, which is common for logits, distances and cosine similarities.
+    score is not above 0, which is common for logits, distances and cosine similarities. The ranks are shares of 1, as
+    scores above 1 are logits to `RetrievalAUROC`, which takes the sigmoid of them, of which high ones are all equal.
     """
 
     names = ("indexes", "preds", "target")
@@ -67,7 +68,8 @@ class RetrievalGroup(CatGroup):
 
     def member_states(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ranks in place of scores, and integer targets unless the metric accepts graded relevance."""
-        ranks = to_double(torch.unique(rows["preds"], return_inverse=True)[1] + 1)
+        places = torch.unique(rows["preds"], return_inverse=True)[1] + 1
+        ranks = to_double(places) / max(len(places), 1)
         graded = getattr(metric, "allow_non_binary_target", False) and rows["target"].is_floating_point()
         target = rows["target"].float() if graded else rows["target"].long()
         return _drop_ignored(metric, {"indexes": rows["indexes"].long(), "preds": ranks, "target": target})

@@ -17,11 +17,12 @@ from lightning_tricks.metrics.core.score_curves import count_scores_
 class ScoreHistogram(MetricGroup):
     """Histograms of the scores of positives and negatives, from which curves are plotted.
 
-    There is one for each class or label; with several classes one more, of the highest score of each sample and whether
-    its class is correct.
+    There is one for each label, or for each of the first 20 classes, and then one more, of the highest score of each
+    sample and whether its class is correct.
     """
 
     bins = 300
+    most_classes = 20
 
     def __init__(self, task: Task) -> None:
         super().__init__({})
@@ -35,6 +36,8 @@ class ScoreHistogram(MetricGroup):
         preds, target = inputs["preds"], inputs["target"].long()
         if not preds.is_floating_point() or preds.ndim != (1 if self.task.kind == "binary" else 2):
             return
+        if not len(preds):
+            return
         counted = not_ignored(target, self.task.ignore_index)
         if self.task.kind == "multiclass":
             preds, target = self._binarize(preds.float(), target)
@@ -47,11 +50,13 @@ class ScoreHistogram(MetricGroup):
 
     def _binarize(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if self._logits is None:  # read from the device at the first batch alone
-            sums = preds.sum(1)
-            self._logits = not bool(((preds >= 0).all() & (sums - 1).abs().amax().lt(1e-2)).item())
+            sums = preds.sum(1, keepdim=True)
+            are_probabilities = (preds >= 0) & ((sums - 1).abs() < 1e-2)
+            self._logits = not bool((are_probabilities | sums.isnan()).all().item())
         if self._logits:
             preds = preds.softmax(1)
         highest, chosen = preds.max(1, keepdim=True)
+        preds = preds[:, : self.most_classes]
         is_class = target[:, None] == torch.arange(preds.shape[1], device=preds.device)
         return torch.cat([preds, highest], 1), torch.cat([is_class, chosen == target[:, None]], 1)
 

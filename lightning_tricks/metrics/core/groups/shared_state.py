@@ -22,36 +22,64 @@ class SharedStateGroup(MetricGroup):
         self._task = task_of(self._updated)
         self.can_concat_batches = can_concat_batches(self._updated)
         self._is_double = False
+        self._is_stacked = [False] * len(metrics_in(self._updated))  # whether states are those of several ranks
+        self._earlier: State | None = None  # such states, which an update would misunderstand
         for metric in self.members.values():
             for part in metrics_in(metric):
                 part.validate_args = False  # `check_batch` checks the first batch
 
     def update(self, inputs: Mapping[str, Any]) -> None:
         """Update the one metric."""
+        if any(self._is_stacked):
+            earlier = self.state()
+            self.load([])
+            self._earlier = earlier
         given = {name: self._convert_input(name, inputs[name]) for name in self.accepted_inputs if name in inputs}
         self._updated.update(**given)
 
     def state(self) -> State:
         """Return the states of the one metric and of those that it wraps."""
-        return [
-            {"updates": part.update_count, "states": {name: getattr(part, name) for name in part._defaults}}
-            for part in metrics_in(self._updated)
+        own = [
+            {"updates": _update_count(part), "states": {name: getattr(part, name) for name in part._defaults}}
+            | ({"stacked": True} if is_stacked else {})
+            for part, is_stacked in zip(metrics_in(self._updated), self._is_stacked, strict=True)
         ]
+        return own if self._earlier is None else self._merge([self._earlier, own])
 
     def load(self, states: Sequence[State]) -> None:
         """Replace the states by those of several parts of the data, merged as each `dist_reduce_fx` says."""
+        whole, self._earlier = self._merge(states), None
+        self._is_stacked = [merged["stacked"] for merged in whole]
         self._updated.reset()
+        for part, merged in zip(metrics_in(self._updated), whole, strict=True):
+            if merged["updates"]:
+                for name, state in merged["states"].items():
+                    setattr(part, name, state)
+                part._update_count, part._computed = merged["updates"], None
+                if hasattr(part, "_num_vals_seen"):
+                    part._num_vals_seen = merged["updates"]
+
+    def _merge(self, states: Sequence[State]) -> State:
+        """Return one state for those of several parts of the data."""
+        merged = []
         for position, part in enumerate(metrics_in(self._updated)):
             seen = [state[position] for state in states if state[position]["updates"]]
-            if not seen:
-                continue
-            for name, reduction in part._reductions.items():
-                merged = merge_state([state["states"][name] for state in seen], reduction)  # type: ignore[arg-type]
-                setattr(part, name, merged)
-            part._update_count, part._computed = sum(state["updates"] for state in seen), None
+            stacked = [state.get("stacked", False) for state in seen]
+            values = {
+                name: merge_state([state["states"][name] for state in seen], reduction, stacked)  # type: ignore[arg-type]
+                for name, reduction in part._reductions.items()
+                if seen
+            }
+            can_stack = any(part._reductions[name] is None and isinstance(one, Tensor) for name, one in values.items())
+            updates = sum(state["updates"] for state in seen)
+            is_stacked = any(stacked) or (len(seen) > 1 and can_stack)
+            merged.append({"updates": updates, "states": values, "stacked": is_stacked})
+        return merged
 
     def set_member_states(self) -> None:
         """Copy the states of the one metric to the other members."""
+        if self._earlier is not None:
+            self.load([self.state()])
         states = {name: getattr(self._updated, name) for name in self._updated._defaults}
         for metric in self.members.values():
             if metric is not self._updated:
@@ -72,12 +100,20 @@ class SharedStateGroup(MetricGroup):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def merge_state(parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | None) -> Any:
+def _update_count(part: Metric) -> int:
+    """Return how often a metric was updated; of its wrappers, torchmetrics' `Running` alone has states, and counts."""
+    return part.update_count or getattr(part, "_num_vals_seen", 0)
+
+
+def merge_state(
+    parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | None, stacked: Sequence[bool] = ()
+) -> Any:
     """Merge one state of a metric over ranks or over the parts of an epoch, as its `dist_reduce_fx` says.
 
     Args:
         parts: The state's values, each a tensor or a list of tensors, of those that have seen data.
         reduction: What torchmetrics made of `dist_reduce_fx`.
+        stacked: Which of them are already such stacks as a `dist_reduce_fx` of None makes; empty for none.
 
     Returns:
         A tensor, or a list of tensors where the parts are lists.
@@ -87,7 +123,8 @@ def merge_state(parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | No
     if isinstance(parts[0], list):
         return [tensor for part in parts for tensor in part]
     if reduction is None:
-        return torch.stack(list(parts))
+        places = [number for number, is_stacked in enumerate(stacked) if is_stacked]
+        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)])
     if getattr(reduction, "__name__", "") == "dim_zero_cat":
         return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in parts])
     return reduction(torch.stack(list(parts)))

@@ -1,0 +1,75 @@
+"""Whether the attributes of two modules are the same: what they compute with beside parameters and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+def different_attribute(first: nn.Module, other: nn.Module, counterparts: Set[tuple[int, int]] = frozenset()) -> str:
+    """Return the name of an attribute that two modules of one type do not share, or nothing.
+
+    Parameters, buffers, submodules, hooks and the mode do not count. Of what cannot be compared, only the same object
+    is the same.
+
+    Args:
+        first: A module, of one model.
+        other: Its counterpart in another model.
+        counterparts: The identities of what counts as the same: modules of one model and their counterparts.
+
+    Examples:
+        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> one.activation, other.activation = torch.relu, torch.tanh
+        >>> different_attribute(one, other)
+        'activation'
+    """
+    a, b = ({k: v for k, v in vars(part).items() if k not in _OF_EVERY_MODULE} for part in (first, other))
+    known = {(id(first), id(other)), *counterparts}
+    for name in dict.fromkeys([*a, *b]):
+        try:
+            if name not in a or name not in b or not _is_same(a[name], b[name], known):
+                return name
+        except (RuntimeError, TypeError, ValueError):  # of an `==` of its own, such as that of a data frame
+            return name
+    return ""
+
+
+def _is_same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
+    """Whether two values are the same, or a pair that is being compared already."""
+    if a is b or (id(a), id(b)) in known:
+        return True
+    if type(a) is not type(b) or isinstance(a, type | nn.Module):
+        return False
+    known = {*known, (id(a), id(b))}
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool(torch.equal(a, b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and bool(np.array_equal(a, b))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_is_same(a[name], b[name], known) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_is_same(x, y, known) for x, y in zip(a, b, strict=True))
+    if isinstance(a, partial):
+        return _is_same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), known)
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and _is_same(a.__self__, b.__self__, known)
+    if isinstance(a, FunctionType):
+        return a.__code__ is b.__code__ and _is_same(_values_of(a), _values_of(b), known)
+    equal: Any = type(a).__eq__
+    if equal is not object.__eq__:
+        return bool(a == b)
+    return bool(hasattr(a, "__dict__")) and _is_same(vars(a), vars(b), known)
+
+
+def _values_of(function: FunctionType) -> tuple[Any, ...]:
+    """Return what a function made in place, such as a lambda, computes with beside its arguments."""
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    return function.__defaults__, function.__kwdefaults__, cells
