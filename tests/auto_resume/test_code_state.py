@@ -1,5 +1,6 @@
 """What functions keep in closures, default arguments, partials and global variables is restored, or named."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -186,3 +187,21 @@ def test_functions_of_packages_are_not_walked_and_models_only_with_the_model():
     model.policy = policy
     walk = ObjectWalk.from_roots({"module": model}, nothing_skipped, with_code=True)
     assert any(value is net for value in walk.owners.values())
+
+
+@dataclasses.dataclass
+class Facts:
+    """Its `__init__` is generated, with a closure of what dataclasses needs."""
+
+    seen: list = dataclasses.field(default_factory=list)
+
+
+def test_generated_methods_hold_nothing_of_the_user():
+    holder = Holder(facts=None)
+    tracker = AttributeTracker({"it": holder})
+    holder.facts = Facts([1])
+    changes = tracker.changes()
+    assert not changes["lost"]
+    assert not any(
+        "__init__" in path for path in ObjectWalk.from_roots({"it": holder}, nothing_skipped, with_code=True).slots
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,11 @@ def is_callable_with_state(kind: type) -> bool:
 
 def is_users(function: types.FunctionType) -> bool:
     """Whether a function is the user's own, not one of an installed package or of this one."""
-    return is_user_module(function.__module__) and not function.__module__.startswith("lightning_tricks.")
+    if not is_user_module(function.__module__) or function.__module__.startswith("lightning_tricks."):
+        return False
+    # what dataclasses and attrs write for a class comes from no file, where the class does
+    is_generated = function.__code__.co_filename.startswith(("<string>", "<attrs "))
+    return not (is_generated and hasattr(sys.modules[function.__module__], "__file__"))
 
 
 def held_parts(value: Any) -> Iterator[tuple[str, Any]]:
