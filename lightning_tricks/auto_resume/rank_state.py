@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.attribute_owners import AttributeOwners
 from lightning_tricks.auto_resume.callback_state import (
@@ -271,7 +273,10 @@ class RankState:
 
     def _accumulates_gradients(self) -> bool:
         """Whether gradients may be kept after a step, and be added to."""
-        return not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module)
+        if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
+            return True
+        # its epoch for batch statistics ends with a step by the gradients of the epoch before
+        return bool(callbacks_of_type(self.trainer, StochasticWeightAveraging))
 
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained, and the modules that callbacks hold, such as metrics."""

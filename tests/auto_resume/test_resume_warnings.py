@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -282,3 +282,27 @@ def test_drawable_values_are_of_the_kinds_that_random_numbers_make():
     before = found["module.generator"]
     module.generator.random()
     assert drawable_values({"module": module})["module.generator"] != before
+
+
+class _Normalized(Net):
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+class _Dies(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (2, 3):
+            raise RuntimeError("gone")
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:Swapping scheduler", "ignore:.*anneal_func")
+def test_the_epoch_for_batch_statistics_ends_with_the_step_that_it_had(tmp_path):
+    def averages():
+        return StochasticWeightAveraging(0.02, swa_epoch_start=1)
+
+    whole = fit(averages(), module=_Normalized)
+    guard = {"allow_pickle": True}  # the scheduler of torch 2.6 saves a function
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(AutoResume(tmp_path, **guard), averages(), _Dies(), module=_Normalized)
+    assert same(weights(fit(AutoResume(tmp_path, **guard), averages(), module=_Normalized)), weights(whole))
