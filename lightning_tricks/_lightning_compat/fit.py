@@ -140,3 +140,23 @@ def clear_restart_flags(trainer: Trainer) -> None:
 
 
 _FLAG_SINCE_2_6 = "_resuming_from_checkpoint"
+
+
+# The limits of the loops that callbacks may change while a fit runs
+_FIT_LIMITS, _EPOCH_LIMITS = ("min_epochs", "max_epochs"), ("min_steps", "max_steps")
+
+
+@needs_private("AutoResume")
+def loop_limits(trainer: Trainer) -> dict[str, Any]:
+    """Return how many epochs and steps a fit has at least and at most."""
+    fit = trainer.fit_loop
+    limits = {name: getattr(fit, name) for name in _FIT_LIMITS}
+    return limits | {name: getattr(fit.epoch_loop, name) for name in _EPOCH_LIMITS}
+
+
+@needs_private("AutoResume")
+def set_loop_limits(trainer: Trainer, limits: dict[str, Any]) -> None:
+    """Set what `loop_limits` returns, or a part of it."""
+    fit = trainer.fit_loop
+    for name in limits.keys() & {*_FIT_LIMITS, *_EPOCH_LIMITS}:
+        set_private(fit.epoch_loop if name in _EPOCH_LIMITS else fit, **{name: limits[name]})

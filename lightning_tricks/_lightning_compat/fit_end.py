@@ -52,6 +52,7 @@ def closed_on_exception(trainer: Trainer, stack: ExitStack) -> Iterator[None]:
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
+    import torch
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch.optim.swa_utils import SWALR
 
@@ -66,6 +67,8 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
         scheduler = SWALR(optimizer, swa_lr=state["base_lrs"])
         scheduler.load_state_dict(state)
         set_private(swa, _swa_scheduler=scheduler)
+        if swa.n_averaged is None:
+            swa.n_averaged = torch.tensor(swa._init_n_averaged)
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
         trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler))

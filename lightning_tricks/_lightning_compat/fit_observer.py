@@ -23,14 +23,18 @@ class FitObserver:
         """Return the epoch that the samplers are set to; the Trainer would set them to `epoch`."""
         return epoch
 
-    def before_loaders_created(self, kind: str) -> None:
-        """Called before the "training" or "validation" loaders are created."""
+    def before_loaders_created(self, kind: str, epoch: int) -> int:
+        """Return the epoch in which the "training" or "validation" loaders are to be created, which is `epoch`."""
+        return epoch
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Called after the training loaders were created, and before their iterators are."""
 
-    def on_validation_loaders_ready(self, loaders: list[Any]) -> None:
-        """Called after the validation loaders were created, and before their iterators are."""
+    def on_validation_loaders_ready(self, loaders: list[Any], reloaded: bool) -> None:
+        """Called after the validation loaders were created, and before their iterators are.
+
+        With `reloaded`, they are others than before, as the Trainer reloads them.
+        """
 
     def before_epoch_start_hooks(self) -> None:
         """Called before the hooks of an epoch's start."""
@@ -112,10 +116,23 @@ class _ObservedLoops:
 
     def _setup_train_data(self) -> None:
         if _combined_loader(self._fit) is None or _reloads(self._fit, "_should_reload_train_dl"):
-            self._observer.before_loaders_created("training")
-        self._plain_fit["setup_data"]()
+            with self._created_in_its_epoch("training"):
+                self._plain_fit["setup_data"]()
+        else:
+            self._plain_fit["setup_data"]()
         if self._in_advance_start:
             self._observer.before_epoch_start_hooks()
+
+    @contextmanager
+    def _created_in_its_epoch(self, kind: str) -> Iterator[None]:
+        """Let `trainer.current_epoch` be the one in which loaders were created first, while they are created."""
+        progress = self._fit.epoch_progress.current
+        epoch = progress.processed
+        progress.processed = self._observer.before_loaders_created(kind, epoch)
+        try:
+            yield
+        finally:
+            progress.processed = epoch
 
     def _on_advance_start(self) -> None:
         self._in_advance_start = True
@@ -125,13 +142,16 @@ class _ObservedLoops:
             self._in_advance_start = False
 
     def _setup_validation_data(self) -> None:
-        if _combined_loader(self._validation) is None or _reloads(self._validation, "_should_reload_val_dl"):
-            self._observer.before_loaders_created("validation")
-        self._plain_validation["setup_data"]()
+        reloaded = _reloads(self._validation, "_should_reload_val_dl")
+        if _combined_loader(self._validation) is None or reloaded:
+            with self._created_in_its_epoch("validation"):
+                self._plain_validation["setup_data"]()
+        else:
+            self._plain_validation["setup_data"]()
         loader = _combined_loader(self._validation)
         if loader is not None and loader is not self._seen_validation_loader:
             self._seen_validation_loader = loader
-            self._observer.on_validation_loaders_ready(_parts_of(loader))
+            self._observer.on_validation_loaders_ready(_parts_of(loader), reloaded)
 
     def _reset(self) -> None:
         if not self._observer.is_resuming():

@@ -59,8 +59,9 @@ class AutoResume(TrickCallback):
     random numbers and without its logging. Then all known state is restored: which parameters require gradients,
     training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
     metrics, and those attributes of module, datamodule, callbacks, datasets and samplers that changed in the fit and
-    are plain values, tensors, random generators or objects of these. What was restored is compared with what was saved;
-    one warning names the differences, with a remedy. What cannot be saved is named at the first save.
+    are plain values, tensors, random generators or objects of these. So are the variables of closures and modules that
+    their own functions use. What was restored is compared with what was saved; one warning names the differences, with
+    a remedy. What cannot be saved is named at the first save.
 
     A resume is not exact, which a warning says in most cases, with: attributes that are other objects, such as open
     files, or that have more than 64 MiB in all (64 KiB in a worker; weights of modules do not count); parameters that
@@ -86,7 +87,7 @@ class AutoResume(TrickCallback):
             and the output is appended to `train.log` in `dirpath`, or to `train-2.log` where `train.log` is another
             program's; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again.
-            Under `ddp_fork` and `ddp_spawn` the main process exits with it as well.
+            Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
         force: Whether to resume from checkpoints of another model, other hyper-parameters or another seed.
         on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
@@ -181,6 +182,7 @@ class AutoResume(TrickCallback):
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         if trainer.is_global_zero:
             run_files.prepare()
+        run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
         self._fit = ResumableFit(self, trainer, pl_module, run_files, self._installed)
 

@@ -70,7 +70,7 @@ class CheckpointWriter:
         self,
         save_point: SavePoint,
         rank_state: Mapping[str, Any],
-        get_shared_state: Callable[[], Mapping[str, Any]],
+        get_shared_state: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         identity: Mapping[str, Any],
     ) -> bool:
         """Write a checkpoint and remove old ones; return whether it was written. All ranks have to call it.
@@ -78,7 +78,8 @@ class CheckpointWriter:
         Args:
             save_point: The moment of the save.
             rank_state: The state of this rank.
-            get_shared_state: Returns the state that is the same on all ranks; called on rank zero.
+            get_shared_state: Returns the state that is the same on all ranks and that the Trainer's checkpoint, its
+                argument, lacks; called on rank zero.
             identity: What distinguishes this run from others.
 
         Raises:
@@ -95,7 +96,7 @@ class CheckpointWriter:
             checkpoint[CHECKPOINT_KEY] = {
                 "format": FORMAT,
                 "moment": save_point.value,
-                "shared": get_shared_state(),
+                "shared": get_shared_state(checkpoint),
                 "ranks": ranks,
             }
             failure = self._write(checkpoint, identity, finished=save_point is SavePoint.FIT_END)

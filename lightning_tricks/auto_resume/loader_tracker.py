@@ -94,17 +94,22 @@ class LoaderTracker:
         for loader, state in zip(self._train, saved["train"], strict=True):
             _compare_num_workers(loader, state["n_workers"])
             self._compare_fingerprints(loader, state)
+            loader.objects.remember_values()
             loader.defer_iterator()
         self._iterators_pending = True
 
-    def track_validation(self, loaders: Sequence[Any]) -> None:
-        """Track the validation loaders: the random state of persistent workers is part of the run's state."""
+    def track_validation(self, loaders: Sequence[Any], is_saved: bool) -> None:
+        """Track the validation loaders: the random state of persistent workers is part of the run's state.
+
+        Without `is_saved`, they are others than those that were saved.
+        """
         for loader in self._validation:
             loader.close()
         in_training = {id(loader.loader) for loader in self._train}
         known = [one for one in loaders if not why_not_trackable(one) and id(one) not in in_training]
         self._validation = self._track(known, "the validation loader")
-        for loader, state in zip(self._validation, self._saved_validation, strict=False):
+        saved = self._saved_validation if is_saved else ()
+        for loader, state in zip(self._validation, saved, strict=False):
             if state[_POSITION_KEY] is not None and has_persistent_workers(loader.loader):
                 with isolated_rng():
                     loader.resume_from(state[_POSITION_KEY])

@@ -1,4 +1,4 @@
-"""Buffers of a module that no checkpoint of the Trainer holds."""
+"""Parameters and buffers of a module that no checkpoint of the Trainer holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.model_structure import resize_to_state_dict
 
+# Batch normalization changes these without another version of the tensor
+_RUNNING_STATISTICS = ("running_mean", "running_var")
 BufferVersion = tuple["ref[Tensor]", int]  # an id alone may belong to another tensor later
 
 
@@ -20,6 +23,52 @@ def unsaved_buffer_versions(module: nn.Module) -> dict[str, BufferVersion]:
     """Return the versions of the buffers that are not in the state dict, which tell whether they change later."""
     saved = module.state_dict().keys()
     return {name: (ref(value), tensor_version(value)) for name, value in module.named_buffers() if name not in saved}
+
+
+def tensor_versions(module: nn.Module) -> dict[str, BufferVersion]:
+    """Return the versions of all parameters and buffers."""
+    return {name: (ref(value), tensor_version(value)) for name, value in _tensors(module).items()}
+
+
+def tensors_left_out(
+    module: nn.Module, state_dict: Mapping[str, Any], initial_versions: Mapping[str, BufferVersion]
+) -> dict[str, Tensor]:
+    """Return the parameters and buffers that changed, and that a hook such as `on_save_checkpoint` left out.
+
+    Args:
+        module: The module.
+        state_dict: The state dict of its checkpoint, possibly under other names.
+        initial_versions: What `tensor_versions` returned at the start.
+    """
+    saved = {value.data_ptr() for value in state_dict.values() if _has_data(value)}
+    own = _tensors(module)
+    names = {*dict(module.named_parameters()), *nn.Module.state_dict(module)}  # others are saved for each rank
+    return {
+        name: value.detach()
+        for name, value in own.items()
+        if name in names
+        and _has_data(value)
+        and value.data_ptr() not in saved
+        and not _is_unchanged(name, value, initial_versions.get(name))
+    }
+
+
+def restore_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Restore what `tensors_left_out` returned, in place."""
+    own = _tensors(module)
+    with torch.no_grad():
+        for name, value in saved.items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _has_data(value: Any) -> bool:
+    is_plain = isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided
+    return is_plain and value.device.type != "meta" and value.numel() > 0
 
 
 def buffer_digests(module: nn.Module) -> dict[str, str]:
@@ -41,7 +90,9 @@ def rank_specific_buffers(
         rank_zero_digests: What `buffer_digests` returned on rank zero.
     """
     own, saved = dict(module.named_buffers()), module.state_dict().keys()
-    changed = [name for name in own if name not in saved and not _is_unchanged(own[name], initial_versions.get(name))]
+    changed = [
+        name for name in own if name not in saved and not _is_unchanged(name, own[name], initial_versions.get(name))
+    ]
     differing = [
         name for name, value in own.items() if name in rank_zero_digests and _digest(value) != rank_zero_digests[name]
     ]
@@ -58,7 +109,9 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
                 own[name].copy_(value)
 
 
-def _is_unchanged(value: Tensor, version: BufferVersion | None) -> bool:
+def _is_unchanged(name: str, value: Tensor, version: BufferVersion | None) -> bool:
+    if name.rpartition(".")[2] in _RUNNING_STATISTICS:
+        return False
     return version is not None and version[0]() is value and version[1] == tensor_version(value)
 
 

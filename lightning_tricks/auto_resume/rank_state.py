@@ -7,11 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.attribute_owners import AttributeOwners
 from lightning_tricks.auto_resume.callback_state import (
@@ -32,20 +35,30 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
 from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
 from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSlot, ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
 from lightning_tricks.auto_resume.module_state import (
     buffer_digests,
     move_to_device,
     rank_specific_buffers,
     restore_buffers,
+    restore_tensors,
+    tensor_versions,
+    tensors_left_out,
     unsaved_buffer_versions,
 )
 
 # An attribute of DDP: whether the next step broadcasts rank zero's buffers; it does unless a validation came before
 _SYNC_ATTRIBUTE = "require_forward_param_sync"
 REPLACED_MODULE_SUFFIX = "in the fit)"  # of entries of `unsaved_names` for modules that hooks may create again
-_TRAINER_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "limit_val_batches")
+_TRAINER_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_val_batches",
+    "log_every_n_steps",
+)
 
 
 class RankState:
@@ -68,25 +81,53 @@ class RankState:
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
         self._initial_settings = self._trainer_settings()
+        self._initial_limits = loop_limits(trainer)
+        self._initial_callbacks = set(named_callbacks(trainer))
+        self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
         self.failed: list[str] = []
 
     def on_fit_start(self, shared_state: Mapping[str, Any]) -> None:
         """Note the optimizers' groups, or restore those of `shared_state`, before the optimizers' states are loaded."""
         self._unsaved_buffers = {name: unsaved_buffer_versions(part) for name, part in self._modules().items()}
+        self._initial_tensors = tensor_versions(self.module)
         self._structure.record_groups(self.module, self.trainer.optimizers)
+        skipped = self._owners.skipped_names_in_optimizers
         self._optimizer_attributes = AttributeTracker(
-            self._owners.optimizer_attributes, skipped=self._owners.skipped_names_in_optimizers
+            self._owners.optimizer_attributes, skipped=skipped, with_code=False
         )
         if shared_state.get("groups"):
             restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on all ranks, as tensors on the CPU and plain values."""
+    def restore_limits(self, shared_state: Mapping[str, Any]) -> None:
+        """Restore how many epochs and steps the fit has, where a callback changed what the Trainer was given.
+
+        All hooks before the first epoch must have been called: some of them change it as well.
+        """
+        self._initial_limits = loop_limits(self.trainer)
+        for name, (before, after) in shared_state.get("limits", {}).items():
+            if self._initial_limits[name] in (before, after):  # the Trainer was given the same as before
+                self._initial_limits[name] = before
+                set_loop_limits(self.trainer, {name: after})
+
+    def allow_epoch(self, epoch: int, shared_state: Mapping[str, Any]) -> None:
+        """Let the Trainer restore an epoch beyond its `max_epochs`, if a callback had raised that."""
+        _, after = shared_state.get("limits", {}).get("max_epochs", (None, None))
+        given = self.trainer.max_epochs
+        if after is not None and given is not None and 0 <= given < epoch <= after:
+            set_loop_limits(self.trainer, {"max_epochs": after})
+
+    def shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is the same on all ranks and a checkpoint lacks, as tensors on the CPU and plain values."""
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
         changes["lists"] = module_list_types(self._modules())
         now = self._trainer_settings()
         changes["settings"] = {name: value for name, value in now.items() if value != self._initial_settings[name]}
+        limits = loop_limits(self.trainer)
+        changes["limits"] = {
+            name: [before, limits[name]] for name, before in self._initial_limits.items() if limits[name] != before
+        }
+        changes["left_out"] = tensors_left_out(self.module, checkpoint["state_dict"], self._initial_tensors)
         return dict(move_to_device(changes, "cpu"))
 
     def attribute_changes(self) -> dict[str, Any]:
@@ -95,10 +136,21 @@ class RankState:
         if self._optimizer_attributes is not None:
             optimizer_changes = self._optimizer_attributes.changes()
             changes = {
-                "values": changes["values"] | optimizer_changes["values"],
+                "values": changes["values"] | self._optimizer_values() | optimizer_changes["values"],
                 "lost": changes["lost"] | optimizer_changes["lost"],
             }
         return dict(changes)
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
+
+        Another process creates the optimizers from the weights that it resumes.
+        """
+        if not any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values()):
+            return {}
+        owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
+        values = all_values(owners, skipped=skipped, with_code=False)["values"]
+        return {path: one for path, one in values.items() if path.startswith("optimizers.")}
 
     def capture(self) -> dict[str, Any]:
         """Return the state as tensors on the CPU and plain values; all ranks have to call it."""
@@ -125,6 +177,8 @@ class RankState:
     def unsaved_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the names of what changed and cannot be saved."""
         found = [f"{path} ({kind})" for path, kind in state["attributes"]["lost"].items()]
+        added = [name for name in named_callbacks(self.trainer) if name not in self._initial_callbacks]
+        found += [f"{name} (a callback that was added {REPLACED_MODULE_SUFFIX}" for name in added]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 
     def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
@@ -192,6 +246,7 @@ class RankState:
             if shared_state["groups"]:
                 restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
             restore_flags(self._modules(), shared_state)
+            restore_tensors(self.module, shared_state.get("left_out", {}))
             set_private(self.trainer, **shared_state["settings"])
 
     def restore_epoch_results(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +273,10 @@ class RankState:
 
     def _accumulates_gradients(self) -> bool:
         """Whether gradients may be kept after a step, and be added to."""
-        return not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module)
+        if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
+            return True
+        # its epoch for batch statistics ends with a step by the gradients of the epoch before
+        return bool(callbacks_of_type(self.trainer, StochasticWeightAveraging))
 
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained, and the modules that callbacks hold, such as metrics."""

@@ -123,6 +123,7 @@ class ResumableFit(FitObserver):
         self.rank.on_fit_start(self._pending.shared_state if self._pending is not None else {})
         if self._pending is None:
             return
+        self.rank.allow_epoch(self._pending.manifest.epoch, self._pending.shared_state)
         weights = self._pending.saved_weights
         with torch.no_grad():
             for name, value in state_dict_tensors(self.module.state_dict()).items():
@@ -136,6 +137,7 @@ class ResumableFit(FitObserver):
         if not self.stop_request.install_handlers():
             rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
         pending = self._pending
+        self.rank.restore_limits({} if pending is None else pending.shared_state)
         if pending is not None and pending.save_point is SavePoint.FIT_END:
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore_epoch_results(pending.rank_state)
@@ -148,22 +150,29 @@ class ResumableFit(FitObserver):
         """Return the epoch that is resumed, also where loaders are created before the loops are restored."""
         return int(self._pending.rank_state["loaders"]["epoch"]) if self._pending is not None else epoch
 
-    def before_loaders_created(self, kind: str) -> None:
-        """Note what loaders are created from, or restore it: random states, and attributes such as a batch size."""
+    def before_loaders_created(self, kind: str, epoch: int) -> int:
+        """Note what loaders are created from, or restore it: epoch, random states, and attributes such as a size."""
         if self._pending is None:
-            self._loader_origins[kind] = {RNG_STATE_KEY: pack_rng_state(), "attributes": self.rank.attribute_changes()}
+            self._loader_origins[kind] = {
+                "epoch": epoch,
+                RNG_STATE_KEY: pack_rng_state(),
+                "attributes": self.rank.attribute_changes(),
+            }
         elif kind in self._loader_origins:
-            self.rank.restore_attributes(self._loader_origins[kind]["attributes"])
-            unpack_rng_state(self._loader_origins[kind][RNG_STATE_KEY])
+            origin = self._loader_origins[kind]
+            self.rank.restore_attributes(origin["attributes"])
+            unpack_rng_state(origin[RNG_STATE_KEY])
+            return int(origin.get("epoch", epoch))
+        return epoch
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Track the loaders, from the position that is resumed."""
         saved = self._pending.rank_state["loaders"] if self._pending is not None else None
         self.loaders.track_train(loaders, all_sized, saved)
 
-    def on_validation_loaders_ready(self, loaders: list[Any]) -> None:
-        """Track the loaders."""
-        self.loaders.track_validation(loaders)
+    def on_validation_loaders_ready(self, loaders: list[Any], reloaded: bool) -> None:
+        """Track the loaders; those that the Trainer reloads after the resume are others than those that were saved."""
+        self.loaders.track_validation(loaders, is_saved=not reloaded or self._pending is not None)
 
     def on_train_start(self) -> None:
         """Continue after the end of a fit that was given more epochs."""

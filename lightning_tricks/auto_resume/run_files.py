@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_fi
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
@@ -32,13 +35,14 @@ _START_FILE = "start.json"  # where the loggers were when a fit started that has
 _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
 _PROCESSES_FILE = "processes.json"
 _MAX_PROCESSES = 1000
+_SECONDS_TO_APPEAR = 30.0  # for a file of rank zero on the other ranks: network file systems cache directories
 _END_SUFFIX = " at its end"  # of a journal's base: what was written after it is part of the run
 
 
 class RunFiles:
     """Locks the directory of a run, and restores loggers and the files of ModelCheckpoint as they were at a save.
 
-    All methods except `open` are for rank zero, which alone writes files.
+    All methods except `open` and `check_shared` are for rank zero, which alone writes files.
 
     Args:
         trainer: The Trainer of the fit.
@@ -141,6 +145,30 @@ class RunFiles:
             self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
             self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
 
+    def check_shared(self) -> None:
+        """Check that all ranks see what rank zero writes; all ranks have to call it.
+
+        Raises:
+            MisconfigurationException: On all ranks, if one of them does not.
+        """
+        if self.trainer.world_size == 1:
+            return
+        path, process = self.folder.private / f"seen-{os.getpid()}-{time.time_ns()}", this_process()
+        if self.trainer.is_global_zero:
+            path.touch()
+        name = self.trainer.strategy.broadcast(path.name)
+        sees = _appears(self.folder.private / name)
+        ranks = gather_objects((sees, f"{process['host']}:{self.folder.path.absolute()}"))
+        if self.trainer.is_global_zero:
+            path.unlink(missing_ok=True)
+        blind = [f"rank {rank} at {place}" for rank, (sees, place) in enumerate(ranks) if not sees]
+        if blind:
+            raise MisconfigurationException(
+                f"AutoResume: rank 0 writes to {ranks[0][1]}, which does not appear to {list_names(blind, 3)}. Each "
+                "rank reads the checkpoints when the run resumes: give an absolute dirpath on a file system that all "
+                "nodes share."
+            )
+
     def on_fit_start(self, resumed: Manifest | None) -> None:
         """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""
         folders = self._checkpoint_folders()
@@ -215,6 +243,18 @@ def raise_for_problem(problem: str) -> None:
     """Raise an error with a problem, if there is one."""
     if problem:
         raise MisconfigurationException(problem)
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file that another process has written is there, or comes to be within some seconds."""
+    until = time.monotonic() + _SECONDS_TO_APPEAR
+    while True:
+        with suppress(OSError):
+            if path in path.parent.iterdir():  # a look at the directory renews what is cached of it
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
 
 
 def _absolute_path(path: Path) -> Path:

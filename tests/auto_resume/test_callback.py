@@ -32,7 +32,7 @@ from lightning_tricks import (
     cli,
     seed_everything,
 )
-from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO
+from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.manifests import FORMAT
 from tests.auto_resume.killing import STOPPED, resumed_at, run
@@ -293,6 +293,25 @@ def test_another_number_of_ranks_warns(tmp_path):
     assert set(resumed_at(tmp_path)) == {5}
 
 
+class Apart(AutoResume):
+    """Has a directory of its own in each process, as on nodes without a shared file system."""
+
+    @property
+    def dirpath(self):
+        return self.base / str(os.getpid())
+
+    @dirpath.setter
+    def dirpath(self, base):
+        self.base = base
+
+
+def test_ranks_without_a_shared_directory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "_SECONDS_TO_APPEAR", 0.0)
+    with pytest.raises(Exception, match=r"(?s)rank 0 writes to .*which does not appear to rank 1 at .*all nodes share"):
+        fit(Apart(tmp_path), strategy="ddp_fork", devices=2)
+    assert not list(tmp_path.rglob("seen-*"))
+
+
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
 def test_refusals(tmp_path):
     class Fetches(Net):
@@ -342,17 +361,15 @@ def test_slurm_keeps_its_requeue_signal(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     for name in ("SLURM_LOCALID", "SLURM_NODEID"):
         monkeypatch.setenv(name, "0")
-    heeded = {}
+    heeded = []
 
     class Asks(Callback):
         def on_train_batch_end(self, trainer, *args):
-            heeded[trainer] = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGUSR1", "SIGTERM")}
+            heeded.append({name: repr(signal.getsignal(getattr(signal, name))) for name in ("SIGUSR1", "SIGTERM")})
 
     for requeues in (True, False):
-        trainer = fit(
-            AutoResume(tmp_path / str(requeues)), Asks(), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1
-        )
-        ours = {name: "StopRequest" in repr(handler) for name, handler in heeded[trainer].items()}
+        fit(AutoResume(tmp_path / str(requeues)), Asks(), plugins=[SLURMEnvironment(auto_requeue=requeues)], epochs=1)
+        ours = {name: "StopRequest" in handler for name, handler in heeded[-1].items()}
         assert ours == {"SIGUSR1": not requeues, "SIGTERM": True}
 
 

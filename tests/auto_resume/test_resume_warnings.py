@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
@@ -68,9 +69,102 @@ class Closed(dict):
         raise ValueError("it is closed")
 
 
-@pytest.mark.parametrize("module", [Centering, Gathering, Strange])
+class LeavesOut(Net):
+    """Keeps a part out of the Trainer's checkpoints, as those do that save no backbone, and trains it nevertheless."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.strict_loading = False
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+    def on_save_checkpoint(self, checkpoint):
+        for name in [*checkpoint["state_dict"]]:
+            if name.startswith(("net.0", "net.1")):
+                del checkpoint["state_dict"][name]
+
+
+class SlowWeights(torch.optim.SGD):
+    """Has a copy of the weights that it was created with, to which it goes back halfway at step 15."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.slow = [one.detach().clone() for one in self.param_groups[0]["params"]]
+        self.steps = 0
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps == 15:
+            with torch.no_grad():
+                for one, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                    one.lerp_(slow, 0.5)
+        return loss
+
+
+class Slow(Net):
+    def __init__(self):
+        super().__init__(dropout=0.2)
+
+    def configure_optimizers(self):
+        return SlowWeights(self.parameters())
+
+
+@pytest.mark.parametrize("module", [Centering, Gathering, Strange, LeavesOut, Slow])
 def test_modules_of_strangers(tmp_path, module):
     resumed_like_undisturbed(tmp_path, module)
+
+
+def test_what_a_checkpoint_has_is_not_saved_twice(tmp_path):
+    def left_out(module, folder):
+        fit(AutoResume(folder), module=module)
+        newest = CheckpointFolder(folder).manifests()[0]
+        checkpoint = torch.load(folder / newest.file, weights_only=True)
+        return set(checkpoint["auto_resume"]["shared"]["left_out"])
+
+    assert left_out(Centering, tmp_path / "a") == set()
+    part = {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.1.num_batches_tracked"}
+    assert left_out(LeavesOut, tmp_path / "b") == {*part, "net.1.running_mean", "net.1.running_var"}
+
+
+class Prolongs(Callback):
+    """Changes how long a fit is, in the middle of it."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == 12:
+            trainer.fit_loop.max_epochs += 1
+            trainer.check_val_every_n_epoch = 2
+
+
+def test_limits_that_a_callback_changed(tmp_path):
+    whole, again = resumed_like_undisturbed(tmp_path, lambda: Net(dropout=0.2), Prolongs)
+    assert (whole.global_step, again.global_step, again.check_val_every_n_epoch) == (30, 30, 2)
+    third = fit(AutoResume(tmp_path / "runs"), Prolongs(), module=lambda: Net(dropout=0.2))  # its end is in epoch 3
+    assert (third.global_step, third.max_epochs) == (30, 3)
+
+
+def test_limits_that_the_user_changed_are_taken(tmp_path):
+    stop(AutoResume(tmp_path), Prolongs())
+    assert fit(AutoResume(tmp_path), Prolongs(), epochs=5).global_step == 50
+
+
+class Adds(Callback):
+    """Gives the Trainer another callback in the middle of the fit."""
+
+    def __init__(self, hook, **when):
+        def add(trainer, *_):
+            if all(getattr(trainer, name) == value for name, value in when.items()):
+                trainer.callbacks.append(Watches())
+
+        setattr(self, hook, add)
+
+
+@pytest.mark.filterwarnings("error:AutoResume")
+def test_a_callback_that_was_added_in_the_fit_is_named_unless_it_is_added_again(tmp_path):
+    stop(AutoResume(tmp_path / "a"), Adds("on_train_epoch_start", current_epoch=1))
+    fit(AutoResume(tmp_path / "a"), Adds("on_train_epoch_start", current_epoch=1))
+    stop(AutoResume(tmp_path / "b"), Adds("on_train_batch_end", global_step=4))
+    with pytest.raises(UserWarning, match=r"not restored: callbacks.Watches \(a callback that was added in the fit\)"):
+        fit(AutoResume(tmp_path / "b"), Adds("on_train_batch_end", global_step=4))
 
 
 class Watches(Callback):
@@ -188,3 +282,27 @@ def test_drawable_values_are_of_the_kinds_that_random_numbers_make():
     before = found["module.generator"]
     module.generator.random()
     assert drawable_values({"module": module})["module.generator"] != before
+
+
+class _Normalized(Net):
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+class _Dies(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (2, 3):
+            raise RuntimeError("gone")
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:Swapping scheduler", "ignore:.*anneal_func")
+def test_the_epoch_for_batch_statistics_ends_with_the_step_that_it_had(tmp_path):
+    def averages():
+        return StochasticWeightAveraging(0.02, swa_epoch_start=1)
+
+    whole = fit(averages(), module=_Normalized)
+    guard = {"allow_pickle": True}  # the scheduler of torch 2.6 saves a function
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(AutoResume(tmp_path, **guard), averages(), _Dies(), module=_Normalized)
+    assert same(weights(fit(AutoResume(tmp_path, **guard), averages(), module=_Normalized)), weights(whole))

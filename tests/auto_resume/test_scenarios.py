@@ -32,6 +32,7 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
     "sampler_with_state": (1, 2),
     "dataset_with_generator_in_workers_that_stay": (1, 2),
     "shuffle_buffer_with_generator": (1, 2),
+    "order_set_by_epoch_before_workers_know_it": (1, 2),
     "stacking": (2, 2),
     "stacking_with_a_net": (2, 0),
 }

@@ -277,10 +277,10 @@ class Kill(Callback):
     """Sends a rank, or its whole process group, a signal at the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
-        calls = itertools.count(1)  # no attribute, or the next process would continue counting
+        count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
 
         def call(trainer: Trainer, *args: Any) -> None:
-            if next(calls) != number:
+            if count() != number:
                 return
             if rank == "group":
                 os.killpg(0, getattr(signal, name))

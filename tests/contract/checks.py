@@ -180,10 +180,10 @@ class Interrupts(Callback):
     """Sends the process a real signal in its n-th step, counted from its start."""
 
     def __init__(self, step: int) -> None:
-        steps = itertools.count(1)  # no attribute, or a resumed run would count on
+        count = itertools.count(1).__next__  # no value that is saved, or a resumed run would count on
 
         def on_train_batch_end(*args):
-            if next(steps) == step:
+            if count() == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         self.on_train_batch_end = on_train_batch_end

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -226,7 +227,7 @@ class _Before(Callback):
 
     def __init__(self) -> None:
         steps: list[Step] = []
-        self.steps = lambda: steps  # no attribute: AutoResume would put back those of the process before
+        self.steps = repeat(steps).__next__  # which AutoResume does not see
 
     def on_train_start(self, trainer, pl_module):
         if trainer.world_size > 1:

@@ -436,7 +436,7 @@ class _Observer(fit_observer.FitObserver):
         assert [type(part) for part in loaders] == [DataLoader]
         self.calls.append(("train", all_sized))
 
-    def on_validation_loaders_ready(self, loaders):
+    def on_validation_loaders_ready(self, loaders, reloaded):
         self.calls.append(("validation", len(loaders)))
 
     def is_resuming(self):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from sklearn.datasets import make_classification
 from torch.utils.data import (
     BatchSampler,
@@ -232,6 +232,58 @@ def reloaded_with_generator(job: Job) -> None:
 def drawn_in_train_dataloader(job: Job) -> None:
     job.seed()
     job.trainer().fit(Net(), datamodule=Reloading(job, None))
+
+
+@scenario()
+def reloaded_every_other_epoch_by_the_epoch(job: Job) -> None:
+    class Harder(Reloading):
+        def train_dataloader(self):
+            count = 16 + 4 * self.trainer.current_epoch
+            data = self.job.samples(60, seed=self.trainer.current_epoch)
+            return self.job.loader([data[index] for index in range(count)], shuffle=True)
+
+        def val_dataloader(self):
+            return self.job.loader(self.job.samples(12, seed=self.trainer.current_epoch))
+
+    job.seed()
+    job.trainer(reload_dataloaders_every_n_epochs=2, max_epochs=4).fit(Net(), datamodule=Harder(job, None))
+
+
+GLOBAL_NOISE = np.random.default_rng(5)
+
+
+@scenario(workers=(0, 2))
+def augmented_from_a_global_generator_and_a_closure(job: Job) -> None:
+    own = random.Random(6)
+
+    class Noisy(Counts):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = self.data[index]
+            return x + float(GLOBAL_NOISE.normal(0, 0.1)), y
+
+    def collate(samples: list[Any]) -> list[torch.Tensor]:
+        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+        return [x + own.gauss(0, 0.1), y]
+
+    job.seed()
+    job.fit(Net(), train=job.loader(Noisy(job.samples()), shuffle=True, collate_fn=collate))
+
+
+@scenario(workers=(2,))
+def order_set_by_epoch_before_workers_know_it(job: Job) -> None:
+    class Ordered(Counts):
+        order: Any = None
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.data[index if self.order is None else int(self.order[index])]
+
+    class Orders(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            data = trainer.train_dataloader.dataset
+            data.order = np.random.default_rng(trainer.current_epoch).permutation(len(data))
+
+    job.seed()
+    job.fit(Net(), Orders(), train=job.loader(Ordered(job.samples()), shuffle=True, persistent_workers=True))
 
 
 @scenario()

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_tricks._torch_compat.modules import REGISTRIES
 from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, CannotRestoreError, is_subclass
 
+CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
 _slots_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -31,6 +32,9 @@ def attribute_dict(value: Any) -> dict[str, Any] | None:
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
     """Return names and values of the attributes that an object itself has, those in `__slots__` included."""
+    if type(value) is types.CellType:
+        part = _slot(value, CELL_CONTENTS)
+        return [] if part is MISSING else [(CELL_CONTENTS, part)]
     found = [(name, part) for name, part in (attribute_dict(value) or {}).items() if type(name) is str]
     for name in _slots(type(value)):
         part = _slot(value, name)
@@ -50,6 +54,8 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         raise CannotRestoreError("it is a method of the class")
     if is_subclass(type(owner), nn.Module) and any(name in (own or {}).get(kind, ()) for kind in REGISTRIES):
         raise CannotRestoreError("it is registered in the module here")
+    if type(owner) in (types.ModuleType, types.CellType) and _is_code(dict(attributes(owner)).get(name)):
+        raise CannotRestoreError("it is a function, a class or a module here")
     if is_subclass(type(owner), type):
         type.__setattr__(owner, name, value)
     elif own is None or name in _slots(type(owner)):
@@ -67,6 +73,10 @@ def delete_attribute(owner: Any, name: str) -> None:
         object.__delattr__(owner, name)
     else:
         del own[name]
+
+
+def _is_code(value: Any) -> bool:
+    return is_subclass(type(value), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def _is_method(owner: Any, name: str) -> bool:
@@ -96,5 +106,5 @@ def _names(slots: Any) -> Iterable[str]:
 def _slot(value: Any, name: str) -> Any:
     try:
         return object.__getattribute__(value, name)
-    except AttributeError:
+    except (AttributeError, ValueError):  # the latter of a closure's variable that is not set
         return MISSING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import operator
@@ -38,6 +39,7 @@ _SAMPLED_ELEMENTS = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # a fresh process has these anyway, or they say nothing about a run
 IGNORED_TYPES = (types.ModuleType, weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_never_twice = itertools.count()
 
 
 class ValueDigest:
@@ -225,15 +227,17 @@ def _sample(data: Tensor, step: int) -> Tensor:
 
 
 def _position(value: Any, kind: type) -> str:
-    """Return the position of an iterator, if its type tells it; empty if not."""
+    """Return the position of an iterator, another each time where its type does not tell it; empty for others."""
     if is_subclass(kind, loader_iterator_type()):
         return str(num_yielded(value))
     if kind.__module__ == "multiprocessing.sharedctypes":
         return repr(value.get_obj().value)
     if is_subclass(kind, itertools.count):
         return repr(value)
-    if is_subclass(kind, types.GeneratorType):
-        return str(value.gi_frame is None or value.gi_frame.f_lasti)
+    if is_subclass(kind, types.GeneratorType) and inspect.getgeneratorstate(value) != inspect.GEN_SUSPENDED:
+        return inspect.getgeneratorstate(value)
     if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
         return str(operator.length_hint(value, -1))
+    if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
+        return str(next(_never_twice))  # such as `map`, `itertools.cycle` or a generator between two of its values
     return ""

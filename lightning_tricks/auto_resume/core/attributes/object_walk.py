@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict, attributes, has_attributes
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    CELL_CONTENTS,
+    attribute_dict,
+    attributes,
+    has_attributes,
+)
+from lightning_tricks.auto_resume.core.attributes.code_state import (
+    closure_variables,
+    functions_of,
+    global_names,
+    held_parts,
+    is_callable_with_state,
+    is_users,
+)
 from lightning_tricks.auto_resume.core.attributes.digests import MAX_ENTRIES
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
     UnsavedModuleState,
@@ -28,13 +43,13 @@ from lightning_tricks.auto_resume.core.attributes.walkable_types import (
     is_never_walked,
     is_stateful,
     is_user_class,
+    is_user_module,
     is_walkable,
 )
 
 MAX_OBJECTS = 20_000
 MAX_OBJECT_DEPTH = 40  # attributes of attributes
 MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
-_NUMBERS = frozenset({bool, int, float})
 
 SkippedNames = Callable[[Any], Collection[str]]
 
@@ -69,6 +84,8 @@ class ObjectWalk:
 
     Attributes:
         skipped: Returns the names of attributes to leave out of an object.
+        with_code: Whether functions of the user's code are walked as well: what they are bound to, their closures and
+            default arguments, and the global variables that they name.
         slots: Path -> attribute.
         owners: Path -> object.
         modules: Path of each module that another one registers -> path of that one, and the name in it.
@@ -78,9 +95,11 @@ class ObjectWalk:
         paths: Id of each object -> its path.
         truncated: Paths of objects beyond the bounds on their number and depth.
         num_built: Number of objects that were created while attributes were restored.
+        has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
     """
 
     skipped: SkippedNames
+    with_code: bool = False
     slots: dict[str, AttributeSlot] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -89,11 +108,15 @@ class ObjectWalk:
     paths: dict[int, str] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
     num_built: int = 0
+    has_models: bool = False
+    _seen_functions: set[int] = field(default_factory=set)
+    _open_owners: set[int] = field(default_factory=set)
 
     @classmethod
-    def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames) -> ObjectWalk:
+    def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames, *, with_code: bool = False) -> ObjectWalk:
         """Walk over objects, given by name."""
-        walk = cls(skipped)
+        walk = cls(skipped, with_code)
+        walk.has_models = any(is_subclass(type(root), nn.Module) for root in roots.values())
         for name, root in roots.items():
             if is_never_walked(type(root)) or type(root) in SCALARS:
                 continue
@@ -121,6 +144,7 @@ class ObjectWalk:
             skipped = module_internals().union(skipped)
         elif "state_dict" not in skipped and is_stateful(type(value)):
             self.stateful[path] = value
+        self._visit_callable(value, path, depth)
         for name, part in attributes(value):
             if name not in skipped:
                 self._add_slot(AttributeSlot(value, path, name, part), f"{path}.{name}", depth + 1)
@@ -130,12 +154,61 @@ class ObjectWalk:
         return path
 
     def _visit_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
-        """Add what all objects of a class share and may change: its numbers and mutable values."""
+        """Add what all objects of a class share and may change: its plain and its mutable values."""
         self.paths[id(kind)] = path
         self.owners[path] = kind
         for name, part in tuple(vars(kind).items()):
-            if not name.startswith("__") and name not in skipped and (type(part) in _NUMBERS or is_mutable(type(part))):
+            if not name.startswith("__") and name not in skipped and (type(part) in SCALARS or is_mutable(type(part))):
                 self._add_slot(AttributeSlot(kind, path, name, part), f"{path}.{name}", depth + 1)
+        for function in functions_of(kind) if self.with_code else ():
+            self._visit_callable(function, f"{path}.{function.__name__}", depth)
+
+    def _visit_callable(self, value: Any, path: str, depth: int) -> None:
+        """Add what a function, a method or a partial keeps values in."""
+        if not self.with_code or not is_callable_with_state(type(value)):
+            return
+        if type(value) is FunctionType:
+            if id(value) in self._seen_functions or not is_users(value):
+                return
+            self._seen_functions.add(id(value))
+            for name, cell in closure_variables(value):
+                self._visit_variables(cell, {CELL_CONTENTS}, f"{path}.{name}", depth)
+            self._visit_variables(sys.modules[value.__module__], global_names(value), "", depth)
+        for name, part in held_parts(value):
+            inner = f"{path}.{name}"
+            if is_callable_with_state(type(part)):
+                self._visit_callable(part, inner, depth + 1)
+            elif self._may_hold_state(part) and (is_walkable(type(part)) or is_mutable(type(part))):
+                self._add_slot(AttributeSlot(None, inner, "", part), inner, depth + 1)
+
+    def _visit_variables(self, owner: Any, names: Collection[str], path: str, depth: int) -> None:
+        """Add the variable of a closure's cell, or those of the user's modules that have some names."""
+        is_module = type(owner) is ModuleType
+        path = self.paths.setdefault(id(owner), f"globals.{owner.__name__}" if is_module else path)
+        self.owners[path] = owner
+        own, skipped = dict(attributes(owner)), self.skipped(owner)
+        self._open_owners.add(id(owner))  # modules may import each other
+        for name in sorted(own.keys() & names):
+            value, inner = own[name], f"{path}.{name}"
+            if name in skipped or name.startswith("__") or inner in self.slots:
+                continue
+            if type(value) is ModuleType:
+                if is_user_module(value.__name__) and id(value) not in self._open_owners:
+                    self._visit_variables(value, names, "", depth)
+            elif type(value) is FunctionType:
+                self._visit_callable(value, inner, depth + 1)
+            elif is_subclass(type(value), type):
+                if is_user_class(value) and id(value) not in self.paths:
+                    self._visit_class(value, inner, depth, ())
+            elif self._may_hold_state(value):
+                self._add_slot(AttributeSlot(owner, path, name, value), inner, depth + 1)
+        self._open_owners.discard(id(owner))
+
+    def _may_hold_state(self, value: Any) -> bool:
+        """Whether what a function holds is tracked here: models only with the model, and nothing of this package."""
+        if str(type(value).__module__).startswith("lightning_tricks."):
+            return False
+        return self.has_models or not is_subclass(type(value), nn.Module)
 
     def _visit_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
         own = attribute_dict(module) or {}
@@ -156,6 +229,8 @@ class ObjectWalk:
             return
         if is_walkable(kind):
             slot.target = self._visit(value, path, depth)
+        elif is_callable_with_state(kind):
+            self._visit_callable(value, path, depth)
         elif container_base(kind) is not None:
             self._visit_container(value, path, depth, 0)
         elif has_own_state_dict(kind) or is_stateful(kind):
@@ -174,6 +249,8 @@ class ObjectWalk:
                 continue
             if is_walkable(kind):
                 self._visit(part, f"{path}.{key_label(key)}", depth)
+            elif is_callable_with_state(kind):
+                self._visit_callable(part, f"{path}.{key_label(key)}", depth)
             elif has_own_state_dict(kind):
                 self._add_stateful(part, f"{path}.{key_label(key)}")
             elif container_base(kind) is not None:

@@ -56,16 +56,16 @@ def restore_changes(
     """
     values, failed = changes["values"], dict[str, str]()
     # in this order: modules, as others' attributes lie in them; values; what shares a value; states of whole objects
-    walk = ObjectWalk.from_roots(roots, skipped)
+    walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
     for path, change in values.items():
         if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
-            walk = ObjectWalk.from_roots(roots, skipped)
+            walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
     later = ("same", "module")
     for path, change in values.items():
         if change["name"] != STATE_KEY and _kind(change) not in later:
             num_before = walk.num_built
             _try_restore(_restore_value, path, change, walk, failed)
-            walk = ObjectWalk.from_roots(roots, skipped) if walk.num_built > num_before else walk
+            walk = ObjectWalk.from_roots(roots, skipped, with_code=True) if walk.num_built > num_before else walk
     for path, change in values.items():
         if _kind(change) == "same":
             _try_restore(_restore_shared, path, change, walk, failed)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import (
     AttributeSnapshot,
     state_digest,
@@ -68,6 +70,8 @@ class AttributeTracker:
         roots: Objects by name, or a function that returns them.
         skipped: Returns the names of attributes to leave out of an object; `"state_dict"` among them leaves out its
             state.
+        with_code: Whether to track what functions of the user's code keep values in as well: bound objects, closures,
+            default arguments, and the global variables that they name.
 
     Examples:
         >>> from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
@@ -87,8 +91,9 @@ class AttributeTracker:
         roots: Callable[[], Mapping[str, Any]] | Mapping[str, Any],
         *,
         skipped: SkippedNames = nothing_skipped,
+        with_code: bool = True,
     ) -> None:
-        self._roots, self._skipped = roots, skipped
+        self._roots, self._skipped, self._with_code = roots, skipped, with_code
         self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
         self._snapshots = dict(take_snapshots(walk, dict(walk.paths)))
@@ -107,14 +112,20 @@ class AttributeTracker:
             self._compare_attribute(path, walk.slots[path], snapshot, self._encode_budget(path, walk, known), found)
         for path, snapshot in self._snapshots.items():
             owner, name = snapshot.location
-            if path not in walk.slots and owner in walk.owners:
+            if path in walk.slots or owner not in walk.owners:
+                continue
+            replaced = _replaced_variable(walk.owners[owner], name)
+            if replaced is MISSING:
                 found.add(path, AttributeSlot(None, owner, name, None), {"kind": "deleted"})
+            else:
+                found.lost[path] = type_name(type(replaced))
         for path, stateful in walk.stateful.items():
             self._compare_state(path, stateful, found)
         return found.within_limit(MAX_BYTES)
 
     def _walk(self) -> ObjectWalk:
-        return ObjectWalk.from_roots(self._roots() if callable(self._roots) else self._roots, self._skipped)
+        roots = self._roots() if callable(self._roots) else self._roots
+        return ObjectWalk.from_roots(roots, self._skipped, with_code=self._with_code)
 
     def _compare_attribute(
         self,
@@ -231,6 +242,24 @@ class AttributeTracker:
             if owner == parent and self._owners.get(path) == type_name(type(module))
         }
         return find_template(same_type)
+
+
+def all_values(
+    roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped, with_code: bool = True
+) -> AttributeChanges:
+    """Return the values of all attributes of objects, as `AttributeTracker.changes` does if all of them changed."""
+    present: dict[str, Any] = {}
+    tracker = AttributeTracker(lambda: present, skipped=skipped, with_code=with_code)
+    present.update(roots)
+    return tracker.changes()
+
+
+def _replaced_variable(owner: Any, name: str) -> Any:
+    """Return what a class, a module or a closure has under the name of a variable that is tracked no more."""
+    if is_subclass(type(owner), type):
+        return vars(owner).get(name, MISSING)
+    is_variable = type(owner) in (types.ModuleType, types.CellType)
+    return dict(attributes(owner)).get(name, MISSING) if is_variable else MISSING
 
 
 def _newly_truncated(walk: ObjectWalk, before: Collection[str]) -> dict[str, str]:

@@ -69,9 +69,16 @@ def is_user_class(kind: type) -> bool:
     """Whether a class is defined in the user's own code, not in an installed package."""
     if not (is_walkable(kind) or is_subclass(kind, nn.Module)) or not isinstance(kind.__module__, str):
         return False
-    if kind.__module__.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}:
+    return is_user_module(kind.__module__)
+
+
+def is_user_module(name: str) -> bool:
+    """Whether a module that is imported is the user's own code, not one of an installed package."""
+    if type(name) is not str or name not in sys.modules:
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if name.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
 
 
@@ -85,7 +92,8 @@ def can_be_rebuilt(kind: type, owner: Any) -> bool:
         return False
     if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
         return False  # a base is written in C, and may hold more than attributes
-    modules = (sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_class(part))
+    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_class(part)]
+    modules += [owner] if type(owner) is types.ModuleType else []
     names = [named for module in modules if module is not None for named in vars(module).values()]
     return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
 from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
-from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.data.sampling_order import value_digest
 
 # packages whose objects are handles to data, which a fresh process opens again
@@ -95,6 +95,28 @@ class LoaderObjects:
         }
         self.fingerprint = baselines.fingerprint(loader.dataset, _other_parts(objects, loader.dataset))
         self._unsaved, self._reported = dict[str, str](), set[str]()
+        self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
+
+    def remember_values(self) -> None:
+        """Keep copies of all attributes as they are now, before anything changes them, for `undo_changes`."""
+        loader = self._loader()
+        objects = {} if loader is None else loader_parts(loader)
+        for name, value in objects.items():
+            skipped = _skip_other_parts(_other_parts(objects, value))
+            self._values[name] = all_values({name: value}, skipped=skipped)
+
+    def undo_changes(self, kept: Mapping[str, Any]) -> None:
+        """Undo the changes since `remember_values`, except those that `changes` returned as `kept`."""
+        for name, before in self._values.items():
+            known = {**kept.get(name, {}).get("values", {}), **before["lost"]}
+            changed = self._attributes[name].changes()["values"]
+            undone = {
+                path: before["values"].get(path, {**change, "value": {"kind": "deleted"}})
+                for path, change in changed.items()
+                if path not in known
+            }
+            if undone:
+                self.restore_changes({name: {"values": undone, "lost": {}}})
 
     def changes(self, names: Collection[str] = (), report_unsaved: bool = True) -> dict[str, AttributeChanges]:
         """Return what changed in the fit: name of the object -> changes.

@@ -28,6 +28,7 @@ def resume_iterator(tracked: TrackedDataLoader, saved: LoaderPosition) -> Any:
     loader, objects = tracked.loader, tracked.objects
     # from the state of then, torch draws the same seed for the workers, and the sampler the same order
     at_creation = LoaderSnapshot.from_dict(saved.at_creation)
+    objects.undo_changes(kept=at_creation.objects)  # of hooks that came after it, and now came before
     at_creation.restore(loader, objects)
     tracker = IteratorTracker(tracked, at_creation)
     tracker.workers.restore(saved)

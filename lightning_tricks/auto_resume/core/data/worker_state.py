@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
 from lightning_tricks.auto_resume.core.attributes.change_collector import AttributeChanges
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
@@ -66,7 +67,7 @@ class TrackedWorkerData:
     def _skipped_names(self, owner: Any) -> set[str]:
         """Return the names of attributes that are, or were once, too large."""
         names = self._large_names.setdefault(id(owner), {"state_dict"})
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
+        for name, value in attributes(owner):
             if name not in names and _is_large(value):
                 names.add(name)
                 if self._is_initialized:
