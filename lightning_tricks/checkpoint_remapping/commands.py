@@ -71,10 +71,11 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
 
 
 def _show(arguments: argparse.Namespace) -> int:
-
+    from lightning_tricks._shared.checks import check_optional_count
     from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
+    check_optional_count("--depth", arguments.depth)
     console = make_console()
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     console.print(_tree(checkpoint, arguments.depth))

@@ -47,11 +47,12 @@ def add_to(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-
+    from lightning_tricks._shared.checks import check_count
     from lightning_tricks._shared.model_argument import import_model
     from lightning_tricks.flops.core.model_flops import count_flops
 
     try:
+        check_count("--depth", arguments.depth, minimum=0)
         model = import_model(arguments.model)
         inputs = _inputs(model, arguments.input, arguments.dtype)
         count = count_flops(

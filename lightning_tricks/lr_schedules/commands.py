@@ -52,10 +52,12 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
+    from lightning_tricks._shared.checks import check_number
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
     try:
+        check_number("--lr", arguments.lr, above=0)
         spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})
         factors = spec.factors(arguments.total, arguments.steps_per_epoch)
     except (TypeError, ValueError) as error:

@@ -91,6 +91,7 @@ def test_align_and_remap(capsys, resnet):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["show", "w.pt", "--depth", "0"], "--depth must be a whole number >= 1, got 0"),
         (["show", "nothing.pt"], "MissingCheckpointError: nothing.pt does not exist"),
         (["align", "w.pt", "torchvision.models"], "the model must be MODULE:NAME"),
         (["align", "w.pt", NET], "CheckpointError"),

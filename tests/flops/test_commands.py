@@ -66,6 +66,7 @@ def test_a_module_in_the_working_directory(capsys):
     [
         ([NET, "--input", "3,9"], "shapes cannot be multiplied"),
         ([NET], "--input is needed: Small has no example_input_array"),
+        ([NET, "--input", "3,8", "--depth", "-1"], "--depth must be a whole number >= 0, got -1"),
         ([NET, "--input", "3xx8"], "whole numbers with commas"),
         ([NET, "--input", "3,8", "--dtype", "float23"], "must be a torch dtype"),
         (["Small", "--input", "3,8"], "must be MODULE:NAME"),

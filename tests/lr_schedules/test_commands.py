@@ -39,6 +39,8 @@ def test_recipe_in_epochs(capsys):
         ("--total 0", "total_steps must be a whole number >= 1"),
         ("--kind wsd", "--total"),
         ("--total 10 --interval epoch", "steps_per_epoch"),
+        ("--total 10 --lr nan", "--lr must be a number > 0"),
+        ("--total 10 --lr -1", "--lr must be a number > 0"),
         ("--total 10 --plot /nowhere/a.png", "nowhere"),
         ("--total 10 --plot picture.docx", "docx"),
     ],
