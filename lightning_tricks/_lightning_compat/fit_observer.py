@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.guards import needs_private, overriding
@@ -26,6 +26,9 @@ class FitObserver:
     def before_loaders_created(self, kind: str, epoch: int) -> int:
         """Return the epoch in which the "training" or "validation" loaders are to be created, which is `epoch`."""
         return epoch
+
+    def after_loaders_created(self) -> None:
+        """Called after loaders were created without an error."""
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Called after the training loaders were created, and before their iterators are."""
@@ -115,10 +118,8 @@ class _ObservedLoops:
         self._plain_fit["_load_combined_loader_states"]()
 
     def _setup_train_data(self) -> None:
-        if _combined_loader(self._fit) is None or _reloads(self._fit, "_should_reload_train_dl"):
-            with self._created_in_its_epoch("training"):
-                self._plain_fit["setup_data"]()
-        else:
+        is_due = _combined_loader(self._fit) is None or _reloads(self._fit, "_should_reload_train_dl")
+        with self._created_in_its_epoch("training") if is_due else nullcontext():
             self._plain_fit["setup_data"]()
         if self._in_advance_start:
             self._observer.before_epoch_start_hooks()
@@ -127,12 +128,13 @@ class _ObservedLoops:
     def _created_in_its_epoch(self, kind: str) -> Iterator[None]:
         """Let `trainer.current_epoch` be the one in which loaders were created first, while they are created."""
         progress = self._fit.epoch_progress.current
-        epoch = progress.processed
-        progress.processed = self._observer.before_loaders_created(kind, epoch)
+        epoch = progress.completed  # which `current_epoch` returns
+        progress.completed = self._observer.before_loaders_created(kind, epoch)
         try:
             yield
         finally:
-            progress.processed = epoch
+            progress.completed = epoch
+        self._observer.after_loaders_created()
 
     def _on_advance_start(self) -> None:
         self._in_advance_start = True
@@ -143,10 +145,8 @@ class _ObservedLoops:
 
     def _setup_validation_data(self) -> None:
         reloaded = _reloads(self._validation, "_should_reload_val_dl")
-        if _combined_loader(self._validation) is None or reloaded:
-            with self._created_in_its_epoch("validation"):
-                self._plain_validation["setup_data"]()
-        else:
+        is_due = _combined_loader(self._validation) is None or reloaded
+        with self._created_in_its_epoch("validation") if is_due else nullcontext():
             self._plain_validation["setup_data"]()
         loader = _combined_loader(self._validation)
         if loader is not None and loader is not self._seen_validation_loader:

@@ -116,6 +116,7 @@ class LoaderTracker:
                     loader.create_persistent_iterator()
             self._compare_fingerprints(loader, state)
             loader.restore_generator_states(state["generators"])
+            loader.objects.remember_values()
             loader.objects.restore_changes(state["objects"])
         self._saved_validation = ()
 
@@ -144,9 +145,11 @@ class LoaderTracker:
             for loader, state in zip(self._train, saved["train"], strict=True):
                 loader.restore_generator_states(state["generators"])
                 if state[_POSITION_KEY] is None:
-                    loader.objects.restore_changes(state["objects"])
+                    loader.objects.restore_all(state["objects"])
                 loader.resume_from(state[_POSITION_KEY])
             recreate_iterators(trainer)
+        for loader, state in zip(self._validation, saved["validation"], strict=False):
+            loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
         return pending
 
     def restore_positions(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:

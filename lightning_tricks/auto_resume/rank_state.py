@@ -37,6 +37,7 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSl
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
+from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 from lightning_tricks.auto_resume.module_state import (
     buffer_digests,
     move_to_device,
@@ -80,8 +81,8 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
-        self._initial_settings = self._trainer_settings()
-        self._initial_limits = loop_limits(trainer)
+        self._settings = ChangedValues(self._trainer_settings())
+        self._limits = ChangedValues(loop_limits(trainer))
         self._initial_callbacks = set(named_callbacks(trainer))
         self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
@@ -104,10 +105,16 @@ class RankState:
 
         All hooks before the first epoch must have been called: some of them change it as well.
         """
-        self._initial_limits = loop_limits(self.trainer)
+        self._limits = ChangedValues(loop_limits(self.trainer))
         for name, (before, after) in shared_state.get("limits", {}).items():
-            if self._initial_limits[name] in (before, after):  # the Trainer was given the same as before
-                self._initial_limits[name] = before
+            if self._limits.initial[name] in (before, after):  # the Trainer was given the same as before
+                self._limits.initial[name] = before
+                self._limits.note([name])
+        self._set_limits(shared_state)
+
+    def _set_limits(self, shared_state: Mapping[str, Any]) -> None:
+        for name, (before, after) in shared_state.get("limits", {}).items():
+            if self._limits.initial[name] == before:
                 set_loop_limits(self.trainer, {name: after})
 
     def allow_epoch(self, epoch: int, shared_state: Mapping[str, Any]) -> None:
@@ -119,16 +126,22 @@ class RankState:
 
     def shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is the same on all ranks and a checkpoint lacks, as tensors on the CPU and plain values."""
-        changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
+        changes = self._shared_changes()
         changes["lists"] = module_list_types(self._modules())
-        now = self._trainer_settings()
-        changes["settings"] = {name: value for name, value in now.items() if value != self._initial_settings[name]}
-        limits = loop_limits(self.trainer)
-        changes["limits"] = {
-            name: [before, limits[name]] for name, before in self._initial_limits.items() if limits[name] != before
-        }
         changes["left_out"] = tensors_left_out(self.module, checkpoint["state_dict"], self._initial_tensors)
         return dict(move_to_device(changes, "cpu"))
+
+    def _shared_changes(self) -> dict[str, Any]:
+        changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
+        changes["settings"] = self._settings.changes(self._trainer_settings())
+        limits = self._limits.changes(loop_limits(self.trainer))
+        changes["limits"] = {name: [self._limits.initial[name], now] for name, now in limits.items()}
+        return changes
+
+    def note_changes(self) -> dict[str, Any]:
+        """Return `attribute_changes`; all that has changed now is saved from here on, even if it is changed back."""
+        self._shared_changes()
+        return self.attribute_changes()
 
     def attribute_changes(self) -> dict[str, Any]:
         """Return the attributes that changed, as tensors and plain values."""
@@ -230,6 +243,7 @@ class RankState:
             incomplete = {path.rpartition(".")[0] for path in changes["lost"]}
             values = {path: one for path, one in changes["values"].items() if one["of"] not in incomplete}
             changes = {**changes, "values": values}
+        self._attributes.note(changes)
         owners, extras = self._owners.module_and_callbacks(), optimizer_extras(self.trainer.optimizers)
         failed = restore_changes({**owners, **extras}, changes, skipped=self._owners.skipped_names)
         restore_optimizer_extras(self.trainer.optimizers, extras)
@@ -241,6 +255,9 @@ class RankState:
     def restore_structure(self, shared_state: Mapping[str, Any]) -> None:
         """Restore pruning masks, parameter groups, training modes, and which parameters require gradients."""
         if shared_state:
+            self._structure.note(shared_state)
+            self._settings.note(shared_state["settings"])
+            self._set_limits(shared_state)
             restore_module_lists(self._modules(), shared_state["lists"])
             restore_pruning_masks(self.module, shared_state["masks"])
             if shared_state["groups"]:

@@ -165,6 +165,11 @@ class ResumableFit(FitObserver):
             return int(origin.get("epoch", epoch))
         return epoch
 
+    def after_loaders_created(self) -> None:
+        """Restore the attributes of a fit that had finished: nothing may follow that restores them later."""
+        if self._pending is not None and self._pending.save_point is SavePoint.FIT_END:
+            self.rank.restore_attributes(self._pending.rank_state["attributes"])
+
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Track the loaders, from the position that is resumed."""
         saved = self._pending.rank_state["loaders"] if self._pending is not None else None
@@ -198,7 +203,7 @@ class ResumableFit(FitObserver):
             self._epoch_start = {
                 RNG_STATE_KEY: pack_rng_state(),
                 "groups": param_group_names(self.module, self.trainer.optimizers),
-                "attributes": self.rank.attribute_changes(),
+                "attributes": self.rank.note_changes(),
             }
 
     def before_epoch_iterators(self) -> None:
@@ -218,6 +223,7 @@ class ResumableFit(FitObserver):
             if pending.save_point is SavePoint.AFTER_BATCH:
                 finish_batch()
             return
+        self.rank.note_changes()  # by the hooks of the epoch's start, which are repeated where it is resumed
         self.loaders.record_rng_state("batch")
         self.loaders.record_first_batch(self.trainer)
         epoch = self.trainer.current_epoch

@@ -23,6 +23,8 @@ ELSEWHERE = {  # where it shows more
     "tracker": "just before validation",
     "reloaded_with_generator": "at an epoch's start",
     "stacking": "at an epoch's end",
+    "optimizer_in_an_optimizer": "after the fit",
+    "reloaded_every_other_epoch_by_the_epoch": "at an epoch's start",
 }
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "kl_annealing": (2, 2),
@@ -33,6 +35,8 @@ SEVERAL = {  # (ranks, workers), where that makes a difference
     "dataset_with_generator_in_workers_that_stay": (1, 2),
     "shuffle_buffer_with_generator": (1, 2),
     "order_set_by_epoch_before_workers_know_it": (1, 2),
+    "data_noisy_in_the_first_epoch": (1, 2),
+    "validation_data_less_noisy_after_the_first_epoch": (1, 2),
     "stacking": (2, 2),
     "stacking_with_a_net": (2, 0),
 }

@@ -4,7 +4,7 @@ Each is a small program of its own. A run of it that was killed anywhere and sta
 one, bit for bit, or say what differs.
 """
 
-from tests.auto_resume.scenarios import callbacks, data, ensembles, epochs, holders, memory, metrics
+from tests.auto_resume.scenarios import callbacks, changed_back, data, ensembles, epochs, holders, memory, metrics
 from tests.auto_resume.scenarios.frame import BATCHES, SCENARIOS, Scenario
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "SCENARIOS",
     "Scenario",
     "callbacks",
+    "changed_back",
     "data",
     "ensembles",
     "epochs",

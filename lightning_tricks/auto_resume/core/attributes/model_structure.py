@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
+from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 
 
 class ModelStructure:
@@ -23,33 +24,36 @@ class ModelStructure:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._initial_flags = {name: _module_flags(module) for name, module in modules.items()}
+        self._flags = {name: ChangedValues(_module_flags(module)) for name, module in modules.items()}
         self._buffers = {name: set(dict(module.named_buffers())) for name, module in modules.items()}
         self._parameters = {name: set(dict(module.named_parameters())) for name, module in modules.items()}
         self._groups: list[list[list[str]]] = []
+        self._has_other_groups = False
 
     def record_groups(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """Record which parameters the groups of the optimizers have, as soon as there are optimizers."""
         self._groups = param_group_names(module, optimizers)
 
     def changes(self, modules: Mapping[str, nn.Module], module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-        """Return what changed, as tensors and plain values."""
+        """Return what is other than at first, or was so at an earlier call, as tensors and plain values."""
         groups, masks = param_group_names(module, optimizers), pruning_masks(module)
         # a masked module registers its parameters in another order, in which a fresh process gives them to optimizers
-        has_other_groups = groups != self._groups or bool(masks)
+        self._has_other_groups |= groups != self._groups or bool(masks)
         return {
-            "flags": {
-                name: {
-                    key: now
-                    for key, now in _module_flags(part).items()
-                    if self._initial_flags.get(name, {}).get(key) != now
-                }
-                for name, part in modules.items()
-            },
-            "groups": groups if has_other_groups else None,
+            "flags": {name: self._flags_of(name).changes(_module_flags(part)) for name, part in modules.items()},
+            "groups": groups if self._has_other_groups else None,
             "masks": masks,
             "buffers": [name for name, _ in module.named_buffers() if name not in self._buffers[""]],
         }
+
+    def note(self, changes: Mapping[str, Any]) -> None:
+        """Count as changed what had changed in another process, whose `changes` are restored here."""
+        self._has_other_groups |= changes["groups"] is not None
+        for name, flags in changes["flags"].items():
+            self._flags_of(name).note(flags)
+
+    def _flags_of(self, name: str) -> ChangedValues:
+        return self._flags.setdefault(name, ChangedValues({}))
 
     def new_parameters(self, module: nn.Module) -> list[str]:
         """Return the names of added parameters, which a resumed run's module lacks when weights are loaded."""
@@ -104,8 +108,11 @@ def pruning_masks(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def restore_pruning_masks(module: nn.Module, masks: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Restore the masks of parameters, also of those that are masked already."""
-    present = {f"{prefix}{name}" for prefix, _, name in _masked_parameters(module)}
+    """Restore the masks of parameters, also of those that are masked already, and remove all others."""
+    present = {f"{prefix}{name}": (part, name) for prefix, part, name in _masked_parameters(module)}
+    for part, name in (parameter for path, parameter in present.items() if path not in masks):
+        getattr(part, f"{name}_mask").fill_(1)  # what is left is the whole parameter
+        prune.remove(part, name)
     for path, saved in masks.items():
         prefix, _, name = path.rpartition(".")
         part = module.get_submodule(prefix)

@@ -114,6 +114,8 @@ def _restore_module_copy(path: str, change: Any, walk: ObjectWalk) -> None:
 def _restore_value(path: str, change: Any, walk: ObjectWalk) -> None:
     present = walk.slots[path].value if path in walk.slots else MISSING
     owner, name = walk.owners.get(change["of"]), change["name"]
+    if _kind(change) == "initial":
+        return
     if _kind(change) == "deleted":
         if present is not MISSING:
             delete_attribute(owner, name)

@@ -60,11 +60,11 @@ class AttributeTracker:
     an iterator.
 
     Saved are numbers, strings, bytes, tensors, arrays, dates, paths, enums, containers of all of these, random
-    generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value that did not change is
-    not saved, so that an edit of code or arguments between two starts takes effect. Tensors over 256 KiB, arrays over
-    16 MiB, what a value holds beyond 16 MiB in all, and containers of more than 10,000 entries are compared by
-    identity, size, version and a sample: a change in place outside the sample is found in tensors alone, and not if it
-    was made through `data`.
+    generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value that was the same at all
+    calls is not saved, so that an edit of code or arguments between two starts takes effect. Tensors over 256 KiB,
+    arrays over 16 MiB, what a value holds beyond 16 MiB in all, and containers of more than 10,000 entries are compared
+    by identity, size, version and a sample: a change in place outside the sample is found in tensors alone, and not if
+    it was made through `data`.
 
     Args:
         roots: Objects by name, or a function that returns them.
@@ -100,9 +100,16 @@ class AttributeTracker:
         self._state_digests = {path: state_digest(value) for path, value in walk.stateful.items()}
         self._owners = {path: type_name(type(owner)) for path, owner in walk.owners.items()}
         self._modules, self._truncated = set(walk.modules), frozenset(walk.truncated)
+        self._seen_changed = dict[str, tuple[str, str]]()  # path -> path of the owner, and name
+
+    def note(self, changes: Mapping[str, Any]) -> None:
+        """Count as changed what had changed in another process, whose `changes` are restored here."""
+        values: Mapping[str, Any] = changes["values"]
+        kept = {path: one for path, one in values.items() if path not in self._modules}
+        self._seen_changed |= {path: (one["of"], one["name"]) for path, one in kept.items()}
 
     def changes(self) -> AttributeChanges:
-        """Return what changed since the tracker was created."""
+        """Return what is other than when the tracker was created, or was so at an earlier call."""
         walk = self._walk()
         found = ChangeCollector(_newly_truncated(walk, self._truncated), set(walk.stateful))
         self._compare_modules(walk, found)
@@ -110,9 +117,9 @@ class AttributeTracker:
         known = {number: path for number, path in walk.paths.items() if path in self._owners}
         for path, snapshot in take_snapshots(walk, known):
             self._compare_attribute(path, walk.slots[path], snapshot, self._encode_budget(path, walk, known), found)
-        for path, snapshot in self._snapshots.items():
-            owner, name = snapshot.location
-            if path in walk.slots or owner not in walk.owners:
+        initial = {path: snapshot.location for path, snapshot in self._snapshots.items()}
+        for path, (owner, name) in {**self._seen_changed, **initial}.items():
+            if path in walk.slots or owner not in walk.owners or name == STATE_KEY:
                 continue
             replaced = _replaced_variable(walk.owners[owner], name)
             if replaced is MISSING:
@@ -135,14 +142,17 @@ class AttributeTracker:
         budget: EncodeBudget,
         found: ChangeCollector,
     ) -> None:
-        """Add an attribute to the changes if it changed."""
+        """Add an attribute to the changes if it changed, or was changed and changed back."""
         before = self._snapshots.get(path)
         kind = type(slot.value)
-        if (
-            is_subclass(kind, *IGNORED_TYPES)
-            or has_own_state_dict(kind)
-            or (before is not None and not before.differs(snapshot, slot.value))
-        ):
+        if is_subclass(kind, *IGNORED_TYPES) or has_own_state_dict(kind):
+            return
+        if before is None or before.differs(snapshot, slot.value):
+            self._seen_changed[path] = snapshot.location
+        elif path not in self._seen_changed:
+            return
+        elif snapshot.is_opaque or slot.target == path:
+            found.add(path, slot, {"kind": "initial"})  # an object that a fresh process has as well
             return
         rebound = before is None or not before.is_value(slot.value)
         alias = slot.target if slot.target != path else ""
@@ -200,21 +210,25 @@ class AttributeTracker:
         return not value.is_integer() and (time.time in matching or (bool(matching) and bool(CLOCK_NAME.search(name))))
 
     def _compare_state(self, path: str, stateful: Any, found: ChangeCollector) -> None:
-        state = get_state(stateful)
-        if state is MISSING or state == {} or state_digest(stateful) == self._state_digests.get(path):
+        state, state_path = get_state(stateful), f"{path}.{STATE_KEY}"
+        if state is MISSING:
+            return
+        if state != {} and state_digest(stateful) != self._state_digests.get(path):
+            self._seen_changed[state_path] = path, STATE_KEY
+        elif state_path not in self._seen_changed:
             return
         is_large = isinstance(stateful, UnsavedModuleState | InPlaceOptimizerState)  # as the model itself is
         budget = EncodeBudget(sys.maxsize if is_large else MAX_BYTES)
         try:
             encoded = encode(state, budget)
         except TooLargeError:
-            found.lost[f"{path}.{STATE_KEY}"] = too_large_reason(f"over {MAX_BYTES >> 20} MiB")
+            found.lost[state_path] = too_large_reason(f"over {MAX_BYTES >> 20} MiB")
             return
         if budget.opaque_values:
             found.lost |= {".".join((path, STATE_KEY, *location)): kind for location, kind in budget.opaque_values}
         else:
             size = 0 if is_large else MAX_BYTES - budget.bytes_left
-            found.add(f"{path}.{STATE_KEY}", AttributeSlot(stateful, path, STATE_KEY, state), encoded, size)
+            found.add(state_path, AttributeSlot(stateful, path, STATE_KEY, state), encoded, size)
 
     def _compare_modules(self, walk: ObjectWalk, found: ChangeCollector) -> None:
         """Find modules that were added and removed; one without weights is restored as a copy of a sibling."""

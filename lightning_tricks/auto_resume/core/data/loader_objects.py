@@ -118,6 +118,11 @@ class LoaderObjects:
             if undone:
                 self.restore_changes({name: {"values": undone, "lost": {}}})
 
+    def restore_all(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `changes` returned in the stopped run, and undo all other changes since `remember_values`."""
+        self.undo_changes(kept=saved)
+        self.restore_changes(saved)
+
     def changes(self, names: Collection[str] = (), report_unsaved: bool = True) -> dict[str, AttributeChanges]:
         """Return what changed in the fit: name of the object -> changes.
 
@@ -138,6 +143,7 @@ class LoaderObjects:
         objects = {} if loader is None else loader_parts(loader)
         for name, changes in saved.items():
             if name in objects and (not names or name in names):
+                self._attributes[name].note(changes)
                 skipped = _skip_other_parts(_other_parts(objects, objects[name]))
                 failed |= restore_changes({name: objects[name]}, changes, skipped=skipped)
         return failed

@@ -126,6 +126,6 @@ class TrackedDataLoader:
         if position is None:
             return create_iterator(self)
         if position.at_end and not has_persistent_workers(self.loader):
-            self.objects.restore_changes(position.objects)
+            self.objects.restore_all(position.objects)
             return iter(())  # no workers are started: the next epoch creates an iterator of its own
         return resume_iterator(self, position)
