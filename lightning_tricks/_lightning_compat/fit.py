@@ -143,20 +143,23 @@ _FLAG_SINCE_2_6 = "_resuming_from_checkpoint"
 
 
 # The limits of the loops that callbacks may change while a fit runs
-_FIT_LIMITS, _EPOCH_LIMITS = ("min_epochs", "max_epochs"), ("min_steps", "max_steps")
+_FIT_LIMITS, _EPOCH_LIMITS = ("min_epochs", "max_epochs", "max_batches"), ("min_steps", "max_steps")
+LOADER_LIMITS = ("max_batches", "val_check_batch")  # those that the Trainer sets when it creates training loaders
 
 
 @needs_private("AutoResume")
 def loop_limits(trainer: Trainer) -> dict[str, Any]:
-    """Return how many epochs and steps a fit has at least and at most."""
+    """Return how many epochs and steps a fit has at least and at most, and how many batches until what is due."""
     fit = trainer.fit_loop
     limits = {name: getattr(fit, name) for name in _FIT_LIMITS}
-    return limits | {name: getattr(fit.epoch_loop, name) for name in _EPOCH_LIMITS}
+    limits |= {name: getattr(fit.epoch_loop, name) for name in _EPOCH_LIMITS}
+    return limits | {"val_check_batch": trainer.val_check_batch}
 
 
 @needs_private("AutoResume")
 def set_loop_limits(trainer: Trainer, limits: dict[str, Any]) -> None:
     """Set what `loop_limits` returns, or a part of it."""
     fit = trainer.fit_loop
-    for name in limits.keys() & {*_FIT_LIMITS, *_EPOCH_LIMITS}:
-        set_private(fit.epoch_loop if name in _EPOCH_LIMITS else fit, **{name: limits[name]})
+    owners = dict.fromkeys(_FIT_LIMITS, fit) | dict.fromkeys(_EPOCH_LIMITS, fit.epoch_loop)
+    for name in limits.keys() & {*owners, "val_check_batch"}:
+        set_private(owners.get(name, trainer), **{name: limits[name]})

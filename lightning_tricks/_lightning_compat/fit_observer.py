@@ -27,8 +27,8 @@ class FitObserver:
         """Return the epoch in which the "training" or "validation" loaders are to be created, which is `epoch`."""
         return epoch
 
-    def after_loaders_created(self) -> None:
-        """Called after loaders were created without an error."""
+    def after_loaders_created(self, kind: str) -> None:
+        """Called after "training" or "validation" loaders were created without an error."""
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Called after the training loaders were created, and before their iterators are."""
@@ -134,7 +134,7 @@ class _ObservedLoops:
             yield
         finally:
             progress.completed = epoch
-        self._observer.after_loaders_created()
+        self._observer.after_loaders_created(kind)
 
     def _on_advance_start(self) -> None:
         self._in_advance_start = True

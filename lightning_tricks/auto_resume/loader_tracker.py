@@ -150,6 +150,12 @@ class LoaderTracker:
             recreate_iterators(trainer)
         for loader, state in zip(self._validation, saved["validation"], strict=False):
             loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
+        for loader in (*self._train, *self._validation):
+            for path, why in loader.objects.failed.items():
+                loader.report_difference(
+                    f"is not as in the stopped run: {path} was not restored ({why}). Set it in on_train_epoch_start, "
+                    "which is called again, or keep plain values, tensors or random generators there"
+                )
         return pending
 
     def restore_positions(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:

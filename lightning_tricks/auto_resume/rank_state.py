@@ -11,8 +11,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
-from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.results import capture_loop_state, named_callbacks, restore_loop_state
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
@@ -24,6 +22,7 @@ from lightning_tricks.auto_resume.callback_state import (
 )
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
 from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
+from lightning_tricks.auto_resume.core.attributes.model_outline import Outline, outline
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
     capture_gradients,
@@ -37,7 +36,6 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSl
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
-from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 from lightning_tricks.auto_resume.module_state import (
     buffer_digests,
     move_to_device,
@@ -48,18 +46,11 @@ from lightning_tricks.auto_resume.module_state import (
     tensors_left_out,
     unsaved_buffer_versions,
 )
+from lightning_tricks.auto_resume.trainer_settings import TrainerSettings
 
 # An attribute of DDP: whether the next step broadcasts rank zero's buffers; it does unless a validation came before
 _SYNC_ATTRIBUTE = "require_forward_param_sync"
 REPLACED_MODULE_SUFFIX = "in the fit)"  # of entries of `unsaved_names` for modules that hooks may create again
-_TRAINER_SETTINGS = (
-    "accumulate_grad_batches",
-    "check_val_every_n_epoch",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "limit_val_batches",
-    "log_every_n_steps",
-)
 
 
 class RankState:
@@ -72,6 +63,7 @@ class RankState:
         module: The module that is trained.
 
     Attributes:
+        settings: What callbacks may change of the Trainer.
         failed: What could not be restored, and why.
     """
 
@@ -81,8 +73,7 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
-        self._settings = ChangedValues(self._trainer_settings())
-        self._limits = ChangedValues(loop_limits(trainer))
+        self.settings = TrainerSettings(trainer)
         self._initial_callbacks = set(named_callbacks(trainer))
         self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
@@ -92,6 +83,7 @@ class RankState:
         """Note the optimizers' groups, or restore those of `shared_state`, before the optimizers' states are loaded."""
         self._unsaved_buffers = {name: unsaved_buffer_versions(part) for name, part in self._modules().items()}
         self._initial_tensors = tensor_versions(self.module)
+        self.settings.on_fit_start()
         self._structure.record_groups(self.module, self.trainer.optimizers)
         skipped = self._owners.skipped_names_in_optimizers
         self._optimizer_attributes = AttributeTracker(
@@ -99,30 +91,6 @@ class RankState:
         )
         if shared_state.get("groups"):
             restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
-
-    def restore_limits(self, shared_state: Mapping[str, Any]) -> None:
-        """Restore how many epochs and steps the fit has, where a callback changed what the Trainer was given.
-
-        All hooks before the first epoch must have been called: some of them change it as well.
-        """
-        self._limits = ChangedValues(loop_limits(self.trainer))
-        for name, (before, after) in shared_state.get("limits", {}).items():
-            if self._limits.initial[name] in (before, after):  # the Trainer was given the same as before
-                self._limits.initial[name] = before
-                self._limits.note([name])
-        self._set_limits(shared_state)
-
-    def _set_limits(self, shared_state: Mapping[str, Any]) -> None:
-        for name, (before, after) in shared_state.get("limits", {}).items():
-            if self._limits.initial[name] == before:
-                set_loop_limits(self.trainer, {name: after})
-
-    def allow_epoch(self, epoch: int, shared_state: Mapping[str, Any]) -> None:
-        """Let the Trainer restore an epoch beyond its `max_epochs`, if a callback had raised that."""
-        _, after = shared_state.get("limits", {}).get("max_epochs", (None, None))
-        given = self.trainer.max_epochs
-        if after is not None and given is not None and 0 <= given < epoch <= after:
-            set_loop_limits(self.trainer, {"max_epochs": after})
 
     def shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is the same on all ranks and a checkpoint lacks, as tensors on the CPU and plain values."""
@@ -133,10 +101,7 @@ class RankState:
 
     def _shared_changes(self) -> dict[str, Any]:
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
-        changes["settings"] = self._settings.changes(self._trainer_settings())
-        limits = self._limits.changes(loop_limits(self.trainer))
-        changes["limits"] = {name: [self._limits.initial[name], now] for name, now in limits.items()}
-        return changes
+        return changes | self.settings.changes()
 
     def note_changes(self) -> dict[str, Any]:
         """Return `attribute_changes`; all that has changed now is saved from here on, even if it is changed back."""
@@ -183,15 +148,22 @@ class RankState:
             "syncs_buffers": getattr(self.trainer.model, _SYNC_ATTRIBUTE, None),
             "gradients": capture_gradients(self.module) if self._accumulates_gradients() else {},
             "callbacks": capture_callback_states(self.trainer, per_rank=is_distributed),
+            "outline": self.outline(),
         }
         attributes = {"attributes": self.attribute_changes(), "drawable": self._drawable_values()}
         return {**move_to_device(state, "cpu"), **attributes}
 
+    def outline(self) -> Outline:
+        """Return what can be compared and not restored: hooks, tied weights, classes of optimizers and schedulers."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return outline(self._modules(), self.trainer.optimizers, schedulers)
+
     def unsaved_names(self, state: Mapping[str, Any]) -> list[str]:
         """Return the names of what changed and cannot be saved."""
         found = [f"{path} ({kind})" for path, kind in state["attributes"]["lost"].items()]
-        added = [name for name in named_callbacks(self.trainer) if name not in self._initial_callbacks]
-        found += [f"{name} (a callback that was added {REPLACED_MODULE_SUFFIX}" for name in added]
+        initial, now = self._initial_callbacks, {*named_callbacks(self.trainer)}
+        for what, names in {"added": now - initial, "removed": initial - now}.items():
+            found += [f"{name} (a callback that was {what} {REPLACED_MODULE_SUFFIX}" for name in sorted(names)]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
 
     def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
@@ -256,15 +228,13 @@ class RankState:
         """Restore pruning masks, parameter groups, training modes, and which parameters require gradients."""
         if shared_state:
             self._structure.note(shared_state)
-            self._settings.note(shared_state["settings"])
-            self._set_limits(shared_state)
+            self.settings.restore(shared_state)
             restore_module_lists(self._modules(), shared_state["lists"])
             restore_pruning_masks(self.module, shared_state["masks"])
             if shared_state["groups"]:
                 restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
             restore_flags(self._modules(), shared_state)
             restore_tensors(self.module, shared_state.get("left_out", {}))
-            set_private(self.trainer, **shared_state["settings"])
 
     def restore_epoch_results(self, state: Mapping[str, Any]) -> None:
         """Restore logged values, attributes with metrics, buffers, and the memory of ModelCheckpoint."""
@@ -283,10 +253,6 @@ class RankState:
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, state["syncs_buffers"])
         restore_callback_states(self.trainer, state["callbacks"], self.module.device)
         restore_rng_state(state["rng"])
-
-    def _trainer_settings(self) -> dict[str, Any]:
-        """Return the settings of the Trainer that callbacks may change while it runs."""
-        return {name: getattr(self.trainer, name) for name in _TRAINER_SETTINGS}
 
     def _accumulates_gradients(self) -> bool:
         """Whether gradients may be kept after a step, and be added to."""

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks._lightning_compat.fit import (
+    LOADER_LIMITS,
     clear_restart_flags,
     disable_finders,
     is_at_step_boundary,
@@ -34,6 +36,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_o
 from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
+from lightning_tricks.auto_resume.core.attributes.model_outline import OPTIMIZER_CLASS
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
@@ -123,7 +126,8 @@ class ResumableFit(FitObserver):
         self.rank.on_fit_start(self._pending.shared_state if self._pending is not None else {})
         if self._pending is None:
             return
-        self.rank.allow_epoch(self._pending.manifest.epoch, self._pending.shared_state)
+        self._check_optimizers(self._pending)
+        self.rank.settings.allow_epoch(self._pending.manifest.epoch, self._pending.shared_state)
         weights = self._pending.saved_weights
         with torch.no_grad():
             for name, value in state_dict_tensors(self.module.state_dict()).items():
@@ -131,13 +135,27 @@ class ResumableFit(FitObserver):
                     value.copy_(weights[name])
         self._pending = replace(self._pending, saved_weights={})
 
+    def _check_optimizers(self, pending: PendingResume) -> None:
+        """Refuse optimizers of other classes than those whose states are about to be loaded."""
+        known = pending.rank_state.get("outline", {}).get(OPTIMIZER_CLASS, {})
+        present = self.rank.outline()[OPTIMIZER_CLASS]
+        others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
+        if others and not self.settings.force:
+            saved, now = known[others[0]], present[others[0]]
+            raise MisconfigurationException(
+                f"AutoResume: the checkpoint {pending.path} has the state of {saved}, and configure_optimizers now "
+                f"returned {now}: a hook exchanged it in the fit, or the code has changed. Return {saved} from "
+                "configure_optimizers, or choose another dirpath to start anew. With force=True the state is loaded "
+                "nevertheless."
+            )
+
     def on_signals_registered(self) -> None:
         """Handle signals from here on; restore the results of a fit that had finished."""
         self._is_running = True
         if not self.stop_request.install_handlers():
             rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
         pending = self._pending
-        self.rank.restore_limits({} if pending is None else pending.shared_state)
+        self.rank.settings.on_limits_given({} if pending is None else pending.shared_state)
         if pending is not None and pending.save_point is SavePoint.FIT_END:
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore_epoch_results(pending.rank_state)
@@ -157,16 +175,21 @@ class ResumableFit(FitObserver):
                 "epoch": epoch,
                 RNG_STATE_KEY: pack_rng_state(),
                 "attributes": self.rank.attribute_changes(),
+                "settings": self.rank.settings.changed_settings(),
             }
         elif kind in self._loader_origins:
             origin = self._loader_origins[kind]
+            self.rank.settings.restore_settings(origin.get("settings", {}))
             self.rank.restore_attributes(origin["attributes"])
             unpack_rng_state(origin[RNG_STATE_KEY])
             return int(origin.get("epoch", epoch))
         return epoch
 
-    def after_loaders_created(self) -> None:
+    def after_loaders_created(self, kind: str) -> None:
         """Restore the attributes of a fit that had finished: nothing may follow that restores them later."""
+        if kind == "training":
+            shared_state = {} if self._pending is None else self._pending.shared_state
+            self.rank.settings.on_limits_given(shared_state, LOADER_LIMITS)
         if self._pending is not None and self._pending.save_point is SavePoint.FIT_END:
             self.rank.restore_attributes(self._pending.rank_state["attributes"])
 

@@ -18,6 +18,7 @@ from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
+from lightning_tricks.auto_resume.core.attributes.model_outline import differing_parts
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX, RankState
 
@@ -51,6 +52,7 @@ def find_differences(
     found = [*rank.failed, *_differing_attributes(saved, now)]
     found += differing_paths({name: saved[name] for name in compared}, now)
     found += _differences_from_checkpoint(trainer, load_saved)
+    found += differing_parts(saved.get("outline", {}), now["outline"])
     recreated_by_hooks = {path for path in rank.unsaved_names(now) if path.endswith(REPLACED_MODULE_SUFFIX)}
     return [*found, *(path for path in saved["not_saved"] if path not in recreated_by_hooks)]
 
@@ -80,7 +82,8 @@ def report_differences(
     if names:
         sentences.append(
             f"these values were not restored: {list_names(names, 5)}. The run continues and may diverge from the one "
-            "that was never stopped. Keep such values in a state_dict, or in on_save_checkpoint and on_load_checkpoint."
+            "that was never stopped. Keep values in a state_dict, or in on_save_checkpoint and on_load_checkpoint. "
+            "Change other things, such as hooks, in on_train_epoch_start, which a resumed run calls again."
         )
     for sentence in sentences:
         rank_zero_warn(f"AutoResume: {sentence}")

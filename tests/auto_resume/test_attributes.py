@@ -294,6 +294,28 @@ def test_what_was_changed_back_is_restored_too(tmp_path):
     assert not hasattr(fresh, "new")
 
 
+class Steady(Holder):
+    """A user's object of another class."""
+
+
+@pytest.mark.parametrize("kept", [lambda it: it.part, lambda it: it.parts[0]], ids=["attribute", "entry"])
+def test_an_object_of_another_class_is_created_with_all_attributes(kept, tmp_path):
+    def act(it):
+        it.part, it.parts[0] = Steady(level=1), Steady(level=1)
+
+    _, fresh, lost = resumed(lambda: Holder(part=Holder(level=1), parts=[Holder(level=1)]), act, tmp_path)
+    assert not lost
+    assert type(kept(fresh)) is Steady
+    assert vars(kept(fresh)) == {"level": 1}
+
+
+def test_a_module_of_another_class_is_reported(tmp_path):
+    def act(it):
+        it.parts[0] = torch.nn.ReLU()
+
+    assert "it.parts" in resumed(lambda: Holder(parts=[torch.nn.Tanh()]), act, tmp_path)[2]
+
+
 def test_in_place_changes_stay_in_place(tmp_path):
     def act(holder):
         holder.a.append(1)

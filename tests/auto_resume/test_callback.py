@@ -145,6 +145,20 @@ def test_other_arguments_or_another_seed_are_refused_unless_forced(tmp_path):
         assert fit(AutoResume(tmp_path, force=True), module=lambda: Hyper(lr=0.2)).global_step == 20
 
 
+class Exchanges(Callback):
+    """Exchanges the optimizer in the fit."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.strategy.optimizers = [torch.optim.RMSprop(pl_module.parameters())]
+
+
+def test_the_state_of_another_optimizer_is_refused_unless_forced(tmp_path):
+    stop(AutoResume(tmp_path), Exchanges())
+    with pytest.raises(MisconfigurationException, match="has the state of RMSprop, and configure_optimizers now"):
+        fit(AutoResume(tmp_path), Exchanges())
+    fit(AutoResume(tmp_path, force=True), Exchanges())
+
+
 class Sized(Net):
     def __init__(self, sizes=(1, 2), table=None):
         super().__init__(dropout=0.2)

@@ -4,7 +4,17 @@ Each is a small program of its own. A run of it that was killed anywhere and sta
 one, bit for bit, or say what differs.
 """
 
-from tests.auto_resume.scenarios import callbacks, changed_back, data, ensembles, epochs, holders, memory, metrics
+from tests.auto_resume.scenarios import (
+    callbacks,
+    changed_back,
+    changed_once,
+    data,
+    ensembles,
+    epochs,
+    holders,
+    memory,
+    metrics,
+)
 from tests.auto_resume.scenarios.frame import BATCHES, SCENARIOS, Scenario
 
 __all__ = [
@@ -13,6 +23,7 @@ __all__ = [
     "Scenario",
     "callbacks",
     "changed_back",
+    "changed_once",
     "data",
     "ensembles",
     "epochs",

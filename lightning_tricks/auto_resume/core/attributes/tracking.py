@@ -113,6 +113,7 @@ class AttributeTracker:
         walk = self._walk()
         found = ChangeCollector(_newly_truncated(walk, self._truncated), set(walk.stateful))
         self._compare_modules(walk, found)
+        self._forget_exchanged(walk)
         # values that a fresh process has, or has restored before it comes to a later path
         known = {number: path for number, path in walk.paths.items() if path in self._owners}
         for path, snapshot in take_snapshots(walk, known):
@@ -129,6 +130,15 @@ class AttributeTracker:
         for path, stateful in walk.stateful.items():
             self._compare_state(path, stateful, found)
         return found.within_limit(MAX_BYTES)
+
+    def _forget_exchanged(self, walk: ObjectWalk) -> None:
+        """Forget the objects whose place others of another class have taken: all of these is saved."""
+        for path, owner in walk.owners.items():
+            if path in self._owners and path not in walk.modules and self._owners[path] != type_name(type(owner)):
+                del self._owners[path]
+                self._state_digests.pop(path, None)
+                others = {other: one for other, one in self._snapshots.items() if one.location[0] != path}
+                self._snapshots = others
 
     def _walk(self) -> ObjectWalk:
         roots = self._roots() if callable(self._roots) else self._roots

@@ -85,6 +85,7 @@ class LoaderObjects:
 
     Attributes:
         fingerprint: Digests of the dataset's attributes: path -> digest.
+        failed: Path -> why a change could not be restored when that was last tried.
     """
 
     def __init__(self, loader: DataLoader[Any], baselines: ObjectBaselines) -> None:
@@ -94,6 +95,7 @@ class LoaderObjects:
             name: baselines.tracker_of(name, value, _other_parts(objects, value)) for name, value in objects.items()
         }
         self.fingerprint = baselines.fingerprint(loader.dataset, _other_parts(objects, loader.dataset))
+        self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
         self._values: dict[str, AttributeChanges] = {}  # of all attributes, once they are remembered
 
@@ -137,16 +139,17 @@ class LoaderObjects:
             self._unsaved |= changes["lost"]
         return {name: changes for name, changes in found.items() if changes["values"] or changes["lost"]}
 
-    def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, str]:
-        """Restore what `changes` returned in the stopped run; return path -> why a change could not be restored."""
-        loader, failed = self._loader(), dict[str, str]()
+    def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> None:
+        """Restore what `changes` returned in the stopped run."""
+        loader = self._loader()
         objects = {} if loader is None else loader_parts(loader)
         for name, changes in saved.items():
             if name in objects and (not names or name in names):
                 self._attributes[name].note(changes)
                 skipped = _skip_other_parts(_other_parts(objects, objects[name]))
-                failed |= restore_changes({name: objects[name]}, changes, skipped=skipped)
-        return failed
+                failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
+                others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
+                self.failed = others | failed | _without_handles(changes["lost"])
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
         """Add changes in a worker that cannot be saved: path -> type or reason."""
@@ -154,13 +157,14 @@ class LoaderObjects:
 
     def new_unsaved(self) -> dict[str, str]:
         """Return changes that cannot be saved and were not returned before: path -> type or reason."""
-        new = {
-            path: kind
-            for path, kind in self._unsaved.items()
-            if path not in self._reported and kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES
-        }
+        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if path not in self._reported}
         self._reported |= new.keys()
         return new
+
+
+def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what reads the data: the first sample opens it again."""
+    return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
 
 
 def _merged_digests(digests: dict[str, int]) -> dict[str, int]:

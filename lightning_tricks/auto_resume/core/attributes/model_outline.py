@@ -1,0 +1,66 @@
+"""What of models, optimizers and schedulers is no data: their hooks, which weights are tied, and their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_tricks._torch_compat.hooks import hooks_of
+
+OPTIMIZER_CLASS = "the class of optimizer"
+Outline = dict[str, dict[str, Any]]
+
+
+def outline(modules: Mapping[str, nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Outline:
+    """Return what cannot be restored and can be compared, as plain values.
+
+    Args:
+        modules: The modules by name; the model itself under "".
+        optimizers: The optimizers.
+        schedulers: Their schedulers.
+    """
+    owners = {
+        path: owner
+        for name, module in modules.items()
+        for pairs in (module.named_modules(prefix=name), module.named_parameters(prefix=name))
+        for path, owner in pairs
+    }
+    owners |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
+    hooks = {path: _hook_names(owner) for path, owner in owners.items()}
+    return {
+        "the hooks of": {path or "the module": names for path, names in hooks.items() if names},
+        "the tied weights": _tied_weights(modules[""]),
+        OPTIMIZER_CLASS: _class_names(optimizers),
+        "the class of learning rate scheduler": _class_names(schedulers),
+    }
+
+
+def differing_parts(saved: Outline, now: Outline) -> Iterator[str]:
+    """Yield the parts of two outlines that differ, in words."""
+    for kind, before in saved.items():
+        present = now.get(kind, {})
+        yield from (f"{kind} {name}" for name in {**before, **present} if before.get(name) != present.get(name))
+
+
+def _class_names(objects: Sequence[Any]) -> dict[str, str]:
+    return {str(number): type(one).__qualname__ for number, one in enumerate(objects)}
+
+
+def _tied_weights(module: nn.Module) -> dict[str, str]:
+    """Return each further name of a parameter -> its first one."""
+    first = dict[int, str]()
+    names = {name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)}
+    return {name: known for name, known in names.items() if name != known}
+
+
+def _hook_names(owner: Any) -> list[str]:
+    """Return the names of an owner's hooks, without those of this package, which its callbacks register again."""
+    found = []
+    for hook in hooks_of(owner):
+        function = getattr(hook, "func", hook)  # of a partial
+        named = function if hasattr(function, "__qualname__") else type(function)
+        if not str(named.__module__).startswith("lightning_tricks."):
+            found.append(str(named.__qualname__))
+    return sorted(found)
