@@ -54,7 +54,7 @@ def tensors_left_out(
 
 
 def restore_tensors(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restore what `tensors_left_out` returned, in place."""
+    """Copy saved parameters and buffers into those that have the same names and shapes."""
     own = _tensors(module)
     with torch.no_grad():
         for name, value in saved.items():
@@ -100,13 +100,9 @@ def rank_specific_buffers(
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restore buffers, in place if they have the same shape."""
+    """Restore buffers, also those that were added or have another shape."""
     resize_to_state_dict(module, saved, list(saved))
-    own = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in saved.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
+    restore_tensors(module, saved)
 
 
 def _is_unchanged(name: str, value: Tensor, version: BufferVersion | None) -> bool:

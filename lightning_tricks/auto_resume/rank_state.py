@@ -22,7 +22,7 @@ from lightning_tricks.auto_resume.callback_state import (
 )
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
 from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
-from lightning_tricks.auto_resume.core.attributes.model_outline import Outline, outline
+from lightning_tricks.auto_resume.core.attributes.model_outline import Outline, differing_parts, outline
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
     capture_gradients,
@@ -165,6 +165,10 @@ class RankState:
         for what, names in {"added": now - initial, "removed": initial - now}.items():
             found += [f"{name} (a callback that was {what} {REPLACED_MODULE_SUFFIX}" for name in sorted(names)]
         return found + [f"the parameter {name}" for name in self._structure.new_parameters(self.module)]
+
+    def unrestored(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of what could not be restored of a saved state."""
+        return [*self.failed, *saved["not_saved"], *differing_parts(saved.get("outline", {}), self.outline())]
 
     def drawn_anew(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the attributes that had other values in the saved run, and were not saved, as they did not change."""

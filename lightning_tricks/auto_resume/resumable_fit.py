@@ -212,8 +212,7 @@ class ResumableFit(FitObserver):
             self.loaders.create_iterators(self.trainer, pending.rank_state["loaders"])
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore(pending.rank_state)
-            unrestored = [*self.rank.failed, *pending.rank_state["not_saved"]]
-            drawn_anew = self.rank.drawn_anew(pending.rank_state)
+            unrestored, drawn_anew = self.rank.unrestored(pending.rank_state), self.rank.drawn_anew(pending.rank_state)
             report_differences(self.trainer, unrestored, drawn_anew, self.loaders.differences)
 
     def is_resuming(self) -> bool:
@@ -324,6 +323,7 @@ class ResumableFit(FitObserver):
             for swa in callbacks_of_type(self.trainer, StochasticWeightAveraging):
                 restore_swa_max_epochs(self.trainer, swa)
             restore_rng_state(self._pending.rank_state["rng"])
+            report_differences(self.trainer, self.rank.unrestored(self._pending.rank_state), (), ())
 
     def _ask_ranks(self) -> list[bool]:
         """Return whether any rank was asked to stop, and whether it is time for a save."""

@@ -105,7 +105,7 @@ def weights_tied(job: Job) -> None:
     job.fit(Tied(), Once(act))
 
 
-@scenario(warning="these values were not restored")
+@scenario()
 def optimized_by_hand_later(job: Job) -> None:
     class Both(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -15,6 +15,8 @@ from torch.nn.utils import prune
 from lightning_tricks._torch_compat.modules import own_buffers, own_parameters, pruned_parameters
 from lightning_tricks.auto_resume.core.changed_values import ChangedValues
 
+_OWN_FLAGS = frozenset({"automatic_optimization"})  # of a LightningModule
+
 
 class ModelStructure:
     """Finds what changed in the structure of modules and optimizers since its creation.
@@ -62,9 +64,11 @@ class ModelStructure:
 
 
 def restore_flags(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> None:
-    """Restore which parameters require gradients and which modules are in training mode."""
+    """Restore which parameters require gradients, which modules are in training mode, and who optimizes."""
     for name, module in modules.items():
         flags = changes["flags"].get(name, {})
+        for own_name in _OWN_FLAGS & flags.keys():
+            setattr(module, own_name, flags[own_name])
         for parameter_name, parameter in module.named_parameters():
             if (wanted := flags.get(f"{parameter_name}.requires_grad")) is not None:
                 parameter.requires_grad_(wanted)
@@ -184,6 +188,7 @@ def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> Non
 
 def _module_flags(module: nn.Module) -> dict[str, bool]:
     flags = {f"{name}.requires_grad": one.requires_grad for name, one in module.named_parameters()}
+    flags |= {name: getattr(module, name) for name in _OWN_FLAGS if hasattr(module, name)}
     return flags | {f"{name}.training": part.training for name, part in module.named_modules()}
 
 
