@@ -58,18 +58,19 @@ class AutoResume(TrickCallback):
     In an epoch that is resumed, `on_train_epoch_start` of the module and the callbacks is called again, with the same
     random numbers and without its logging. Then all known state is restored: which parameters require gradients,
     training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
-    metrics, and those attributes of module, datamodule, callbacks, datasets and samplers that changed in the fit and
-    are plain values, tensors, random generators or objects of these. So are the variables of closures and modules that
-    their own functions use. What was restored is compared with what was saved; one warning names the differences, with
-    a remedy. What cannot be saved is named at the first save.
+    metrics, settings of the Trainer, and those attributes of module, datamodule, callbacks, datasets and samplers that
+    changed in the fit and are plain values, tensors, random generators or objects of these. So are the variables of
+    closures and modules that their own functions use. What was restored is compared with what was saved; one warning
+    names the differences, with a remedy. What cannot be saved is named at the first save.
 
     A resume is not exact, which a warning says in most cases, with: attributes that are other objects, such as open
     files, or that have more than 64 MiB in all (64 KiB in a worker; weights of modules do not count); parameters that
-    are created while the fit runs; attributes that are drawn, and data that are created or split, without a seed before
-    the Trainer has them, or data that depend on more than their index, the random state and such attributes; a loader
-    of an unknown type whose order is not the same each time (it is read again up to its position), or one with
-    `in_order=False`. Readings of a clock are not restored. A list or dict that changed is restored as a whole. Effects
-    of hooks outside the process are repeated.
+    are created while the fit runs; hooks that are registered, weights that are tied, and schedulers and callbacks that
+    are exchanged or removed while it runs; attributes that are drawn, and data that are created or split, without a
+    seed before the Trainer has them, or data that depend on more than their index, the random state and such
+    attributes; a loader of an unknown type whose order is not the same each time (it is read again up to its position),
+    or one with `in_order=False`. Readings of a clock are not restored. A list or dict that changed is restored as a
+    whole. Effects of hooks outside the process are repeated.
 
     Args:
         dirpath: Directory for this run's checkpoints, on a file system that all ranks see; `~` is the home directory.
