@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +16,11 @@ _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @needs_private("AutoResume")
-def hooks_of(owner: nn.Module | Tensor | Optimizer) -> Iterator[Any]:
-    """Yield the hooks of a module, a tensor or an optimizer, without those of pruning masks."""
-    of_optimizer = _OF_OPTIMIZERS if isinstance(owner, Optimizer) else ()
-    of_tensor = _OF_TENSORS if isinstance(owner, Tensor) else ()
-    for name in of_optimizer or of_tensor or _OF_MODULES:
-        hooks = getattr(owner, name, None) or {}  # tensors have none until one is registered
-        yield from (hook for hook in hooks.values() if not isinstance(hook, BasePruningMethod))
+def hooks_of(owner: nn.Module | Tensor | Optimizer) -> list[Any]:
+    """Return the hooks of a module, a tensor or an optimizer, without those of pruning masks."""
+    if isinstance(owner, Optimizer):
+        registered = [getattr(owner, name, {}) for name in _OF_OPTIMIZERS]  # wrappers may not call its constructor
+    else:
+        registered = [getattr(owner, name) for name in (_OF_TENSORS if isinstance(owner, Tensor) else _OF_MODULES)]
+    # tensors have None until a hook is registered
+    return [hook for hooks in registered for hook in (hooks or {}).values() if not isinstance(hook, BasePruningMethod)]

@@ -105,6 +105,19 @@ def weights_tied(job: Job) -> None:
     job.fit(Tied(), Once(act))
 
 
+@scenario(warning="the number of weights in torch.float64")
+def head_in_double_precision(job: Job) -> None:
+    class Mixed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).to(self.head.weight.dtype)).float()
+
+    def act(trainer: Trainer, module: Any) -> None:
+        module.head.double()
+
+    job.seed()
+    job.fit(Mixed(), Once(act))
+
+
 @scenario()
 def optimized_by_hand_later(job: Job) -> None:
     class Both(Net):

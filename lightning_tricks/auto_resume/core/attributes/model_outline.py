@@ -1,7 +1,8 @@
-"""What of models, optimizers and schedulers is no data: their hooks, which weights are tied, and their classes."""
+"""What of models, optimizers and schedulers is no data: hooks, tied weights, precisions, and classes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def outline(modules: Mapping[str, nn.Module], optimizers: Sequence[Any], schedul
     return {
         "the hooks of": {path or "the module": names for path, names in hooks.items() if names},
         "the tied weights": _tied_weights(modules[""]),
+        "the number of weights in": _numbers_by_precision(modules[""]),
         OPTIMIZER_CLASS: _class_names(optimizers),
         "the class of learning rate scheduler": _class_names(schedulers),
     }
@@ -53,6 +55,10 @@ def _tied_weights(module: nn.Module) -> dict[str, str]:
     first = dict[int, str]()
     names = {name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)}
     return {name: known for name, known in names.items() if name != known}
+
+
+def _numbers_by_precision(module: nn.Module) -> dict[str, int]:
+    return dict(Counter(str(one.dtype) for _, one in module.named_parameters(remove_duplicate=False)))
 
 
 def _hook_names(owner: Any) -> list[str]:
