@@ -153,7 +153,7 @@ def loop_limits(trainer: Trainer) -> dict[str, Any]:
     fit = trainer.fit_loop
     limits = {name: getattr(fit, name) for name in _FIT_LIMITS}
     limits |= {name: getattr(fit.epoch_loop, name) for name in _EPOCH_LIMITS}
-    return limits | {"val_check_batch": trainer.val_check_batch}
+    return limits | {"val_check_batch": getattr(trainer, "val_check_batch", None)}  # set with the loaders before 2.6
 
 
 @needs_private("AutoResume")
