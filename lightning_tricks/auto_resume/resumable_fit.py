@@ -36,7 +36,6 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_o
 from lightning_tricks._shared.rng import restore_rng_state
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
-from lightning_tricks.auto_resume.core.attributes.model_outline import OPTIMIZER_CLASS
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
@@ -137,8 +136,8 @@ class ResumableFit(FitObserver):
 
     def _check_optimizers(self, pending: PendingResume) -> None:
         """Refuse optimizers of other classes than those whose states are about to be loaded."""
-        known = pending.rank_state.get("outline", {}).get(OPTIMIZER_CLASS, {})
-        present = self.rank.outline()[OPTIMIZER_CLASS]
+        known = pending.rank_state.get("outline", {}).get("optimizers", {})
+        present = self.rank.outline()["optimizers"]
         others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
         if others and not self.settings.force:
             saved, now = known[others[0]], present[others[0]]

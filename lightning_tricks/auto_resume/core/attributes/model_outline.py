@@ -10,7 +10,14 @@ from torch import nn
 
 from lightning_tricks._torch_compat.hooks import hooks_of
 
-OPTIMIZER_CLASS = "the class of optimizer"
+# The keys of an outline, and how their entries are named to users
+_WORDS = {
+    "hooks": "the hooks of",
+    "tied": "the tied weights",
+    "precisions": "the number of weights in",
+    "optimizers": "the class of optimizer",
+    "schedulers": "the class of learning rate scheduler",
+}
 Outline = dict[str, dict[str, Any]]
 
 
@@ -31,19 +38,20 @@ def outline(modules: Mapping[str, nn.Module], optimizers: Sequence[Any], schedul
     owners |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
     hooks = {path: _hook_names(owner) for path, owner in owners.items()}
     return {
-        "the hooks of": {path or "the module": names for path, names in hooks.items() if names},
-        "the tied weights": _tied_weights(modules[""]),
-        "the number of weights in": _numbers_by_precision(modules[""]),
-        OPTIMIZER_CLASS: _class_names(optimizers),
-        "the class of learning rate scheduler": _class_names(schedulers),
+        "hooks": {path or "the module": names for path, names in hooks.items() if names},
+        "tied": _tied_weights(modules[""]),
+        "precisions": _numbers_by_precision(modules[""]),
+        "optimizers": _class_names(optimizers),
+        "schedulers": _class_names(schedulers),
     }
 
 
 def differing_parts(saved: Outline, now: Outline) -> Iterator[str]:
     """Yield the parts of two outlines that differ, in words."""
-    for kind, before in saved.items():
-        present = now.get(kind, {})
-        yield from (f"{kind} {name}" for name in {**before, **present} if before.get(name) != present.get(name))
+    for kind, words in _WORDS.items():
+        before, present = saved.get(kind, {}), now[kind]
+        names = {**before, **present} if kind in saved else {}
+        yield from (f"{words} {name}" for name in names if before.get(name) != present.get(name))
 
 
 def _class_names(objects: Sequence[Any]) -> dict[str, str]:
