@@ -52,6 +52,8 @@ class TrickCallback(Callback):
         allows_several: Whether a Trainer takes several of this type.
         added_by_mixin: Whether a module's `TricksMixin` made it, not the user of the Trainer.
         path_arguments: The names of the arguments that may be a path; their values are never taken from a checkpoint.
+        training_arguments: The names of the arguments that shape the training; `AutoResume` compares their values with
+            those with which a run was started. Empty for a callback that only observes.
         takes_report_parts: Whether it shows what the callbacks of its Trainer return from `report_parts`.
     """
 
@@ -59,6 +61,7 @@ class TrickCallback(Callback):
     added_by_mixin = False
     takes_report_parts = False
     path_arguments: tuple[str, ...] = ()
+    training_arguments: tuple[str, ...] = ()
 
     @classmethod
     def find_path_arguments(cls, arguments: Mapping[str, Any], texts: Collection[str]) -> list[str]:

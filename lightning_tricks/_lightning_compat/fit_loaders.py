@@ -9,6 +9,7 @@ from lightning_tricks._lightning_compat.guards import needs_private, set_private
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities import CombinedLoader
 
 
 @needs_private("AutoResume")
@@ -64,6 +65,37 @@ def load_loader_states(trainer: Trainer) -> None:
     if states:
         fit._combined_loader._load_state_dicts(states)
         recreate_iterators(trainer)
+
+
+@needs_private("AutoResume")
+def given_train_loaders(trainer: Trainer) -> list[Any]:
+    """Return the training loaders that were given to `fit`; none if the module or a datamodule creates them."""
+    source: Any = trainer.fit_loop._data_source
+    if source.is_module() or source.instance is None:
+        return []
+    return list(_combined(source.instance).flattened)
+
+
+@needs_private("AutoResume")
+def set_num_batches_done(trainer: Trainer, scale: float, at_end: bool) -> int:
+    """Multiply the number of the batches that are done in the epoch, rounded down; return it.
+
+    It must be called before the iterators of the loaders are created; `at_end` if the epoch has no more batches.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    count = int(progress.ready * scale)
+    if at_end:
+        loader: Any = trainer.fit_loop._combined_loader
+        sizes = [limit for limit in loader.limits if limit != float("inf")]
+        count = min(sizes) if sizes else count
+    set_private(progress, ready=count, started=count, processed=count, completed=count)
+    return int(count)
+
+
+def _combined(loaders: Any) -> CombinedLoader:
+    from lightning.pytorch.utilities import CombinedLoader
+
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
 
 
 @needs_private("AutoResume")

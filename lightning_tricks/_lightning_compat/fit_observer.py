@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class FitObserver:
     """What `observe_fit` calls, in this order; none of these methods does anything here."""
 
+    def on_optimizers_created(self) -> None:
+        """Called after the optimizers were created, and before the hooks of the fit's start."""
+
     def on_signals_registered(self) -> None:
         """Called after the Trainer has registered its own signal handlers."""
 
@@ -75,11 +78,12 @@ class _ObservedLoops:
             from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 
             self._set_sampler_epoch, self._sized_len = _set_sampler_epoch, sized_len
+            self._strategy: Any = trainer.strategy
             self._signals: Any = trainer._signal_connector
             self._fit: Any = trainer.fit_loop
             self._epoch: Any = trainer.fit_loop.epoch_loop
             self._validation: Any = trainer.fit_loop.epoch_loop.val_loop
-            self._plain_signals, self._plain_fit, self._plain_validation, self._plain_epoch = [
+            self._plain_strategy, self._plain_signals, self._plain_fit, self._plain_validation, self._plain_epoch = [
                 {name: getattr(owner, name) for name in methods}  # looked up before they are overridden
                 for owner, methods in self.overrides()
             ]
@@ -89,6 +93,7 @@ class _ObservedLoops:
     def overrides(self) -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
         """Return the parts of the Trainer with the methods that override theirs, by name."""
         return [
+            (self._strategy, {"setup_optimizers": self._setup_optimizers}),
             (self._signals, {"register_signal_handlers": self._register_signal_handlers}),
             (
                 self._fit,
@@ -104,6 +109,10 @@ class _ObservedLoops:
                 {"reset": self._reset, "on_run_start": self._on_run_start, "on_advance_end": self._on_advance_end},
             ),
         ]
+
+    def _setup_optimizers(self, trainer: Trainer) -> None:
+        self._plain_strategy["setup_optimizers"](trainer)
+        self._observer.on_optimizers_created()
 
     def _register_signal_handlers(self) -> None:
         self._plain_signals["register_signal_handlers"]()

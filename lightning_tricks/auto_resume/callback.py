@@ -89,7 +89,12 @@ class AutoResume(TrickCallback):
             program's; with "stop" the run saves and exits.
         exit_code: Exit status after a signal, in [0, 255]; 75 (EX_TEMPFAIL) tells a scheduler to start the job again.
             Under `ddp_fork` and `ddp_spawn` the main process exits with it as well; torchrun exits with 1.
-        force: Whether to resume from checkpoints of another model, other hyper-parameters or another seed.
+        on_change: What to do if the script changed since the run was started: another learning rate, optimizer,
+            schedule, batch size, seed, hyper-parameter, setting of the Trainer or of a callback, or another layer. With
+            "raise" an error lists the changes. With "new" the new values take effect from the resume on, while moments,
+            position and random states continue; schedules have the values that they would have had at this step. With
+            "old" the old values are kept where they can be, and a message names where they cannot. More epochs or steps
+            alone are no change: they extend the run.
         on_failed_save: With "warn" training continues when a save fails, for example on a full disk; with "raise" an
             error ends it. The checkpoint before is complete in both cases. A checkpoint that could not be resumed, as
             hooks put objects into it, counts as a failed save.
@@ -119,7 +124,7 @@ class AutoResume(TrickCallback):
         signals: Sequence[str] = DEFAULT_SIGNALS,
         on_hangup: Literal["detach", "stop"] = "detach",
         exit_code: int = 75,
-        force: bool = False,
+        on_change: Literal["raise", "new", "old"] = "raise",
         on_failed_save: Literal["warn", "raise"] = "warn",
         allow_pickle: bool = False,
     ) -> None:
@@ -138,10 +143,11 @@ class AutoResume(TrickCallback):
         self.signals = signals
         self.on_hangup = check_choice("on_hangup", on_hangup, ("detach", "stop"))
         self.exit_code = exit_code
-        self.force = force
+        self.on_change = check_choice("on_change", on_change, ("raise", "new", "old"))
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
+        self.was_tuned = False
         # Between setup and teardown
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
@@ -175,6 +181,7 @@ class AutoResume(TrickCallback):
             rank_zero_info("AutoResume: a fast_dev_run is neither saved nor resumed.")
             return
         if is_tuning(trainer):
+            self.was_tuned = True
             return  # the fit follows later
         self._check_supported(trainer, pl_module)
         if self._run_files is None:  # `setup` was called by hand

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError, differences
+from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
@@ -40,7 +40,7 @@ class CheckpointSelection:
         self, settings: AutoResume, trainer: Trainer, module: LightningModule, folder: CheckpointFolder
     ) -> None:
         self.settings, self.trainer, self.module, self.folder = settings, trainer, module, folder
-        self.identity: Mapping[str, Any] = run_identity(module, os.environ.get("PL_GLOBAL_SEED"))
+        self.identity: Mapping[str, Any] = run_identity(module)
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
@@ -49,7 +49,7 @@ class CheckpointSelection:
             user_path: The `ckpt_path` that the user gave to the Trainer; if it is newer, None is returned.
 
         Raises:
-            MisconfigurationException: If the folder holds checkpoints of another run or of a newer release.
+            MisconfigurationException: If the folder holds checkpoints of another model or of a newer release.
         """
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
@@ -65,7 +65,7 @@ class CheckpointSelection:
         if manifest is None:
             return None
         path = self.folder.path / manifest.file
-        self._check_same_run(manifest, path)
+        self._check_same_parameters(manifest, path)
         return manifest, path
 
     def load(self, path: Path, *, mmap: bool = False) -> dict[str, Any]:
@@ -95,20 +95,15 @@ class CheckpointSelection:
         rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
         return newer
 
-    def _check_same_run(self, manifest: Manifest, path: Path) -> None:
-        found = differences(manifest.run, self.identity)
-        shapes = [phrase for phrase in found if phrase.startswith("parameters was")]
-        if shapes:
-            found.remove(shapes[0])
-            found += shape_differences(self.module, _load_plain_data_or_raise(path)["state_dict"])
-        if not found:
+    def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
+        if manifest.run.get("parameters") == self.identity["parameters"]:
             return
-        problem = f"{self.folder.path} holds checkpoints of another run: {'; '.join(found)}."
-        if not self.settings.force:
+        found = shape_differences(self.module, _load_plain_data_or_raise(path)["state_dict"])
+        if found:
             raise MisconfigurationException(
-                f"AutoResume: {problem} Choose another dirpath to start a new run, or force=True to resume this one."
+                f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
+                "another dirpath to start a new run; load_weights takes those weights of it that fit."
             )
-        rank_zero_warn(f"AutoResume(force=True): {problem} The run resumes from them.")
 
 
 def _load_plain_data_or_raise(path: Path, *, mmap: bool = False) -> dict[str, Any]:

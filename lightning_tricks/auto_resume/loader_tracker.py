@@ -17,6 +17,7 @@ from lightning_tricks._lightning_compat.fit_loaders import (
     mark_restarted_loaders,
     recreate_iterators,
     restarted_loaders,
+    set_num_batches_done,
     skip_train_batches,
     train_iterators,
 )
@@ -97,6 +98,23 @@ class LoaderTracker:
             loader.objects.remember_values()
             loader.defer_iterator()
         self._iterators_pending = True
+
+    def with_other_batches(self, trainer: Trainer, saved: Mapping[str, Any], scale: float) -> dict[str, Any]:
+        """Return saved positions for training loaders that changed, with batches that are `scale` times as large.
+
+        The epoch continues after the samples that were seen; what is less than one batch of them comes once more.
+        """
+        states = []
+        for state in saved["train"]:
+            position = state[_POSITION_KEY]
+            if position is not None:
+                batches = position["batches"]
+                if scale != 1.0:
+                    batches = set_num_batches_done(trainer, 1 / scale, position["at_end"])
+                # there is nothing to compare: they are other batches
+                position = {**position, "batches": batches, "order": "", "first": "", "draws": None, "ended": False}
+            states.append({**state, _POSITION_KEY: position})
+        return {**saved, "train": states}
 
     def track_validation(self, loaders: Sequence[Any], is_saved: bool) -> None:
         """Track the validation loaders: the random state of persistent workers is part of the run's state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -43,9 +44,10 @@ from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest, redirect_output
 from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.pending_resume import PendingResume, SavePoint, state_dict_tensors
+from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume, SavePoint, state_dict_tensors
 from lightning_tricks.auto_resume.rank_state import RankState
 from lightning_tricks.auto_resume.resume_report import find_differences, report_differences
+from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.run_status import RunStatus
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class ResumableFit(FitObserver):
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         self.status = RunStatus(trainer, run_files.folder)
         self.selection: CheckpointSelection
+        self.configuration: RunConfiguration
         self.rank: RankState
         self.rank_agreement: RankAgreement
         self._pending: PendingResume | None = None  # until the fit is where the checkpoint was saved
@@ -87,6 +90,8 @@ class ResumableFit(FitObserver):
         self._loader_origins: dict[str, Any] = {}  # what "training" and "validation" loaders were created from
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
+        self._checkpoint: dict[str, Any] | None = None  # until the optimizers are there
+        self._changed_states: dict[str, Any] = {}  # of optimizers and schedulers, where another start changed them
         requeue = slurm_requeue_signal(trainer)
         detach = self._detach_from_terminal if settings.on_hangup == "detach" else None
         self.stop_request = StopRequest([name for name in settings.signals if name != requeue], detach)
@@ -103,19 +108,50 @@ class ResumableFit(FitObserver):
     def _select_checkpoint(self, user_path: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
         self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files.folder)
-        self.rank = RankState(self.trainer, self.module)
+        self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
         newest = self.selection.newest(user_path)
         if newest is None:
+            self.rank = RankState(self.trainer, self.module)
             return None
         self.resumed, path = newest
-        checkpoint = self.selection.load(path)
+        self._checkpoint = checkpoint = self.selection.load(path)
+        before = checkpoint[CHECKPOINT_KEY]["shared"].get("configuration")
+        self.configuration.resume_from(before, self.resumed, str(path.parent))
+        self.rank = RankState(self.trainer, self.module)
         pending = PendingResume.from_checkpoint(self.resumed, path, checkpoint, self.trainer, self.module)
         self._pending, self._loader_origins = pending, dict(pending.rank_state["made"])
         resize_to_state_dict(self.module, checkpoint["state_dict"], pending.shared_state["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
-        position = f"resumes at epoch {self.resumed.epoch}, step {self.resumed.step}"
-        rank_zero_info(f"AutoResume: the run {'had finished' if self.resumed.finished else position} ({path}).")
+        extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
+        position = f"resumes at epoch {self.resumed.epoch}, step {self.resumed.step}{extended}"
+        is_over = self.resumed.finished and not extended
+        rank_zero_info(f"AutoResume: the run {'had finished' if is_over else position} ({path}).")
         return path, checkpoint
+
+    def on_optimizers_created(self) -> None:
+        """Decide on what another start changed, before hooks of the fit's start and before optimizers are restored."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
+            self.configuration.check_optimizers(None)
+            return
+        self.configuration.check_optimizers(checkpoint)
+        pending = self._pending
+        if pending is None or self.settings.on_change != "new" or not self.configuration.changes:
+            return
+        self._changed_states = {name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")}
+        outline = {**pending.rank_state.get("outline", {})}
+        outline |= {name: self.rank.outline()[name] for name in ("optimizers", "schedulers")}
+        rank_state = {**pending.rank_state, "outline": outline}
+        if rank_state["epoch"] is not None and not pending.shared_state["groups"]:
+            groups = param_group_names(self.module, self.trainer.optimizers)
+            rank_state["epoch"] = {**rank_state["epoch"], "groups": groups}
+        changed = {change.name for change in self.configuration.changes}
+        settings = {
+            name: one for name, one in pending.shared_state["settings"].items() if f"Trainer.{name}" not in changed
+        }
+        self._pending = replace(
+            pending, rank_state=rank_state, shared_state={**pending.shared_state, "settings": settings}
+        )
 
     def on_fit_start(self) -> None:
         """Note what later saves are compared with; restore weights that were loaded in another precision."""
@@ -139,13 +175,13 @@ class ResumableFit(FitObserver):
         known = pending.rank_state.get("outline", {}).get("optimizers", {})
         present = self.rank.outline()["optimizers"]
         others = [name for name in known.keys() & present.keys() if known[name] != present[name]]
-        if others and not self.settings.force:
+        if others and self.settings.on_change != "old":
             saved, now = known[others[0]], present[others[0]]
             raise MisconfigurationException(
                 f"AutoResume: the checkpoint {pending.path} has the state of {saved}, and configure_optimizers now "
                 f"returned {now}: a hook exchanged it in the fit, or the code has changed. Return {saved} from "
-                "configure_optimizers, or choose another dirpath to start anew. With force=True the state is loaded "
-                "nevertheless."
+                "configure_optimizers, or choose another dirpath to start anew. With on_change='old' the state is "
+                "loaded nevertheless."
             )
 
     def on_signals_registered(self) -> None:
@@ -194,8 +230,12 @@ class ResumableFit(FitObserver):
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Track the loaders, from the position that is resumed."""
-        saved = self._pending.rank_state["loaders"] if self._pending is not None else None
-        self.loaders.track_train(loaders, all_sized, saved)
+        scale = self.configuration.check_loaders(loaders)
+        pending = self._pending
+        if pending is not None and scale is not None:
+            changed = self.loaders.with_other_batches(self.trainer, pending.rank_state["loaders"], scale)
+            self._pending = pending = replace(pending, rank_state={**pending.rank_state, "loaders": changed})
+        self.loaders.track_train(loaders, all_sized, None if pending is None else pending.rank_state["loaders"])
 
     def on_validation_loaders_ready(self, loaders: list[Any], reloaded: bool) -> None:
         """Track the loaders; those that the Trainer reloads after the resume are others than those that were saved."""
@@ -211,8 +251,9 @@ class ResumableFit(FitObserver):
             self.loaders.create_iterators(self.trainer, pending.rank_state["loaders"])
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore(pending.rank_state)
-            unrestored, drawn_anew = self.rank.unrestored(pending.rank_state), self.rank.drawn_anew(pending.rank_state)
+            unrestored, drawn_anew = self.rank.unrestored(pending.rank_state), self._drawn_anew(pending)
             report_differences(self.trainer, unrestored, drawn_anew, self.loaders.differences)
+            self.configuration.set_new_values()
 
     def is_resuming(self) -> bool:
         """Return whether the epoch that begins resumes in the middle."""
@@ -270,13 +311,22 @@ class ResumableFit(FitObserver):
             self.rank.restore_structure(pending.shared_state)
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
-        unrestored = find_differences(trainer, self.rank, pending, lambda: self.selection.load(pending.path, mmap=True))
-        report_differences(trainer, unrestored, self.rank.drawn_anew(state), self.loaders.differences)
+        unrestored = find_differences(trainer, self.rank, pending, lambda: self._load(pending, mmap=True))
+        report_differences(trainer, unrestored, self._drawn_anew(pending), self.loaders.differences)
+        self.configuration.set_new_values()
         self._discard_later_rows()
+
+    def _drawn_anew(self, pending: PendingResume) -> list[str]:
+        paths = self.rank.drawn_anew(pending.rank_state)
+        return [path for path in paths if not self.configuration.is_known_change(path)]
+
+    def _load(self, pending: PendingResume, *, mmap: bool = False) -> dict[str, Any]:
+        """Read the checkpoint that is resumed once more, with what another start changed in it."""
+        return {**self.selection.load(pending.path, mmap=mmap), **copy.deepcopy(self._changed_states)}
 
     def _reload_weights(self, pending: PendingResume) -> None:
         """Load weights and optimizer states from the checkpoint that is resumed once more."""
-        checkpoint = self.selection.load(pending.path)
+        checkpoint = self._load(pending)
         self.module.on_load_checkpoint(checkpoint)
         self.module.load_state_dict(checkpoint["state_dict"], strict=False)
         for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -339,8 +389,11 @@ class ResumableFit(FitObserver):
             "data_held_by": self.rank.holders(self.loaders.datasets()),
         }
         state["not_saved"] = self.rank.unsaved_names(state)
-        if self.writer.save(save_point, state, self.rank.shared_state, self.selection.identity):
+        if self.writer.save(save_point, state, self._shared_state, self.selection.identity):
             self.status.make_due()
+
+    def _shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self.rank.shared_state(checkpoint), "configuration": self.configuration.saved()}
 
     def _stop(self) -> NoReturn:
         name = self.stop_request.received or "a signal to another rank"

@@ -59,7 +59,7 @@ class RunFiles:
         self, trainer: Trainer, module: LightningModule, root: Path, folder: CheckpointFolder, installed: ExitStack
     ) -> None:
         self.trainer, self.folder, self.root = trainer, folder, CheckpointFolder(root)
-        identity = run_identity(module, None)
+        identity = run_identity(module)
         run = {name: identity[name] for name in ("module", "arguments")}  # parameters may come later
         self._run_record = json.loads(json.dumps(run, default=str))
         self._lock = DirectoryLock(self.root.private / "lock")

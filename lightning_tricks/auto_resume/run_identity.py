@@ -1,4 +1,4 @@
-"""What distinguishes a run from another: its module, its arguments and its seed."""
+"""What distinguishes a run from another: its module, and the arguments of that."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_tricks.auto_resume.core.configuration import plain
 
-def run_identity(module: LightningModule, seed: str | None) -> dict[str, Any]:
-    """Return what distinguishes a run: class of the module, names and shapes of parameters, arguments, and seed."""
+
+def run_identity(module: LightningModule) -> dict[str, Any]:
+    """Return what distinguishes a run: class of the module, names and shapes of parameters, and arguments."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
     return {
         "module": f"{type(module).__module__}.{type(module).__qualname__}".replace("__main__.", ""),
         "parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
-        "arguments": _as_json(dict(module.hparams_initial)),  # a learning rate finder does not change these
-        "seed": seed,
+        "arguments": plain(dict(module.hparams_initial)),  # a learning rate finder does not change these
     }
 
 
@@ -34,14 +35,3 @@ def shape_differences(module: nn.Module, saved: Mapping[str, Any], max_names: in
     mine = module.state_dict().keys()
     found += [f"{name} is in the checkpoint only" for name in saved if name not in mine]
     return [*found[:max_names], *([f"and {len(found) - max_names} more"] if len(found) > max_names else [])]
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value as it is after a round trip through JSON; objects are replaced by the names of their types."""
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(part) for part in value]
-    if value is None or (isinstance(value, bool | int | float | str) and value == value):  # NaN equals nothing
-        return value
-    return f"a {type(value).__qualname__}"

@@ -61,6 +61,17 @@ class Adapters(ReachCheckingCallback):
         >>> trainer = Trainer(callbacks=[Adapters(bottleneck=32, kind="houlsby")], accelerator="cpu", logger=False)
     """
 
+    training_arguments = (
+        "bottleneck",
+        "target_modules",
+        "kind",
+        "nonlinearity",
+        "scale",
+        "exclude",
+        "modules_to_save",
+        "dropout",
+    )
+
     def __init__(
         self,
         bottleneck: int = 64,

@@ -86,6 +86,8 @@ class GradualUnfreezing(TrickCallback):
         >>> trainer = Trainer(callbacks=[unfreezing], accelerator="cpu", logger=False)
     """
 
+    training_arguments = ("schedule", "lr_multipliers", "freeze_norm", "unit")
+
     def __init__(
         self,
         schedule: dict[int, str | list[str]],

@@ -56,6 +56,17 @@ class LoRA(AdaptationCallback):
         >>> trainer = Trainer(callbacks=[LoRA(rank=8, exclude="stem")], accelerator="cpu", logger=False)
     """
 
+    training_arguments = (
+        "rank",
+        "alpha",
+        "target_modules",
+        "exclude",
+        "modules_to_save",
+        "dropout",
+        "rank_pattern",
+        "use_rslora",
+    )
+
     def __init__(
         self,
         rank: int = 8,

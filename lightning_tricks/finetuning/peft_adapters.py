@@ -56,6 +56,8 @@ class PeftAdapters(ReachCheckingCallback):
         >>> trainer = Trainer(callbacks=[PeftAdapters(config)], accelerator="cpu", logger=False)
     """
 
+    training_arguments = ("config", "submodule")
+
     def __init__(self, config: Any, submodule: str | None = None) -> None:
         super().__init__()
         if submodule is not None and (not isinstance(submodule, str) or not submodule):

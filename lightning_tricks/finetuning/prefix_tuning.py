@@ -51,6 +51,8 @@ class PrefixTuning(ReachCheckingCallback):
         >>> trainer = Trainer(callbacks=[PrefixTuning(length=8)], accelerator="cpu", logger=False)
     """
 
+    training_arguments = ("length", "target_modules", "exclude", "modules_to_save")
+
     def __init__(
         self,
         length: int = 16,

@@ -90,6 +90,8 @@ class GradientClipping(TrickCallback):
         >>> trainer = Trainer(callbacks=[clipping], accelerator="cpu", logger=False)
     """
 
+    training_arguments = ("max_norm", "norm_type", "method", "groups", "on_nonfinite", "hold_lr_on_skip")
+
     def __init__(
         self,
         max_norm: float = 1.0,

@@ -56,6 +56,8 @@ class SeedEverything(TrickCallback):
         >>> trainer = Trainer(callbacks=[SeedEverything(42, per_rank=True)], accelerator="cpu", logger=False)
     """
 
+    training_arguments = ("per_rank",)
+
     def __init__(
         self,
         seed: int = 42,

@@ -104,26 +104,6 @@ def load_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return in which entries two records of a run differ.
-
-    Args:
-        saved: The record of a checkpoint.
-        present: The record of this run.
-
-    Returns:
-        A phrase for each entry, with nested names joined by dots.
-    """
-    found = []
-    for name in {**saved, **present}:
-        saved_value, present_value = saved.get(name), present.get(name)
-        if isinstance(saved_value, Mapping) and isinstance(present_value, Mapping):
-            found += [f"{name}.{phrase}" for phrase in differences(saved_value, present_value)]
-        elif saved_value != present_value:
-            found.append(f"{name} was {saved_value!r} and is {present_value!r}")
-    return found
-
-
 @cache
 def installed_versions() -> Mapping[str, str]:
     """Return the versions on which exact results depend: of Python, torch, Lightning and this package."""

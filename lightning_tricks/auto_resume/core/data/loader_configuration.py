@@ -1,0 +1,40 @@
+"""How loaders give their samples: what a start of a run may change, without what the data and the machine decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from lightning_tricks.auto_resume.core.configuration import Configuration, arguments_of, plain
+
+_SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
+_OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arguments of samplers
+_ADDED_BY_LIGHTNING = frozenset({"DistributedSamplerWrapper"})
+
+
+def describe_loaders(loaders: Sequence[Any], name: str = "train_dataloader") -> Configuration:
+    """Return the batch sizes, orders and samplers of loaders, the same on any number of ranks and workers."""
+    found = Configuration()
+    for number, loader in enumerate(loaders):
+        label = name if len(loaders) == 1 else f"{name}[{number}]"
+        batch_sampler, sampler = (getattr(loader, part, None) for part in ("batch_sampler", "sampler"))
+        owner = batch_sampler if isinstance(batch_sampler, BatchSampler) else loader
+        for option in ("batch_size", "drop_last"):
+            value = plain(getattr(owner, option, None))
+            if isinstance(value, int):
+                found.values[f"{label}.{option}"] = value
+        kind = type(sampler).__name__
+        shuffle = _SHUFFLES.get(kind, getattr(sampler, "shuffle", None))
+        if isinstance(shuffle, bool):
+            found.values[f"{label}.shuffle"] = shuffle
+        for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+            kind = type(value).__name__
+            if value is None or kind.startswith("_") or kind in {*_SHUFFLES, *_ADDED_BY_LIGHTNING, "BatchSampler"}:
+                continue
+            if not isinstance(shuffle, bool) or part == "batch_sampler":
+                found.kinds[f"{label}.{part}"] = kind
+            options = {name: plain(one) for name, one in arguments_of(value).items() if name not in _OF_THE_DATA}
+            found.values |= {f"{label}.{part}.{option}": one for option, one in options.items() if option != "shuffle"}
+    return found

@@ -1,0 +1,261 @@
+"""Optimizers and schedulers: with what they were created, and their saved states with what another start changed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_tricks.auto_resume.core.configuration import Configuration, is_comparable, numbered, plain
+
+SCHEDULE_OPTIONS = ("interval", "frequency", "monitor", "strict")  # of Lightning's configs of schedulers
+# What schedulers count, and what they take from the optimizer
+_COUNTERS = re.compile(
+    "_get_lr_called_within_step|_in_initial_step|_initial_step|_is_initial|_last_lr|_step_count|base_lrs|last_epoch|"
+    "optimizer|verbose"
+)
+_GROUP_ENTRIES = frozenset({"params", "param_names", "initial_lr", "name"})
+_SAMPLED_STEPS = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    8,
+    13,
+    21,
+    55,
+    144,
+    377,
+    987,
+    10_000,
+    100_000,
+)  # at which functions of steps are compared
+
+
+def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names: Sequence[Any]) -> Configuration:
+    """Return what optimizers and schedulers were created with.
+
+    Functions of the step, as those of `LambdaLR`, are called at some steps, and what they return is compared.
+
+    Args:
+        optimizers: The optimizers, before their states are loaded.
+        configs: Lightning's configs of the schedulers.
+        names: What `param_group_names` returns.
+    """
+    found = Configuration(groups=[[list(group) for group in groups] for groups in names])
+    for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
+        digest = hashlib.sha256(repr(found.groups[number]).encode()).hexdigest()[:6]
+        sizes = ", ".join(str(len(group)) for group in found.groups[number])
+        found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
+        found.kinds[f"optimizer {number}"] = type(optimizer).__name__
+        for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
+            options = {name: plain(value) for name, value in group.items() if name not in _GROUP_ENTRIES}
+            options["lr"] = plain(group.get("initial_lr", group.get("lr")))  # a schedule has begun to change the latter
+            found.values |= {f"{prefix}.{name}": value for name, value in options.items() if is_comparable(value)}
+    schedulers = [config.scheduler for config in configs]
+    for number, (label, config) in enumerate(zip(numbered(schedulers), configs, strict=True)):
+        found.kinds[f"scheduler {number}"] = type(config.scheduler).__name__
+        found.values |= {f"{label}.{name}": plain(getattr(config, name)) for name in SCHEDULE_OPTIONS}
+        found.values |= dict(_scheduler_values(label, config.scheduler))
+    return found
+
+
+class ChangedOptimizers:
+    """Makes the states that optimizers and schedulers resume from, with what another start changed in them.
+
+    The moments are kept. A changed option takes its new value. Schedules whose arguments or learning rates changed
+    have the values that they would have had at this step if they had been there from the start.
+
+    Args:
+        optimizers: The optimizers as they were created, before their states are loaded; schedulers are stepped.
+        configs: Lightning's configs of the schedulers.
+        before: What the first start was configured with.
+        now: What this start is configured with.
+        changed: The names of the values and kinds that differ.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        configs: Sequence[Any],
+        before: Configuration,
+        now: Configuration,
+        changed: Collection[str],
+    ) -> None:
+        self._optimizers, self._configs = optimizers, configs
+        self._before, self._now, self._changed = before, now, set(changed)
+        self._labels = numbered([config.scheduler for config in configs])
+
+    def states(
+        self, optimizer_states: Sequence[Any], scheduler_states: Sequence[Any], steps: int, epochs: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the states of optimizers and schedulers.
+
+        Args:
+            optimizer_states: The saved states of the optimizers.
+            scheduler_states: The saved states of the schedulers.
+            steps: Number of optimizer steps that the run has made.
+            epochs: Number of epochs that it has completed.
+
+        Raises:
+            ValueError: If a schedule ends before the step that the run has reached.
+        """
+        schedules = [
+            self._schedule(number, scheduler_states[number] if number < len(scheduler_states) else None, steps, epochs)
+            for number in range(len(self._configs))
+        ]
+        optimizers = [
+            self._optimizer(number, optimizer_states[number] if number < len(optimizer_states) else None)
+            for number in range(len(self._optimizers))
+        ]
+        return optimizers, schedules
+
+    def _schedule(self, number: int, saved: Any, steps: int, epochs: int) -> Any:
+        scheduler, label = self._configs[number].scheduler, self._labels[number]
+        is_known = saved is not None and f"scheduler {number}" not in self._changed
+        if is_known and not self._is_rescheduled(_optimizer_of(self._configs[number])):
+            return saved
+        if _is_replayable(scheduler):
+            count = _num_steps(saved) if saved is not None else None
+            if count is None:
+                count = (epochs if self._configs[number].interval == "epoch" else steps) // self._configs[
+                    number
+                ].frequency
+            _replay(scheduler, count)
+            return copy.deepcopy(scheduler.state_dict())
+        state = scheduler.state_dict()
+        changed = {name for name in state if f"{label}.{name}" in self._changed}
+        return copy.deepcopy({**saved, **{name: state[name] for name in changed}} if is_known else state)
+
+    def _is_rescheduled(self, optimizer: Any) -> bool:
+        """Whether learning rates of an optimizer, or a schedule of it, changed."""
+        owned = [place for place, one in enumerate(self._optimizers) if one is optimizer]
+        names = {f"optimizer {place}" for place in owned}
+        for place in owned:
+            label = numbered(self._optimizers)[place]
+            names |= {f"{label}.groups", *(f"{prefix}.lr" for prefix in _prefixes(label, optimizer.param_groups))}
+        schedules = [place for place, one in enumerate(self._configs) if _optimizer_of(one) is optimizer]
+        names |= {f"scheduler {place}" for place in schedules}
+        begins = tuple(f"{self._labels[place]}." for place in schedules)
+        return any(name in names or name.startswith(begins) for name in self._changed) or self._lost_schedules()
+
+    def _lost_schedules(self) -> bool:
+        names = {name for name in self._changed if name.startswith("scheduler ")}
+        return any(name not in self._now.kinds for name in names)
+
+    def _optimizer(self, number: int, saved: Any) -> Any:
+        optimizer = self._optimizers[number]
+        present = copy.deepcopy(optimizer.state_dict())
+        if saved is None or f"optimizer {number}" in self._changed:
+            return present
+        before, now = self._before.groups[number], self._now.groups[number]
+        if before != now:
+            return {
+                **saved,
+                "param_groups": present["param_groups"],
+                "state": _moved_state(saved, before, now, present),
+            }
+        prefixes = _prefixes(numbered(self._optimizers)[number], optimizer.param_groups)
+        groups = [dict(group) for group in saved["param_groups"]]  # hooks may have added some
+        for prefix, group, created in zip(prefixes, groups, present["param_groups"], strict=False):
+            names = {name for name in created if f"{prefix}.{name}" in self._changed} - {"lr"}
+            group.update({name: created[name] for name in names})
+            if self._is_rescheduled(optimizer):
+                group.update(self._rates(optimizer, prefix, group, created))
+        return {**saved, "param_groups": groups}
+
+    def _rates(
+        self, optimizer: Any, prefix: str, saved: Mapping[str, Any], created: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what schedules set in a group: from the schedules that were stepped, or as they had changed it."""
+        schedules = [config.scheduler for config in self._configs if _optimizer_of(config) is optimizer]
+        if schedules and all(map(_is_replayable, schedules)):
+            momenta = ("momentum", "betas") if any(hasattr(one, "cycle_momentum") for one in schedules) else ()
+            names = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", *momenta}
+            return {name: created[name] for name in names & created.keys()}
+        if not schedules and self._lost_schedules():
+            return {"lr": created["lr"]}
+        before, now = self._before.values.get(f"{prefix}.lr"), self._now.values.get(f"{prefix}.lr")
+        if not before or now is None or before == now:
+            return {}
+        rate = now if plain(saved["lr"]) == before else saved["lr"] * (now / before)
+        rate = torch.as_tensor(rate) if isinstance(saved["lr"], torch.Tensor) else rate
+        return {"lr": rate, **({"initial_lr": created["initial_lr"]} if "initial_lr" in created else {})}
+
+
+def _prefixes(label: str, groups: Sequence[Any]) -> list[str]:
+    return [f"{label}.groups[{number}]" for number in range(len(groups))] if len(groups) > 1 else [label]
+
+
+def _scheduler_values(label: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in getattr(scheduler, "__dict__", {}).items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if _COUNTERS.fullmatch(name) or not parts:
+            continue
+        if all(isinstance(part, LRScheduler) for part in parts):
+            for number, part in enumerate(parts):
+                yield from _scheduler_values(f"{label}.{name.lstrip('_')}[{number}]", part)
+        elif all(callable(part) for part in parts):
+            if not any(hasattr(part, "__self__") and part.__self__ is scheduler for part in parts):
+                yield f"{label}.{name}()", [_samples(part) for part in parts]
+        elif is_comparable(plain(value)):
+            yield f"{label}.{name}", plain(value)
+
+
+def _samples(function: Any) -> list[Any]:
+    """Return what a function returns at some steps, until it fails."""
+    found = []
+    for step in _SAMPLED_STEPS:
+        try:
+            found.append(float(function(step)))
+        except Exception:  # another kind of function, or one that is defined up to a step
+            break
+    return found
+
+
+def _is_replayable(scheduler: Any) -> bool:
+    """Whether a scheduler counts its steps and depends on nothing else."""
+    arguments = signature(scheduler.step).parameters.values()  # ReduceLROnPlateau requires a metric
+    return isinstance(scheduler, LRScheduler) and all(one.default is not one.empty for one in arguments)
+
+
+def _optimizer_of(config: Any) -> Any:
+    return getattr(config.scheduler, "optimizer", None)
+
+
+def _num_steps(state: Mapping[str, Any]) -> int | None:
+    """Return the number of steps of a saved scheduler; of a chain, that of its first part."""
+    if isinstance(state.get("last_epoch"), int):
+        return int(state["last_epoch"])
+    parts = state.get("_schedulers")
+    return _num_steps(parts[0]) if parts else None
+
+
+def _replay(scheduler: Any, count: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer makes no steps meanwhile
+        for _ in range(count):
+            scheduler.step()
+
+
+def _moved_state(
+    saved: Mapping[str, Any], before: Sequence[Sequence[str]], now: Sequence[Sequence[str]], present: Mapping[str, Any]
+) -> dict[int, Any]:
+    """Return the saved states of parameters under the numbers that they have in other groups."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_name = dict(zip([name for group in before for name in group], numbers, strict=False))
+    new_numbers = [number for group in present["param_groups"] for number in group["params"]]
+    names = [name for group in now for name in group]
+    return {
+        number: saved["state"][by_name[name]]
+        for number, name in zip(new_numbers, names, strict=True)
+        if name and name in by_name and by_name[name] in saved["state"]
+    }

@@ -1,0 +1,400 @@
+"""What a fit is configured with, and what another start of its script changed: refused, taken or ignored."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.fit import loop_limits, set_loop_limits
+from lightning_tricks._lightning_compat.fit_loaders import given_train_loaders
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
+from lightning_tricks.auto_resume.core.configuration import (
+    Change,
+    Configuration,
+    arguments_of,
+    flatten,
+    is_longer,
+    numbered,
+    plain,
+)
+from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
+from lightning_tricks.auto_resume.core.manifests import Manifest
+from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
+
+if TYPE_CHECKING:
+    from lightning_tricks.auto_resume.callback import AutoResume
+
+_TRAINER_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "precision",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
+)
+_LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
+_OBSERVERS = (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
+_SEARCHED = ("lr", "learning_rate", "batch_size")  # what a Tuner sets before the fit
+_MOST_LINES = 20
+
+
+class RunConfiguration:
+    """What a fit is configured with, compared with what its run was started with.
+
+    Args:
+        settings: The callback, with the user's choices.
+        trainer: The Trainer of the fit.
+        module: The module that is trained.
+
+    Attributes:
+        changes: What this start changed, as far as it is known.
+        extended: How the run is extended, such as "from 3 to 10 epochs"; empty if it is not.
+    """
+
+    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule) -> None:
+        self.settings, self.trainer, self.module = settings, trainer, module
+        self.changes: list[Change] = []
+        self.extended = ""
+        self._before: Configuration | None = None
+        self._manifest: Manifest
+        self._folder = ""
+        # Where values lie that can be set: name -> owner, name in it, and the value of this start
+        self._places: dict[str, tuple[Any, str, Any]] = {}
+        self._ignored: list[Change] = []
+        self._has_loaders = self._said_incidental = False
+        self._now = Configuration(arguments=dict(self._arguments()))
+        seed = os.environ.get("PL_GLOBAL_SEED", "")
+        self._now.values["seed"] = int(seed) if seed.isdecimal() else None
+        for name in _TRAINER_SETTINGS:
+            self._add_value(f"Trainer.{name}", trainer, name)
+        self._now.values |= {f"Trainer.{name}": value for name, value in self._limits().items()}
+        self._add_layers()
+        self._add_callbacks()
+
+    # -- what there is
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
+        record = asdict(self._now)
+        for change in self._ignored:
+            part = "arguments" if change.name in self._now.arguments else "values"
+            record[part][change.name] = change.before
+        return record
+
+    def _limits(self) -> dict[str, Any]:
+        names = ("min_epochs", "max_epochs", "min_steps", "max_steps")
+        return {name: value for name, value in loop_limits(self.trainer).items() if name in names}
+
+    def _add_value(self, label: str, owner: Any, name: str) -> None:
+        value = getattr(owner, name)
+        self._now.values |= dict(flatten(label, value))
+        self._places[label] = owner, name, value
+
+    def _arguments(self) -> Iterator[tuple[str, Any]]:
+        for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
+            if owner is None:
+                continue
+            for name, value in owner.hparams_initial.items():  # a search does not change these
+                yield from flatten(f"{prefix}.{name}", value)
+                self._places[f"{prefix}.{name}"] = owner.hparams, name, value
+
+    def _add_layers(self) -> None:
+        """Add classes and arguments of all layers, as far as they show: rates of dropout, activations, sizes."""
+        for path, layer in self.module.named_modules():
+            name = (
+                path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".") or type(self.module).__name__
+            )
+            if isinstance(layer, Metric | MetricCollection) or path.endswith("_orig_mod"):
+                continue
+            self._now.kinds[name if path else "module"] = type(layer).__name__
+            for argument in arguments_of(layer):
+                if path or f"hparams.{argument}" not in self._now.arguments:
+                    self._add_value(f"{name}.{argument}", layer, argument)
+
+    def _add_callbacks(self) -> None:
+        callbacks = [one for one in callbacks_of(self.trainer) if one is not self.settings and _may_change(one)]
+        for label, callback in zip(numbered(callbacks), callbacks, strict=True):
+            if isinstance(callback, TrickCallback):
+                self._now.kinds[label] = "in use"
+                values = {name: plain(getattr(callback, name)) for name in callback.training_arguments}
+                self._now.values |= {f"{label}.{name}": value for name, value in values.items()}
+                continue
+            if type(callback).__module__.startswith("lightning."):
+                self._now.kinds[label] = "in use"
+            for argument in arguments_of(callback):
+                self._add_value(f"{label}.{argument}", callback, argument)
+
+    # -- what a later start changed
+
+    def resume_from(self, saved: Mapping[str, Any] | None, manifest: Manifest, folder: str) -> None:
+        """Compare with what the run was started with; with `on_change="old"`, set back what can be set.
+
+        Args:
+            saved: What `saved` returned in the stopped run; None where an older release wrote the checkpoint.
+            manifest: The manifest of the checkpoint.
+            folder: Its directory, in words.
+        """
+        self._manifest, self._folder = manifest, folder
+        if saved is None:
+            return
+        self._before = Configuration(**saved)
+        self.extended = " and ".join(
+            f"from {before} to {now} {unit}" for _, (before, now, unit) in self._extensions().items()
+        )
+        for change in self._find_changes()[0] if self.settings.on_change == "old" else ():
+            if self._set(change):
+                self._ignored.append(change)
+
+    def _extensions(self) -> dict[str, tuple[Any, Any, str]]:
+        before, now = (one.values if one else {} for one in (self._before, self._now))
+        found = {name: (before.get(f"Trainer.{name}"), now[f"Trainer.{name}"], unit) for name, unit in _LIMITS.items()}
+        return {name: one for name, one in found.items() if f"Trainer.{name}" in before and is_longer(one[0], one[1])}
+
+    def _find_changes(self) -> tuple[list[Change], list[Change]]:
+        if self._before is None:
+            return [], []
+        extensions = self._extensions()
+        pairs = [(before, now) for before, now, _ in extensions.values()]
+        known = {f"Trainer.{name}" for name in extensions}
+        found, incidental = self._before.changes_to(self._now, self._is_default)
+        was_searched = self.settings.was_tuned
+        changes = []
+        for one in found:
+            leaf = one.name.rpartition(".")[2]
+            is_length = ("epoch" in leaf or "step" in leaf) and (one.before, one.now) in pairs
+            if one.name in known or is_length or (was_searched and leaf in _SEARCHED):
+                continue
+            changes.append(replace(one, why=self._reason(one)))
+        labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
+        return [one for one in changes if "._" not in one.name or one.name.partition(".")[0] not in labels], incidental
+
+    def _reason(self, change: Change) -> str:
+        """Return what a schedule's length follows from."""
+        label = change.name.partition(".")[0]
+        is_schedule = label in numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
+        numbers = all(isinstance(one, int | float) for one in (change.before, change.now))
+        if not (self.extended and is_schedule) or (numbers and change.now <= change.before):
+            return ""
+        return "its length follows from that of the run"
+
+    def _is_default(self, name: str, value: Any) -> bool:
+        owner: Any = datamodule_of(self.trainer) if name.startswith("datamodule.") else self.module
+        parameter = inspect.signature(type(owner).__init__).parameters.get(name.rpartition(".")[2])
+        return parameter is not None and plain(parameter.default) == value
+
+    def check_optimizers(self, checkpoint: dict[str, Any] | None) -> None:
+        """Note what the optimizers were created with, and decide on what changed; all ranks have to call it.
+
+        Args:
+            checkpoint: The checkpoint that the Trainer is about to restore; with `on_change="new"`, its states of
+                optimizers and schedulers are changed in place. None if there is none.
+
+        Raises:
+            MisconfigurationException: If something changed, and it is not said what is to be done.
+        """
+        optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        with isolated_rng():  # functions of users are called
+            found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
+        self._now.groups = found.groups
+        for label, config in zip(numbered([config.scheduler for config in configs]), configs, strict=True):
+            for option in SCHEDULE_OPTIONS:
+                self._places[f"{label}.{option}"] = config, option, getattr(config, option)
+        self._add(found)
+        given = given_train_loaders(self.trainer)
+        self._add(describe_loaders(given))
+        self._has_loaders = bool(given)
+        self._decide()
+        if checkpoint is None or self._before is None or self.settings.on_change != "new":
+            return
+        names = [change.name for change in self.changes]
+        changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names)
+        states = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        try:
+            states = changed.states(*states, self._manifest.step, self._manifest.epoch)
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"AutoResume: a schedule ends before step {self._manifest.step}, which the run has reached ({error}). "
+                "Give it more steps, or choose another dirpath to start a new run."
+            ) from error
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = states
+
+    def check_loaders(self, loaders: Sequence[Any]) -> float | None:
+        """Note the training loaders, and decide on what changed.
+
+        Returns:
+            None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
+        """
+        self._add(describe_loaders(loaders))
+        self._has_loaders = True
+        self._decide()
+        changes = [one for one in self.changes if one.name.startswith("train_dataloader")]
+        if not changes:
+            return None
+        sizes = [one for one in changes if one.name == "train_dataloader.batch_size"]
+        if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
+            return 1.0
+        return float(sizes[0].now / sizes[0].before)
+
+    def _add(self, found: Configuration) -> None:
+        self._now.kinds |= found.kinds
+        self._now.values |= found.values
+
+    def _decide(self) -> None:
+        """Raise an error for changes that are new, or say what becomes of them."""
+        known = {change.name for change in self.changes}
+        found, incidental = self.trainer.strategy.broadcast(self._find_changes())
+        known |= {one.name for one in found if one.name.startswith("train_dataloader") and not self._has_loaders}
+        new = [one for one in found if one.name not in known]
+        self.changes += new
+        if incidental and not self._said_incidental:
+            self._said_incidental = True
+            rank_zero_info(
+                "AutoResume: these arguments differ from those of the first start, and were taken for what does not "
+                f"shape the training: {_listed(incidental, '; ')}."
+            )
+        if not new:
+            return
+        if self.settings.on_change == "raise":
+            raise MisconfigurationException(
+                f"AutoResume: {self._folder} holds a run that was started with other settings:\n  "
+                f"{_listed(new, chr(10) + '  ')}\n"
+                "Nothing was trained or changed. To continue with the new values, give AutoResume(..., "
+                "on_change='new'); moments, position and random states go on. To continue with the old values, give "
+                "on_change='old'. To start a new run, choose another dirpath."
+            )
+        if self.settings.on_change == "new":
+            self._check_length(new)
+            is_over = self._manifest.finished and not self.extended
+            end = " The run had finished: they take effect when it is given more epochs or steps." if is_over else ""
+            rank_zero_info(f"AutoResume: the run goes on with new values: {_listed(new, '; ')}.{end}")
+            return
+        self._keep_old(new)
+
+    def _check_length(self, changes: Sequence[Change]) -> None:
+        begun = self._manifest.epoch + (self._manifest.batches > 0 and not self._manifest.finished)
+        done = {"Trainer.max_epochs": begun, "Trainer.max_steps": self._manifest.step}
+        for change in changes:
+            if change.name in done and not is_longer(done[change.name] - 1, change.now):
+                raise MisconfigurationException(
+                    f"AutoResume: the run is at {done[change.name]} {_LIMITS[change.name.partition('.')[2]]}, beyond "
+                    f"{change.name}={change.now}. Give it more, continue with the old value by "
+                    "on_change='old', or choose another dirpath."
+                )
+
+    def _keep_old(self, changes: Sequence[Change]) -> None:
+        """Say which changes are ignored, and which cannot be."""
+        refused = [one for one in changes if self._cannot_go_on(one)]
+        if refused:
+            raise MisconfigurationException(
+                f"AutoResume(on_change='old'): the saved state does not fit {_listed(refused, '; ')}. Set the old "
+                "values in the script, continue with the new ones by on_change='new', or choose another dirpath."
+            )
+        labels = (
+            numbered([*self.trainer.optimizers]),
+            numbered([one.scheduler for one in self.trainer.lr_scheduler_configs]),
+        )
+        states = {label for part in labels for label in part}
+        for one in changes:
+            label = one.name.partition(".")[0]
+            is_restored = label in {*states, "seed"} and not one.name.endswith("()")  # a function is not saved
+            if one not in self._ignored and (self._set(one) or is_restored):
+                self._ignored.append(one)
+        ignored = [one for one in changes if one in self._ignored]
+        same = [(one.before, one.now) for one in ignored]  # an argument that was passed on
+        in_effect = [one for one in changes if (one.before, one.now) not in same]
+        if ignored:
+            rank_zero_info(f"AutoResume(on_change='old'): the old values are kept: {_listed(ignored, '; ')}.")
+        if in_effect:
+            rank_zero_warn(
+                f"AutoResume(on_change='old'): these changes are in effect nevertheless, as the script has made its "
+                f"objects with them: {_listed(in_effect, '; ')}."
+            )
+
+    def _cannot_go_on(self, change: Change) -> bool:
+        kind, _, option = change.name.rpartition(".")
+        is_state = change.name.startswith(("optimizer ", "scheduler "))
+        ends_early = option == "total_steps" and is_longer(change.before, change.now) and bool(self.extended)
+        return is_state or (option == "groups" and kind in numbered(self.trainer.optimizers)) or ends_early
+
+    def _set(self, change: Change) -> bool:
+        """Set a value to what it was at the first start; return whether that is possible."""
+        limit = change.name.removeprefix("Trainer.")
+        if limit in self._limits():
+            set_loop_limits(self.trainer, {limit: change.before})
+            return True
+        if change.name not in self._places or change.name == "Trainer.precision" or change.before == "none":
+            return False
+        owner, name, value = self._places[change.name]
+        if not isinstance(value, bool | int | float | str | list | tuple | None):
+            return False
+        before = tuple(change.before) if isinstance(value, tuple) else change.before
+        with suppress(Exception):  # read-only mappings, properties
+            if isinstance(owner, Mapping):
+                owner[name] = before  # type: ignore[index]
+            else:
+                setattr(owner, name, before)
+            return True
+        return False
+
+    def is_known_change(self, path: str) -> bool:
+        """Whether the attribute at a path, such as "module.net.2.p", is among the changes."""
+        names = [change.name for change in self.changes]
+        return any(path.endswith(f".{name}") or path == f"module.{name.partition('.')[2]}" for name in names)
+
+    def set_new_values(self) -> None:
+        """Set attributes to the new values once more, as the resume has restored old ones."""
+        for change in self.changes if self.settings.on_change == "new" else ():
+            owner, name, value = self._places.get(change.name, (None, "", None))
+            if owner is not None and not isinstance(owner, Trainer | Mapping):
+                setattr(owner, name, value)
+
+
+def _may_change(callback: Callback) -> bool:
+    """Whether a callback may change the training."""
+    if isinstance(callback, TrickCallback):
+        return bool(callback.training_arguments)
+    return not isinstance(callback, _OBSERVERS)
+
+
+def _listed(changes: Sequence[Change], separator: str) -> str:
+    more = len(changes) - _MOST_LINES
+    return separator.join([*map(str, changes[:_MOST_LINES]), *([f"and {more} more"] if more > 0 else [])])
