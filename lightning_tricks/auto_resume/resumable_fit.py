@@ -339,8 +339,7 @@ class ResumableFit(FitObserver):
             "data_held_by": self.rank.holders(self.loaders.datasets()),
         }
         state["not_saved"] = self.rank.unsaved_names(state)
-        if self.writer.save(save_point, state, self.rank.shared_state, self.selection.identity):
-            self.status.make_due()
+        self.writer.save(save_point, state, self.rank.shared_state, self.selection.identity)
 
     def _stop(self) -> NoReturn:
         name = self.stop_request.received or "a signal to another rank"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
@@ -38,6 +42,25 @@ def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     return checkpoint
 
 
+def object_pickle(values: Mapping[str, Any]) -> bytes:
+    """Return nothing if `load_plain_data` certainly reads values as they are, once they are saved.
+
+    Others have to be read to know it: what is returned for them is the same for values with the same objects.
+    """
+    stream = io.BytesIO()
+    pickler = _ObjectPickler(stream, protocol=2)  # as `torch.save` pickles
+    pickler.dump(values)
+    return stream.getvalue() if pickler.found else b""
+
+
+def split_arguments(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hyper-parameters in a checkpoint, which may hold any object, and what else is in it."""
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for key, value in checkpoint.items():
+        parts[key not in _ARGUMENTS][key] = value
+    return parts
+
+
 def find_objects(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
     """Return the objects that a resume needs and `load_plain_data` left out: keys -> qualified name of the class."""
     return {
@@ -59,3 +82,31 @@ def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
             seen.add(id(value))
             for key, part in children(value):
                 pending += [(key, (*key_path, "a key")), (part, (*key_path, str(key)))]
+
+
+class _ObjectPickler(pickle.Pickler):
+    """Pickles values without the data of tensors, and notes whether there are objects beside plain data."""
+
+    _PLAIN_TYPES = frozenset({OrderedDict, torch.Size, torch.dtype, torch.device, complex})
+    found = False
+
+    def reducer_override(self, value: Any) -> Any:
+        """Take notice of a value that is no number, string or container of the language itself."""
+        kind = type(value)
+        if kind in (Tensor, nn.Parameter) and _is_usual(value):
+            return _tensor, ()
+        if kind not in self._PLAIN_TYPES and not any(value is one for one in _PLAIN_CALLS):
+            self.found = True
+        return NotImplemented
+
+
+def _is_usual(value: Tensor) -> bool:
+    usual = value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    return usual and value.device.type in ("cpu", "cuda") and not vars(value)
+
+
+def _tensor() -> None:
+    """Stand for a tensor."""
+
+
+_PLAIN_CALLS = (_tensor, OrderedDict, set, complex, codecs.encode, torch.Size, torch.device)
