@@ -150,7 +150,7 @@ class CheckpointWriter:
         if not others and arguments == self._known_arguments:
             return ""
         try:
-            found = find_objects(load_plain_data(path, mmap=True)).items()
+            found = find_objects(load_plain_data(path)).items()
             reasons = [describe_object(self.trainer, self.module, key_path, kind) for key_path, kind in found]
             self._known_arguments = arguments  # they do no harm
         except CheckpointError as error:

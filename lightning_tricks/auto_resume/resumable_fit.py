@@ -111,6 +111,8 @@ class ResumableFit(FitObserver):
         checkpoint = self.selection.load(path)
         pending = PendingResume.from_checkpoint(self.resumed, path, checkpoint, self.trainer, self.module)
         self._pending, self._loader_origins = pending, dict(pending.rank_state["made"])
+        if pending.save_point is SavePoint.FIT_END:
+            self.selection.forget()  # nothing is restored once more
         resize_to_state_dict(self.module, checkpoint["state_dict"], pending.shared_state["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
         position = f"resumes at epoch {self.resumed.epoch}, step {self.resumed.step}"
@@ -270,7 +272,8 @@ class ResumableFit(FitObserver):
             self.rank.restore_structure(pending.shared_state)
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
-        unrestored = find_differences(trainer, self.rank, pending, lambda: self.selection.load(pending.path, mmap=True))
+        unrestored = find_differences(trainer, self.rank, pending, lambda: self.selection.loaded(pending.path))
+        self.selection.forget()
         report_differences(trainer, unrestored, self.rank.drawn_anew(state), self.loaders.differences)
         self._discard_later_rows()
 

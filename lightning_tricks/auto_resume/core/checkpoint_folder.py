@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -33,6 +34,7 @@ PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints, the folder of Aut
 _CORRUPT_SUFFIX = ".corrupt"
 _MANIFEST_SUFFIX = ".json"
 _STAGED_NAME = re.compile(rf"\.{CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
+_MAX_BYTES_IN_MEMORY = 2**28  # of a file that is read at once; of a larger one, the bytes are compared first
 _LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # the first line of a log
 # In the private folder: the manifest of the checkpoint that is being written, which is moved beside it when that is
 # there, and of the one that is being removed
@@ -133,16 +135,29 @@ class CheckpointFolder:
 
     def find_problem(self, manifest: Manifest) -> str:
         """Return what is wrong with a checkpoint's file; empty if it has the bytes that were written."""
+        problem, stream = self._open(manifest)
+        if stream is not None:
+            stream.close()
+        return problem
+
+    def _open(self, manifest: Manifest) -> tuple[str, IO[bytes] | None]:
+        """Return what is wrong with a checkpoint's file; or "", and the file with the bytes that were written."""
         path = self.path / manifest.file
         try:
             size = path.stat().st_size
             if size != manifest.bytes:
-                return f"has {size} bytes instead of {manifest.bytes}"
-            with path.open("rb") as file:
-                digest = file_digest(file)
+                return f"has {size} bytes instead of {manifest.bytes}", None
+            stream: IO[bytes] = path.open("rb")
+            if size <= _MAX_BYTES_IN_MEMORY:
+                with stream:
+                    stream = io.BytesIO(stream.read())
+            if file_digest(stream).hexdigest() == manifest.sha256:
+                stream.seek(0)
+                return "", stream
+            stream.close()
+            return "has other bytes than were written (SHA-256 differs)", None
         except OSError as error:
-            return f"cannot be read ({error.strerror or error})"
-        return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
+            return f"cannot be read ({error.strerror or error})", None
 
     def newest(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
@@ -153,6 +168,13 @@ class CheckpointFolder:
         Raises:
             NewerFormatError: If a checkpoint was written by a later release.
         """
+        manifest, stream = self.open_newest(warn) or (None, None)
+        if stream is not None:
+            stream.close()
+        return manifest
+
+    def open_newest(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
+        """Return what `newest` does, and the file, open, whose bytes were compared."""
         for manifest in self.manifests():
             if manifest.format > FORMAT:
                 raise NewerFormatError(
@@ -160,9 +182,9 @@ class CheckpointFolder:
                     f"{manifest.versions.get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
                     "Install that release, or choose another dirpath to start again."
                 )
-            problem = self.find_problem(manifest)
-            if not problem:
-                return manifest
+            problem, stream = self._open(manifest)
+            if stream is not None:
+                return manifest, stream
             self.quarantine(manifest)
             name = self.path / manifest.file
             warn(f"{name} {problem}: it was renamed to *{_CORRUPT_SUFFIX}; the checkpoint before it is used.")
