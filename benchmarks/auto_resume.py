@@ -1,7 +1,10 @@
-"""What AutoResume costs: in a step between two saves, and until the first step of a run that resumes."""
+"""What AutoResume costs: in a step between two saves, in a save, and until the first step of a run that resumes."""
 
 from __future__ import annotations
 
+import os
+import statistics
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -12,13 +15,14 @@ from unittest.mock import patch
 import torch
 from _ratios import arguments, be_quiet, measure, ratios, report
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 
-SAMPLES, BATCH_SIZE, STEPS = 100_000, 32, 300
+SAMPLES, BATCH_SIZE, STEPS, SAVES = 100_000, 32, 300, 20
 LEAN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -94,6 +98,44 @@ def steps(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str
     return found
 
 
+def saves(hidden: int, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
+    """Time saves after each step; ModelCheckpoint does not flush its files to the disk."""
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, plain: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return plain(*args, **options)
+            finally:
+                spent[name].append(time.perf_counter() - start)
+
+        return call
+
+    flushes: list[float] = []  # in the save of the median
+
+    def fit(guarded: bool) -> float:
+        seed_everything(1, verbose=False)
+        spent.update(save=[], flush=[])
+        owner, name = (ResumableFit, "after_batch") if guarded else (ModelCheckpoint, "on_train_batch_end")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(owner, name, timed("save", getattr(owner, name))),
+            patch.object(os, "fsync", timed("flush", os.fsync)),
+        ):
+            callback = (AutoResume if guarded else ModelCheckpoint)(folder, every_n_train_steps=1)
+            trainer = Trainer(max_steps=SAVES, callbacks=[callback], enable_checkpointing=not guarded, **LEAN)
+            trainer.fit(Classifier(hidden), data)
+        if guarded:
+            flushes.append(sum(spent["flush"]) / SAVES)
+        return statistics.median(spent["save"][3:])
+
+    times = measure({"ModelCheckpoint": lambda: fit(False), "AutoResume": lambda: fit(True)}, rounds)
+    pairs = zip(times["AutoResume"], flushes[-rounds:], strict=True)
+    times["AutoResume, without its flushes"] = [own - flushed for own, flushed in pairs]
+    return ratios(times, "ModelCheckpoint")
+
+
 def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dict[str, float]]:
     """Time a resumed fit until its first step, in the middle of an epoch; Lightning's begins the epoch again."""
     at = int(SAMPLES / BATCH_SIZE * share)
@@ -128,7 +170,23 @@ def taking_up(share: float, data: DataLoader[Any], rounds: int) -> dict[str, dic
         return first.at - start
 
     contestants = {"Lightning": lambda: first_step(False), "AutoResume": lambda: first_step(True)}
-    return ratios(measure(contestants, rounds), "Lightning")
+    found = ratios(measure(contestants, rounds), "Lightning")
+    opened.clear()
+    first_step(True)
+    own = len(opened)
+    first_step(False)
+    read = own / (len(opened) - own)
+    found["AutoResume, reads of the checkpoint"] = {"median": read, "q1": read, "q3": read, "peer": "Lightning"}
+    return found
+
+
+def note_checkpoints(event: str, args: tuple[Any, ...]) -> None:
+    """Note the checkpoints that are opened to be read."""
+    if event == "open" and str(args[0]).endswith(".ckpt") and (args[1] or "r").startswith("r"):
+        opened.append(str(args[0]))
+
+
+opened: list[str] = []
 
 
 def main() -> None:
@@ -138,6 +196,8 @@ def main() -> None:
     be_quiet()
     data = loader()
     results = {f"a step, hidden {hidden}": steps(hidden, data, given.rounds) for hidden in (64, 1024)}
+    results |= {f"a save, hidden {hidden}": saves(hidden, data, given.rounds) for hidden in (64, 1024)}
+    sys.addaudithook(note_checkpoints)
     for share in (0.1, 0.9):
         results[f"to the first step, at {share:.0%} of an epoch"] = taking_up(share, data, given.rounds)
     report("auto_resume", results, given.rounds, given.out)

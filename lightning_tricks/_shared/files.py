@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -47,12 +47,18 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *, flush: Collection[str] = ("file", "directory")) -> Iterator[Path]:
     """Yield the path of a temporary file beside `path`, which replaces it when it is complete and on the disk.
 
     The temporary file has an unpredictable name. The new file has the mode of the one that it replaces, or that of the
     umask. If `path` is a symbolic link, its target is replaced. After an exception, `path` is what it was before, and
     the temporary file is removed.
+
+    Args:
+        path: Path of the file.
+        flush: What is flushed to the disk: the bytes of the "file", the names in the "directory". A process that is
+            killed leaves the old or the new file in any case; a power failure may leave neither without the first, and
+            the old one without the second.
 
     Raises:
         NotAFileError: If `path` is a directory, a pipe, a device or a socket.
@@ -73,16 +79,19 @@ def atomic_write(path: Path) -> Iterator[Path]:
             mode = os.fstat(handle).st_mode
         os.close(handle)
         yield staged
-        with staged.open("rb+") as file:
-            os.fsync(file.fileno())
+        if "file" in flush:
+            with staged.open("rb+") as file:
+                os.fsync(file.fileno())
         staged.chmod(stat.S_IMODE(mode) & 0o777)
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)
-    _flush_directory(path.parent)
+    if "directory" in flush:
+        flush_directory(path.parent)
 
 
-def _flush_directory(path: Path) -> None:
+def flush_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk."""
     if os.name != "posix":  # where a directory cannot be opened
         return
     handle = os.open(path, os.O_RDONLY)

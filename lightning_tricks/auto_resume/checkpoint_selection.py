@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
+from lightning_tricks.auto_resume.core.kept_checkpoint import KeptCheckpoint
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
@@ -41,6 +42,8 @@ class CheckpointSelection:
     ) -> None:
         self.settings, self.trainer, self.module, self.folder = settings, trainer, module, folder
         self.identity: Mapping[str, Any] = run_identity(module)
+        self._stream: IO[bytes] | None = None  # the file of the newest checkpoint, until it is read
+        self._kept: KeptCheckpoint | None = None
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
@@ -54,11 +57,12 @@ class CheckpointSelection:
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
             try:
-                manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
+                newest = self.folder.open_newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
+                manifest, self._stream = newest or (None, None)
             except (NewerFormatError, OSError) as error:
                 problem = str(error)
             if manifest is not None and self._is_user_path_newer(user_path, manifest):
-                manifest = None
+                manifest = self._stream = None
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
         if problem:
             raise MisconfigurationException(f"AutoResume: {problem}")
@@ -68,16 +72,37 @@ class CheckpointSelection:
         self._check_same_parameters(manifest, path)
         return manifest, path
 
-    def load(self, path: Path, *, mmap: bool = False) -> dict[str, Any]:
-        """Read a checkpoint; without `allow_pickle` as plain data.
+    def load(self, path: Path) -> dict[str, Any]:
+        """Return a copy of the checkpoint that `loaded` returns, which hooks may change."""
+        checkpoint = self.loaded(path)
+        return dict(checkpoint) if self._kept is None else self._kept.copy()
+
+    def loaded(self, path: Path) -> Mapping[str, Any]:
+        """Return a checkpoint, which is read once; again only if what was read may have been changed.
+
+        Without `allow_pickle` it is read as plain data.
 
         Raises:
             MisconfigurationException: If the file holds objects that are not plain data, or cannot be read.
         """
-        if self.settings.allow_pickle:
-            checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
-            return checkpoint
-        checkpoint = _load_plain_data_or_raise(path, mmap=mmap)
+        if self._kept is None or not self._kept.is_intact:
+            checkpoint, self._kept = KeptCheckpoint(self._read(path)), None
+            if not checkpoint.is_intact:
+                return checkpoint.values
+            self._kept = checkpoint
+        return self._kept.values
+
+    def forget(self) -> None:
+        """Release what was read."""
+        self._kept = None
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        stream, self._stream = self._stream or path.open("rb"), None
+        with stream:
+            if self.settings.allow_pickle:
+                checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=False)
+                return checkpoint
+            checkpoint = _load_plain_data_or_raise(path, stream)
         for key_path, kind in find_objects(checkpoint).items():
             raise MisconfigurationException(
                 f"AutoResume: {describe_object(self.trainer, self.module, key_path, kind)} in {path}. Objects are not "
@@ -98,7 +123,9 @@ class CheckpointSelection:
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
         if manifest.run.get("parameters") == self.identity["parameters"]:
             return
-        found = shape_differences(self.module, _load_plain_data_or_raise(path)["state_dict"])
+        found = shape_differences(self.module, _load_plain_data_or_raise(path, self._stream)["state_dict"])
+        if self._stream is not None:
+            self._stream.seek(0)
         if found:
             raise MisconfigurationException(
                 f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
@@ -106,8 +133,8 @@ class CheckpointSelection:
             )
 
 
-def _load_plain_data_or_raise(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str, Any]:
     try:
-        return load_plain_data(path, mmap=mmap)
+        return load_plain_data(path, stream)
     except CheckpointError as error:
         raise MisconfigurationException(f"AutoResume: {error}") from error

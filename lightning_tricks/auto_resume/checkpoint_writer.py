@@ -15,7 +15,7 @@ from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.manifests import FORMAT, Manifest
-from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
+from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, SavePoint
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
@@ -45,6 +45,7 @@ class CheckpointWriter:
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._reported: set[str] = set()
+        self._known_arguments = b""  # the objects among the hyper-parameters that were read from a checkpoint
 
     def skip_step(self, step: int) -> None:
         """Let a step that was just resumed not be saved once more."""
@@ -72,8 +73,8 @@ class CheckpointWriter:
         rank_state: Mapping[str, Any],
         get_shared_state: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         identity: Mapping[str, Any],
-    ) -> bool:
-        """Write a checkpoint and remove old ones; return whether it was written. All ranks have to call it.
+    ) -> None:
+        """Write a checkpoint and remove old ones. All ranks have to call it.
 
         Args:
             save_point: The moment of the save.
@@ -105,7 +106,6 @@ class CheckpointWriter:
             raise OSError(failure)
         if failure:
             rank_zero_warn(f"{failure} Training continues.")
-        return not failure
 
     def _write(self, checkpoint: Mapping[str, Any], identity: Mapping[str, Any], finished: bool) -> str:
         """Write a checkpoint and remove old ones; return why that failed, or nothing."""
@@ -125,7 +125,7 @@ class CheckpointWriter:
             self.run_files.on_save(manifest)
             self.final_manifest = manifest if finished else None
             folder.prune(self.settings.keep_last)
-            return "" if self.settings.allow_pickle else self._why_not_loadable(folder.path / manifest.file)
+            return "" if self.settings.allow_pickle else self._why_not_loadable(checkpoint, folder.path / manifest.file)
         except Exception as error:  # of the disk, a logger, or the pickling of a user's object
             return (
                 f"AutoResume: step {trainer.global_step} could not be saved in {folder.path}: {error}. The "
@@ -144,11 +144,15 @@ class CheckpointWriter:
                 "save them in on_save_checkpoint."
             )
 
-    def _why_not_loadable(self, path: Path) -> str:
-        """Return why a checkpoint that was just written could not be resumed, each reason once; or nothing."""
+    def _why_not_loadable(self, checkpoint: Mapping[str, Any], path: Path) -> str:
+        """Return why a checkpoint that was just written to a path could not be resumed, each reason once; or nothing."""
+        arguments, others = map(object_pickle, split_arguments(checkpoint))
+        if not others and arguments == self._known_arguments:
+            return ""
         try:
-            found = find_objects(load_plain_data(path, mmap=True)).items()
+            found = find_objects(load_plain_data(path)).items()
             reasons = [describe_object(self.trainer, self.module, key_path, kind) for key_path, kind in found]
+            self._known_arguments = arguments  # they do no harm
         except CheckpointError as error:
             reasons = [str(error)]
         new = self._not_yet_reported(reasons)

@@ -73,6 +73,7 @@ class RankState:
         self._owners = AttributeOwners(trainer, module)
         self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
+        self._had_optimizer_extras = False
         self.settings = TrainerSettings(trainer)
         self._initial_callbacks = set(named_callbacks(trainer))
         self._initial_tensors: dict[str, Any] = {}
@@ -89,6 +90,7 @@ class RankState:
         self._optimizer_attributes = AttributeTracker(
             self._owners.optimizer_attributes, skipped=skipped, with_code=False
         )
+        self._have_optimizers_extras()
         if shared_state.get("groups"):
             restore_param_groups(self.module, self.trainer.optimizers, shared_state["groups"])
 
@@ -111,7 +113,7 @@ class RankState:
     def attribute_changes(self) -> dict[str, Any]:
         """Return the attributes that changed, as tensors and plain values."""
         changes = self._attributes.changes()
-        if self._optimizer_attributes is not None:
+        if self._optimizer_attributes is not None and self._have_optimizers_extras():
             optimizer_changes = self._optimizer_attributes.changes()
             changes = {
                 "values": changes["values"] | self._optimizer_values() | optimizer_changes["values"],
@@ -119,13 +121,17 @@ class RankState:
             }
         return dict(changes)
 
+    def _have_optimizers_extras(self) -> bool:
+        """Whether optimizers hold something beside their state dicts, or did so since the fit started."""
+        now = any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values())
+        self._had_optimizer_extras |= now
+        return self._had_optimizer_extras
+
     def _optimizer_values(self) -> dict[str, Any]:
         """Return what optimizers hold beside their state dicts, also what did not change, such as slow weights.
 
         Another process creates the optimizers from the weights that it resumes.
         """
-        if not any(vars(extras) for extras in optimizer_extras(self.trainer.optimizers).values()):
-            return {}
         owners, skipped = self._owners.optimizer_attributes(), self._owners.skipped_names_in_optimizers
         values = all_values(owners, skipped=skipped, with_code=False)["values"]
         return {path: one for path, one in values.items() if path.startswith("optimizers.")}

@@ -120,6 +120,8 @@ class ResumableFit(FitObserver):
         self.rank = RankState(self.trainer, self.module)
         pending = PendingResume.from_checkpoint(self.resumed, path, checkpoint, self.trainer, self.module)
         self._pending, self._loader_origins = pending, dict(pending.rank_state["made"])
+        if pending.save_point is SavePoint.FIT_END:
+            self.selection.forget()  # nothing is restored once more
         resize_to_state_dict(self.module, checkpoint["state_dict"], pending.shared_state["buffers"])
         self._installed.enter_context(disable_finders(self.trainer))
         extended = f", extended {self.configuration.extended}" if self.configuration.extended else ""
@@ -138,7 +140,7 @@ class ResumableFit(FitObserver):
         pending = self._pending
         if pending is None or self.settings.on_change != "new" or not self.configuration.changes:
             return
-        self._changed_states = {name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")}
+        self._changed_states = copy.deepcopy({name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")})
         outline = {**pending.rank_state.get("outline", {})}
         outline |= {name: self.rank.outline()[name] for name in ("optimizers", "schedulers")}
         rank_state = {**pending.rank_state, "outline": outline}
@@ -311,7 +313,8 @@ class ResumableFit(FitObserver):
             self.rank.restore_structure(pending.shared_state)
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
-        unrestored = find_differences(trainer, self.rank, pending, lambda: self._load(pending, mmap=True))
+        unrestored = find_differences(trainer, self.rank, pending, lambda: self._with_changes(pending))
+        self.selection.forget()
         report_differences(trainer, unrestored, self._drawn_anew(pending), self.loaders.differences)
         self.configuration.set_new_values()
         self._discard_later_rows()
@@ -320,13 +323,13 @@ class ResumableFit(FitObserver):
         paths = self.rank.drawn_anew(pending.rank_state)
         return [path for path in paths if not self.configuration.is_known_change(path)]
 
-    def _load(self, pending: PendingResume, *, mmap: bool = False) -> dict[str, Any]:
-        """Read the checkpoint that is resumed once more, with what another start changed in it."""
-        return {**self.selection.load(pending.path, mmap=mmap), **copy.deepcopy(self._changed_states)}
+    def _with_changes(self, pending: PendingResume) -> dict[str, Any]:
+        """Return the checkpoint that is resumed, with what another start changed in it."""
+        return {**self.selection.loaded(pending.path), **self._changed_states}
 
     def _reload_weights(self, pending: PendingResume) -> None:
         """Load weights and optimizer states from the checkpoint that is resumed once more."""
-        checkpoint = self._load(pending)
+        checkpoint = {**self.selection.load(pending.path), **self._changed_states}
         self.module.on_load_checkpoint(checkpoint)
         self.module.load_state_dict(checkpoint["state_dict"], strict=False)
         for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -389,8 +392,7 @@ class ResumableFit(FitObserver):
             "data_held_by": self.rank.holders(self.loaders.datasets()),
         }
         state["not_saved"] = self.rank.unsaved_names(state)
-        if self.writer.save(save_point, state, self._shared_state, self.selection.identity):
-            self.status.make_due()
+        self.writer.save(save_point, state, self._shared_state, self.selection.identity)
 
     def _shared_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {**self.rank.shared_state(checkpoint), "configuration": self.configuration.saved()}

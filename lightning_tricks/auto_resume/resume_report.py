@@ -44,7 +44,7 @@ def find_differences(
         trainer: The Trainer of the fit.
         rank: The state of this rank, restored.
         pending: What was to be restored.
-        load_saved: Reads the checkpoint once more.
+        load_saved: Returns the checkpoint as it was read.
     """
     saved, now = pending.rank_state, rank.capture()
     skipped = ("callbacks",) if pending.world_size_changed else ()

@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_WRITES = 10.0
 
 
 class RunStatus:
-    """Writes the status of a fit at most every ten seconds, and after each save.
+    """Writes the status of a fit at most every ten seconds.
 
     Args:
         trainer: The Trainer of the fit.
@@ -23,10 +23,6 @@ class RunStatus:
 
     def __init__(self, trainer: Trainer, folder: CheckpointFolder) -> None:
         self.trainer, self.folder = trainer, folder
-        self._written_at = time.monotonic()
-
-    def make_due(self) -> None:
-        """Let the next `write_if_due` write."""
         self._written_at = -math.inf
 
     def write_if_due(self) -> None:

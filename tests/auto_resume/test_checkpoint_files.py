@@ -1,6 +1,5 @@
 """Checkpoints are intact at any moment: with real files, real kills and real limits of the file system."""
 
-import errno
 import hashlib
 import json
 import os
@@ -167,18 +166,26 @@ def test_a_full_disk_keeps_earlier_checkpoints(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize(("known", "kept"), [({}, False), ({"finished": True}, True)])
-def test_a_manifest_that_cannot_be_written_leaves_no_checkpoint_without_one(tmp_path, known, kept):
+class TakesThePlace:
+    """Creates a directory while it is saved."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        (self.path / "in the way").mkdir(parents=True)
+        return str, ("saved",)
+
+
+@pytest.mark.parametrize("place", [".auto_resume/writing.json", "000002-epoch=1-step=2.ckpt.json"])
+def test_a_manifest_that_cannot_be_written_leaves_no_checkpoint_without_one(tmp_path, place):
     folder = CheckpointFolder(tmp_path)
-    manifest = folder.save(checkpoint(), **KNOWN)
-
-    def fails(name, values):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    folder._write_json = fails
-    with pytest.raises(OSError, match="No space left"):
-        folder.rewrite_manifest(manifest, **known)
-    assert (tmp_path / manifest.file).exists() == kept
+    kept = folder.save(checkpoint(), **KNOWN)
+    with pytest.raises(OSError, match=r"json"):
+        folder.save({**checkpoint(), "more": TakesThePlace(tmp_path / place)}, **KNOWN)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [kept.file]
+    assert folder.newest(pytest.fail) == kept
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_an_error_of_torch_save_itself_is_raised_as_it_is(tmp_path):

@@ -132,14 +132,21 @@ def test_killed_between_a_checkpoint_and_its_manifest(tmp_path, monkeypatch, whe
     (tmp_path / "000009-epoch=3-step=4.ckpt").write_bytes((tmp_path / kept.file).read_bytes())
     killed = {
         "before the file": ("lightning_tricks._shared.files.os.fsync", lambda: folder.save({"step": 2}, **KNOWN)),
-        "before the manifest": (f"{CheckpointFolder.__module__}.CheckpointFolder.rewrite_manifest", None),
+        "before the manifest": ("pathlib.Path.replace", lambda: folder.save({"step": 2}, **KNOWN)),
         "in removing": (f"{CheckpointFolder.__module__}.CheckpointFolder._remove_recorded", lambda: folder.prune(0)),
     }[where]
     pid = os.fork()
     if pid == 0:
         try:
-            monkeypatch.setattr(killed[0], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            (killed[1] or (lambda: folder.save({"step": 2}, **KNOWN)))()
+            move = Path.replace
+
+            def dies(*args):
+                if where == "before the manifest" and args[0].name != "writing.json":
+                    return move(*args)
+                return os.kill(os.getpid(), signal.SIGKILL)
+
+            monkeypatch.setattr(killed[0], dies)
+            killed[1]()
         finally:
             os._exit(0)  # or this process would run the other tests as well
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -9,14 +10,16 @@ import re
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from lightning_tricks._shared.files import PARTIAL_SUFFIX
-from lightning_tricks.auto_resume.core.durable_writing import file_digest, save_durably, write_durably
+import torch
+
+from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 from lightning_tricks.auto_resume.core.manifests import (
     CHECKPOINT_NAME,
     FORMAT,
@@ -31,8 +34,10 @@ PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints, the folder of Aut
 _CORRUPT_SUFFIX = ".corrupt"
 _MANIFEST_SUFFIX = ".json"
 _STAGED_NAME = re.compile(rf"\.{CHECKPOINT_NAME.pattern}(\.json)?\..+{re.escape(PARTIAL_SUFFIX)}")
+_MAX_BYTES_IN_MEMORY = 2**28  # of a file that is read at once; of a larger one, the bytes are compared first
 _LOG_HEADER = b"AutoResume: the terminal of this run is gone.\n"  # the first line of a log
-# In the private folder: the manifest of the checkpoint that is being written, and of the one that is being removed
+# In the private folder: the manifest of the checkpoint that is being written, which is moved beside it when that is
+# there, and of the one that is being removed
 _WRITING_RECORD, _REMOVING_RECORD = "writing.json", "removing.json"
 
 
@@ -71,7 +76,7 @@ class CheckpointFolder:
         return sorted(found, key=lambda manifest: manifest.number, reverse=True)
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
-        """Write a checkpoint and then its manifest.
+        """Write a checkpoint and then its manifest; both are on the disk when this returns.
 
         Args:
             checkpoint: What `torch.save` writes.
@@ -101,21 +106,22 @@ class CheckpointFolder:
                 )
             )
             # tells after a kill that the file, which then lacks only its manifest, was written here
-            self.write_private(_WRITING_RECORD, asdict(made[0]))
+            self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", asdict(made[0]), flush=("file",))
 
-        save_durably(dict(checkpoint), self.path / name, write_record)
-        self.rewrite_manifest(made[0])
+        write_atomically(
+            self.path / name, lambda stream: torch.save(dict(checkpoint), stream), write_record, flush=("file",)
+        )
+        try:
+            (self.private / _WRITING_RECORD).replace(self.path / f"{name}{_MANIFEST_SUFFIX}")
+        except BaseException:  # a checkpoint without a manifest would never be removed
+            (self.path / name).unlink(missing_ok=True)
+            raise
+        flush_directory(self.path)  # both names at once
         return made[0]
 
     def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest again, with new values in some fields."""
-        manifest = replace(manifest, **known)
-        try:
-            self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", asdict(manifest))
-        except BaseException:
-            if not known:  # a checkpoint without a manifest would never be removed
-                (self.path / manifest.file).unlink(missing_ok=True)
-            raise
+        self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", asdict(replace(manifest, **known)))
 
     def _next_name(self, epoch: int, step: int) -> str:
         names = {path.name for path in self.path.iterdir()}
@@ -129,16 +135,29 @@ class CheckpointFolder:
 
     def find_problem(self, manifest: Manifest) -> str:
         """Return what is wrong with a checkpoint's file; empty if it has the bytes that were written."""
+        problem, stream = self._open(manifest)
+        if stream is not None:
+            stream.close()
+        return problem
+
+    def _open(self, manifest: Manifest) -> tuple[str, IO[bytes] | None]:
+        """Return what is wrong with a checkpoint's file; or "", and the file with the bytes that were written."""
         path = self.path / manifest.file
         try:
             size = path.stat().st_size
             if size != manifest.bytes:
-                return f"has {size} bytes instead of {manifest.bytes}"
-            with path.open("rb") as file:
-                digest = file_digest(file)
+                return f"has {size} bytes instead of {manifest.bytes}", None
+            stream: IO[bytes] = path.open("rb")
+            if size <= _MAX_BYTES_IN_MEMORY:
+                with stream:
+                    stream = io.BytesIO(stream.read())
+            if file_digest(stream).hexdigest() == manifest.sha256:
+                stream.seek(0)
+                return "", stream
+            stream.close()
+            return "has other bytes than were written (SHA-256 differs)", None
         except OSError as error:
-            return f"cannot be read ({error.strerror or error})"
-        return "" if digest.hexdigest() == manifest.sha256 else "has other bytes than were written (SHA-256 differs)"
+            return f"cannot be read ({error.strerror or error})", None
 
     def newest(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
@@ -149,6 +168,13 @@ class CheckpointFolder:
         Raises:
             NewerFormatError: If a checkpoint was written by a later release.
         """
+        manifest, stream = self.open_newest(warn) or (None, None)
+        if stream is not None:
+            stream.close()
+        return manifest
+
+    def open_newest(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
+        """Return what `newest` does, and the file, open, whose bytes were compared."""
         for manifest in self.manifests():
             if manifest.format > FORMAT:
                 raise NewerFormatError(
@@ -156,9 +182,9 @@ class CheckpointFolder:
                     f"{manifest.versions.get('lightning_tricks', '?')}; this release knows formats up to {FORMAT}. "
                     "Install that release, or choose another dirpath to start again."
                 )
-            problem = self.find_problem(manifest)
-            if not problem:
-                return manifest
+            problem, stream = self._open(manifest)
+            if stream is not None:
+                return manifest, stream
             self.quarantine(manifest)
             name = self.path / manifest.file
             warn(f"{name} {problem}: it was renamed to *{_CORRUPT_SUFFIX}; the checkpoint before it is used.")
@@ -213,10 +239,9 @@ class CheckpointFolder:
         writing = self.private / _WRITING_RECORD
         with suppress(OSError, RecursionError, TypeError, ValueError):
             manifest = load_manifest(writing)
-            if not os.path.lexists(self.path / f"{manifest.file}{_MANIFEST_SUFFIX}") and not self.find_problem(
-                manifest
-            ):
-                self.rewrite_manifest(manifest)
+            target = self.path / f"{manifest.file}{_MANIFEST_SUFFIX}"
+            if not os.path.lexists(target) and not self.find_problem(manifest):
+                writing.replace(target)
         writing.unlink(missing_ok=True)
 
     def log_path(self) -> Path:
@@ -237,7 +262,8 @@ class CheckpointFolder:
     def write_status(self, **status: Any) -> None:
         """Record the progress of a run for `read_status`, with the process and the time."""
         self.private.mkdir(parents=True, exist_ok=True)
-        self.write_private("status.json", {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status})
+        values = {"pid": os.getpid(), "host": platform.node(), "time": time.time(), **status}
+        self._write_json(f"{PRIVATE_DIR}/status.json", values, flush=())  # only people read it
 
     def read_status(self) -> dict[str, Any]:
         """Return what `write_status` wrote last; empty if nothing was written."""
@@ -254,9 +280,9 @@ class CheckpointFolder:
         """Write a JSON file to the private folder, for `read_private`."""
         self._write_json(f"{PRIVATE_DIR}/{name}", values)
 
-    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+    def _write_json(self, name: str, values: Mapping[str, Any], flush: Collection[str] = ("file", "directory")) -> None:
         text = json.dumps(values, indent=1, default=dict) + "\n"
-        write_durably(self.path / name, lambda stream: stream.write(text.encode()))
+        write_atomically(self.path / name, lambda stream: stream.write(text.encode()), flush=flush)
 
 
 def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +42,18 @@ def write_durably(
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    with atomic_write(Path(path)) as staged:
+    return write_atomically(path, write, before_replace, flush=("file", "directory"))
+
+
+def write_atomically(
+    path: str | os.PathLike[str],
+    write: Callable[[IO[bytes]], object],
+    before_replace: Callable[[Path, str, int], object] | None = None,
+    *,
+    flush: Collection[str] = (),
+) -> tuple[str, int]:
+    """Replace a file as `write_durably` does, and flush to the disk what `atomic_write` is told to flush."""
+    with atomic_write(Path(path), flush=flush) as staged:
         with staged.open("wb") as file:
             hashing_stream = _HashingStream(file)
             hashing_stream.write_with(write)

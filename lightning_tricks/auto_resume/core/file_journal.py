@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._shared.files import PARTIAL_SUFFIX
-from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_durably
+from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
+from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 
 _BACKUP_SUFFIX = ".before"  # the suffix of files that were replaced or removed since the last save
 _MAX_JOURNAL_BYTES = 1 << 24  # bytes
@@ -34,6 +34,7 @@ class FileJournal:
         self.path = path
         self._backups: dict[tuple[str, str], str] = {}  # (key of the folder, name) -> name of the backup
         self._folders: Mapping[str, Path] = {}
+        self._is_flushed = False
 
     def start(self, base: str, folders: Mapping[str, Path]) -> None:
         """Start a new journal after a save, or before the first one, and remove the backups.
@@ -46,8 +47,12 @@ class FileJournal:
         entries = self._entries()
         for folder, _, backup in _backups_in(entries, folders):
             (folder / backup).unlink(missing_ok=True)
-        write_durably(self.path, lambda stream: stream.write(_json_line({"base": base})))
+        if folders:
+            write_atomically(self.path, lambda stream: stream.write(_json_line({"base": base})))
+        else:
+            self.path.unlink(missing_ok=True)
         self._backups.clear()
+        self._is_flushed = False  # a journal without entries has nothing to restore
 
     @property
     def base(self) -> str | None:
@@ -108,6 +113,9 @@ class FileJournal:
             file.write(_json_line(entry))
             file.flush()
             os.fsync(file.fileno())
+        if not self._is_flushed:
+            flush_directory(self.path.parent)
+            self._is_flushed = True
 
     def _entries(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import Global, Placeholder, children
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
@@ -17,12 +21,12 @@ from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 _ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 
 
-def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def load_plain_data(path: Path, stream: IO[bytes] | None = None) -> dict[str, Any]:
     """Read a checkpoint without running code of it.
 
     Args:
         path: Path of the file.
-        mmap: Whether tensors are mapped from the file, where it is a zip archive.
+        stream: The file, open; None opens it and maps the tensors from it, where it is a zip archive.
 
     Returns:
         The values of the checkpoint; a `Placeholder` for each object that is neither plain data nor a tensor.
@@ -30,12 +34,38 @@ def load_plain_data(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is not a checkpoint, or holds a call that no checkpoint needs.
     """
-    mmap = mmap and zipfile.is_zipfile(path)
+    mmap = stream is None and zipfile.is_zipfile(path)
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        checkpoint: dict[str, Any] = torch.load(stream or path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         checkpoint = read_values(path, mmap=mmap)
     return checkpoint
+
+
+def object_pickle(values: Mapping[str, Any]) -> bytes:
+    """Return nothing if `load_plain_data` certainly reads values as they are, once they are saved.
+
+    Others have to be read to know it: what is returned for them is the same for values with the same objects.
+    """
+    stream = io.BytesIO()
+    pickler = _ObjectPickler(stream)
+    pickler.dump(values)
+    return stream.getvalue() if pickler.found else b""
+
+
+def plain_tensors(values: Mapping[str, Any]) -> list[Tensor] | None:
+    """Return the tensors among values that are plain data beside them; None if there are other objects."""
+    pickler = _ObjectPickler(io.BytesIO())
+    pickler.dump(values)
+    return None if pickler.found else pickler.tensors
+
+
+def split_arguments(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hyper-parameters in a checkpoint, which may hold any object, and what else is in it."""
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for key, value in checkpoint.items():
+        parts[key not in _ARGUMENTS][key] = value
+    return parts
 
 
 def find_objects(checkpoint: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
@@ -59,3 +89,35 @@ def _objects(value: Any, key_path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
             seen.add(id(value))
             for key, part in children(value):
                 pending += [(key, (*key_path, "a key")), (part, (*key_path, str(key)))]
+
+
+class _ObjectPickler(pickle.Pickler):
+    """Pickles values without the data of tensors, and notes whether there are objects beside plain data."""
+
+    _PLAIN_TYPES = frozenset({OrderedDict, torch.Size, torch.dtype, torch.device, complex})
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, protocol=2)  # as `torch.save` pickles
+        self.found, self.tensors = False, list[Tensor]()
+
+    def reducer_override(self, value: Any) -> Any:
+        """Take notice of a value that is no number, string or container of the language itself."""
+        kind = type(value)
+        if kind in (Tensor, nn.Parameter) and _is_usual(value):
+            self.tensors.append(value)
+            return _tensor, ()
+        if kind not in self._PLAIN_TYPES and not any(value is one for one in _PLAIN_CALLS):
+            self.found = True
+        return NotImplemented
+
+
+def _is_usual(value: Tensor) -> bool:
+    usual = value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    return usual and value.device.type in ("cpu", "cuda") and not vars(value)
+
+
+def _tensor() -> None:
+    """Stand for a tensor."""
+
+
+_PLAIN_CALLS = (_tensor, OrderedDict, set, complex, codecs.encode, torch.Size, torch.device)

@@ -61,6 +61,8 @@ def find_class(name: str, base: type, present: Any = MISSING) -> type:
 
 def container_base(kind: type) -> type | None:
     """Return the container type of the standard library that a type is or extends; None if it is no container."""
+    if kind in BASES:
+        return kind
     if is_subclass(kind, torch.Size) or (
         is_subclass(kind, tuple) and kind is not tuple and not hasattr(kind, "_fields")
     ):
