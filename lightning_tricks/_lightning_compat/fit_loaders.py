@@ -77,19 +77,12 @@ def given_train_loaders(trainer: Trainer) -> list[Any]:
 
 
 @needs_private("AutoResume")
-def set_num_batches_done(trainer: Trainer, scale: float, at_end: bool) -> int:
-    """Multiply the number of the batches that are done in the epoch, rounded down; return it.
-
-    It must be called before the iterators of the loaders are created; `at_end` if the epoch has no more batches.
-    """
+def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
+    """Set how many batches of the epoch are done, before it begins; all of them if it has no more."""
+    if at_end and trainer.fit_loop.max_batches != float("inf"):
+        count = int(trainer.fit_loop.max_batches)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    count = int(progress.ready * scale)
-    if at_end:
-        loader: Any = trainer.fit_loop._combined_loader
-        sizes = [limit for limit in loader.limits if limit != float("inf")]
-        count = min(sizes) if sizes else count
     set_private(progress, ready=count, started=count, processed=count, completed=count)
-    return int(count)
 
 
 def _combined(loaders: Any) -> CombinedLoader:

@@ -34,6 +34,7 @@ from lightning_tricks.auto_resume.core.signals import StopRequest
 # Keys of a checkpoint; their values are part of its format
 _RESTARTED_KEY = "begun_again"  # which loaders were restarted in the epoch
 _POSITION_KEY = "place"  # the position of a loader
+_SCALE_KEY = "scale"  # of the size of batches that another start changed; never saved
 _FIRST_KEY = "first"  # digest of the first batch of replayed loaders
 
 
@@ -99,7 +100,7 @@ class LoaderTracker:
             loader.defer_iterator()
         self._iterators_pending = True
 
-    def with_other_batches(self, trainer: Trainer, saved: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    def with_other_batches(self, saved: Mapping[str, Any], scale: float) -> dict[str, Any]:
         """Return saved positions for training loaders that changed, with batches that are `scale` times as large.
 
         The epoch continues after the samples that were seen; what is less than one batch of them comes once more.
@@ -108,13 +109,17 @@ class LoaderTracker:
         for state in saved["train"]:
             position = state[_POSITION_KEY]
             if position is not None:
-                batches = position["batches"]
-                if scale != 1.0:
-                    batches = set_num_batches_done(trainer, 1 / scale, position["at_end"])
                 # there is nothing to compare: they are other batches
-                position = {**position, "batches": batches, "order": "", "first": "", "draws": None, "ended": False}
+                none = {"order": "", "first": "", "draws": None, "ended": False}
+                position = {**position, **none, "batches": int(position["batches"] / scale)}
             states.append({**state, _POSITION_KEY: position})
-        return {**saved, "train": states}
+        return {**saved, "train": states, _SCALE_KEY: scale}
+
+    def set_num_batches_done(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+        """Let the Trainer be at the positions that `with_other_batches` returned."""
+        positions = [state[_POSITION_KEY] for state in saved["train"]]
+        if saved.get(_SCALE_KEY, 1.0) != 1.0 and positions[0] is not None:
+            set_num_batches_done(trainer, positions[0]["batches"], positions[0]["at_end"])
 
     def track_validation(self, loaders: Sequence[Any], is_saved: bool) -> None:
         """Track the validation loaders: the random state of persistent workers is part of the run's state.

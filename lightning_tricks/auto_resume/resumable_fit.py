@@ -235,7 +235,7 @@ class ResumableFit(FitObserver):
         scale = self.configuration.check_loaders(loaders)
         pending = self._pending
         if pending is not None and scale is not None:
-            changed = self.loaders.with_other_batches(self.trainer, pending.rank_state["loaders"], scale)
+            changed = self.loaders.with_other_batches(pending.rank_state["loaders"], scale)
             self._pending = pending = replace(pending, rank_state={**pending.rank_state, "loaders": changed})
         self.loaders.track_train(loaders, all_sized, None if pending is None else pending.rank_state["loaders"])
 
@@ -271,8 +271,10 @@ class ResumableFit(FitObserver):
             }
 
     def before_epoch_iterators(self) -> None:
-        """Note the random state that determines the epoch's order."""
-        if self._pending is None:
+        """Note the random state that determines the epoch's order; or the position, if the batches changed."""
+        if self._pending is not None and self._is_running:
+            self.loaders.set_num_batches_done(self.trainer, self._pending.rank_state["loaders"])
+        elif self._pending is None:
             self.loaders.record_rng_state("iterator")
 
     def before_first_batch(self, finish_batch: Callable[[], None]) -> None:

@@ -73,6 +73,8 @@ _OBSERVERS = (
     ThroughputMonitor,
     Timer,
 )
+# The training loaders as they are given to `fit`, and as the Trainer uses them
+_GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
 _SEARCHED = ("lr", "learning_rate", "batch_size")  # what a Tuner sets before the fit
 _MOST_LINES = 20
 
@@ -100,7 +102,7 @@ class RunConfiguration:
         # Where values lie that can be set: name -> owner, name in it, and the value of this start
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._ignored: list[Change] = []
-        self._has_loaders = self._said_incidental = False
+        self._has_loaders = self._has_optimizers = self._said_incidental = False
         self._now = Configuration(arguments=dict(self._arguments()))
         seed = os.environ.get("PL_GLOBAL_SEED", "")
         self._now.values["seed"] = int(seed) if seed.isdecimal() else None
@@ -239,9 +241,8 @@ class RunConfiguration:
             for option in SCHEDULE_OPTIONS:
                 self._places[f"{label}.{option}"] = config, option, getattr(config, option)
         self._add(found)
-        given = given_train_loaders(self.trainer)
-        self._add(describe_loaders(given))
-        self._has_loaders = bool(given)
+        self._add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
+        self._has_optimizers = True
         self._decide()
         if checkpoint is None or self._before is None or self.settings.on_change != "new":
             return
@@ -263,13 +264,14 @@ class RunConfiguration:
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
-        self._add(describe_loaders(loaders))
+        self._add(describe_loaders(loaders, _IN_USE))
         self._has_loaders = True
-        self._decide()
-        changes = [one for one in self.changes if one.name.startswith("train_dataloader")]
+        if self._has_optimizers:  # configure_optimizers may ask for the number of batches
+            self._decide()
+        changes = [one for one in self._find_changes()[0] if one.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))]
         if not changes:
             return None
-        sizes = [one for one in changes if one.name == "train_dataloader.batch_size"]
+        sizes = [one for one in changes if one.name == f"{_IN_USE}.batch_size"]
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
@@ -282,7 +284,9 @@ class RunConfiguration:
         """Raise an error for changes that are new, or say what becomes of them."""
         known = {change.name for change in self.changes}
         found, incidental = self.trainer.strategy.broadcast(self._find_changes())
-        known |= {one.name for one in found if one.name.startswith("train_dataloader") and not self._has_loaders}
+        known |= {name.replace(_GIVEN, _IN_USE) for name in known}
+        if not self._has_loaders:
+            known |= {one.name for one in found if one.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))}
         new = [one for one in found if one.name not in known]
         self.changes += new
         if incidental and not self._said_incidental:

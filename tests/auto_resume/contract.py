@@ -65,7 +65,7 @@ CASES = (
             "signals": ["SIGTERM"],
             "on_hangup": "stop",
             "exit_code": 99,
-            "force": True,
+            "on_change": "new",
             "on_failed_save": "raise",
             "allow_pickle": True,
         },

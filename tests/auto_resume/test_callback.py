@@ -103,12 +103,12 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_another_model_is_refused_with_what_differs(tmp_path):
     stop(AutoResume(tmp_path))
-    with pytest.raises(MisconfigurationException, match="another run") as refused:
+    with pytest.raises(MisconfigurationException, match="another model") as refused:
         fit(AutoResume(tmp_path), module=lambda: Net(hidden=8))
     words = str(refused.value)
     assert "net.0.weight has shape (8, 64) in this run and (16, 64) in the checkpoint" in words
-    assert "Choose another dirpath to start a new run, or force=True to resume this one." in words
-    with pytest.raises(MisconfigurationException, match=r"module was .*Net.* and is .*EvaluatedNet"):
+    assert "Choose another dirpath to start a new run; load_weights takes those weights of it that fit." in words
+    with pytest.raises(MisconfigurationException, match=r"module: Net -> EvaluatedNet"):
         fit(AutoResume(tmp_path), module=lambda: EvaluatedNet(dropout=0.2))
     assert len(CheckpointFolder(tmp_path).manifests()) > 0, "a refusal changes nothing"
 
@@ -135,14 +135,13 @@ class Hyper(Net):
         self.save_hyperparameters()
 
 
-def test_other_arguments_or_another_seed_are_refused_unless_forced(tmp_path):
+def test_other_arguments_or_another_seed_are_refused(tmp_path):
     stop(AutoResume(tmp_path), module=Hyper)
-    with pytest.raises(MisconfigurationException, match=r"arguments.lr was 0.1 and is 0.2"):
+    with pytest.raises(MisconfigurationException, match=r"hparams.lr: 0.1 -> 0.2"):
         fit(AutoResume(tmp_path), module=lambda: Hyper(lr=0.2))
-    with pytest.raises(MisconfigurationException, match=r"seed was '3' and is '4'"):
+    with pytest.raises(MisconfigurationException, match=r"seed: 3 -> 4"):
         fit(AutoResume(tmp_path), module=lambda: [seed_everything(4, verbose=False), Hyper()][1])
-    with pytest.warns(UserWarning, match=r"force=True.*arguments.lr was 0.1 and is 0.2.*resumes from them"):
-        assert fit(AutoResume(tmp_path, force=True), module=lambda: Hyper(lr=0.2)).global_step == 20
+    assert fit(AutoResume(tmp_path, on_change="new"), module=lambda: Hyper(lr=0.2)).global_step == 20
 
 
 class Exchanges(Callback):
@@ -152,11 +151,11 @@ class Exchanges(Callback):
         trainer.strategy.optimizers = [torch.optim.RMSprop(pl_module.parameters())]
 
 
-def test_the_state_of_another_optimizer_is_refused_unless_forced(tmp_path):
+def test_the_state_of_an_optimizer_that_a_hook_exchanged_is_refused_unless_old_ones_are_kept(tmp_path):
     stop(AutoResume(tmp_path), Exchanges())
     with pytest.raises(MisconfigurationException, match="has the state of RMSprop, and configure_optimizers now"):
         fit(AutoResume(tmp_path), Exchanges())
-    fit(AutoResume(tmp_path, force=True), Exchanges())
+    fit(AutoResume(tmp_path, on_change="old"), Exchanges())
 
 
 class Sized(Net):
@@ -168,7 +167,7 @@ class Sized(Net):
 def test_arguments_of_any_plain_kind_are_compared(tmp_path):
     stop(AutoResume(tmp_path), module=lambda: Sized((1, 2), {1: 2, "root": Path("a")}))
     for other in (((1, 3), {1: 2, "root": Path("a")}), ((1, 2), {1: 3, "root": Path("a")})):
-        with pytest.raises(MisconfigurationException, match=r"arguments\.(sizes|table\.1) was"):
+        with pytest.raises(MisconfigurationException, match=r"hparams\.(sizes|table\.1): "):
             fit(AutoResume(tmp_path), module=lambda other=other: Sized(*other))
     assert fit(AutoResume(tmp_path), module=lambda: Sized((1, 2), {1: 2, "root": Path("a")})).global_step == 20
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
 from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
-from lightning_tricks.auto_resume.core.manifests import FORMAT, NewerFormatError, differences
+from lightning_tricks.auto_resume.core.manifests import FORMAT, NewerFormatError
 from tests.auto_resume.killing import die_after
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
@@ -195,17 +195,6 @@ def test_an_error_of_torch_save_itself_is_raised_as_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="cannot serialize this"):
         write_durably(tmp_path / "file", fails)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_differences():
-    saved = {"module": "Net", "arguments": {"lr": 0.1, "depth": 3}, "seed": "1"}
-    present = {"module": "Net", "arguments": {"lr": 0.2, "depth": 3, "width": 8}, "seed": None}
-    assert differences(saved, present) == [
-        "arguments.lr was 0.1 and is 0.2",
-        "arguments.width was None and is 8",
-        "seed was '1' and is None",
-    ]
-    assert differences(saved, saved) == []
 
 
 def test_folders_of_later_fits(tmp_path):

@@ -105,7 +105,7 @@ def test_each_file_is_flushed_once_before_an_older_one_is_removed(tmp_path, monk
     folder.save({"step": 0}, **KNOWN)
 
     def flushed(number):
-        events.append(Path(os.readlink(f"/proc/self/fd/{number}")).name.split(".ckpt")[0].split(".json")[0].strip("."))
+        events.append(Path(f"/proc/self/fd/{number}").readlink().name.split(".ckpt")[0].split(".json")[0].strip("."))
         flush(number)
 
     def removed(path, **options):

@@ -141,7 +141,7 @@ def test_a_logger_resumes(tmp_path, kind, version, before):
 def test_a_run_that_is_refused_changes_no_rows(tmp_path):
     log(tmp_path, "a", CSVLogger, ends=stop, step=7, version=1)
     before = read(tmp_path / "a")
-    with pytest.raises(MisconfigurationException, match="another run"):
+    with pytest.raises(MisconfigurationException, match="other settings"):
         log(tmp_path, "a", CSVLogger, version=1, module=lambda: Hyper(dropout=0.5))
     assert read(tmp_path / "a") == before
 

@@ -14,7 +14,7 @@ _OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arg
 _ADDED_BY_LIGHTNING = frozenset({"DistributedSamplerWrapper"})
 
 
-def describe_loaders(loaders: Sequence[Any], name: str = "train_dataloader") -> Configuration:
+def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
     """Return the batch sizes, orders and samplers of loaders, the same on any number of ranks and workers."""
     found = Configuration()
     for number, loader in enumerate(loaders):
