@@ -7,7 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,13 +19,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_tuning
+from lightning_tricks._lightning_compat.fit import is_tuning, slurm_requeue_signal
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
+from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
+from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, StopRequest, check_signals, redirect_output
 from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints
+from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
@@ -142,6 +146,7 @@ class AutoResume(TrickCallback):
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
+        self._wait_for_fit(self.signals)
         # Between setup and teardown
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
@@ -156,14 +161,39 @@ class AutoResume(TrickCallback):
     def _open_run_files(self, module: LightningModule) -> None:
         trainer = module.trainer
         self._close()
-        if trainer.state.fn != TrainerFn.FITTING or is_fast_dev_run(trainer) or is_tuning(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or is_tuning(trainer):
             return
+        if is_fast_dev_run(trainer):
+            EARLY_SIGNALS.leave(self)
+            EARLY_SIGNALS.deliver()
+            return
+        requeue = slurm_requeue_signal(trainer)
+        self._wait_for_fit([name for name in self.signals if name != requeue], is_alone=trainer.world_size == 1)
+        if trainer.world_size == 1:
+            self._stop_if_asked(trainer)  # before data is prepared
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, module, root, folder, self._installed)
         self._run_files.open()
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
+
+    def _wait_for_fit(self, signals: Sequence[str], *, is_alone: bool = True) -> None:
+        """Note signals until the fit handles them."""
+        detach = partial(_detach_from_terminal, self.dirpath) if self.on_hangup == "detach" else None
+        self._stop_request = StopRequest(signals, detach, self.exit_code)
+        self._stop_request.is_alone = is_alone
+        EARLY_SIGNALS.wait(self, self._stop_request)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
+        EARLY_SIGNALS.claim(self._stop_request)
+        name = self._stop_request.received
+        if received := list(filter(None, [name] if trainer.world_size == 1 else gather_objects(name))):
+            rank_zero_info(
+                f"AutoResume: stopped by {received[0]} before the first batch. Run the same command again to train."
+            )
+            raise SystemExit(self.exit_code)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the directory, and observe the fit from here on."""
@@ -181,11 +211,12 @@ class AutoResume(TrickCallback):
             self._open_run_files(pl_module)
         run_files: Any = self._run_files
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
+        self._stop_if_asked(trainer)
         if trainer.is_global_zero:
             run_files.prepare()
         run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._installed)
+        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._stop_request, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""
@@ -206,10 +237,12 @@ class AutoResume(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
+        EARLY_SIGNALS.leave(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
         self._close()
+        EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
 
@@ -247,7 +280,18 @@ class AutoResume(TrickCallback):
         self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_fit": None, "_run_files": None}
+        state = {name: value for name, value in super().__getstate__().items() if name != "_stop_request"}
+        return {**state, "_installed": ExitStack(), "_fit": None, "_run_files": None}
+
+
+def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:
+    folder = CheckpointFolder(dirpath)
+
+    def log_path() -> Path:
+        folder.prepare()
+        return folder.log_path()
+
+    redirect_output(log_path)
 
 
 def _seconds(interval: object) -> float:
