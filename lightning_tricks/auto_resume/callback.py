@@ -87,7 +87,9 @@ class AutoResume(TrickCallback):
             ones are those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
             run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
             Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
-            in a validation takes effect after it.
+            in a validation takes effect after it. Before the first batch, from the construction of this callback in
+            the main thread on, signals other than SIGINT are noted: the run exits with `exit_code` before it trains,
+            and a second signal stops it at once.
         on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
             and the output is appended to `train.log` in `dirpath`, or to `train-2.log` where `train.log` is another
             program's; with "stop" the run saves and exits.
@@ -146,8 +148,9 @@ class AutoResume(TrickCallback):
         self.on_failed_save = check_choice("on_failed_save", on_failed_save, ("warn", "raise"))
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
-        self._wait_for_fit(self.signals)
+        EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
         # Between setup and teardown
+        self._stop_request: StopRequest | None = None
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
@@ -168,9 +171,11 @@ class AutoResume(TrickCallback):
             EARLY_SIGNALS.deliver()
             return
         requeue = slurm_requeue_signal(trainer)
-        self._wait_for_fit([name for name in self.signals if name != requeue], is_alone=trainer.world_size == 1)
+        self._stop_request = self._new_stop_request([name for name in self.signals if name != requeue])
+        self._stop_request.is_alone = trainer.world_size == 1
+        EARLY_SIGNALS.wait(self, self._stop_request)
         if trainer.world_size == 1:
-            self._stop_if_asked(trainer)  # before data is prepared
+            self._stop_if_asked(trainer, self._stop_request)  # before data is prepared
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, module, root, folder, self._installed)
@@ -178,18 +183,15 @@ class AutoResume(TrickCallback):
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
 
-    def _wait_for_fit(self, signals: Sequence[str], *, is_alone: bool = True) -> None:
-        """Note signals until the fit handles them."""
+    def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
         detach = partial(_detach_from_terminal, self.dirpath) if self.on_hangup == "detach" else None
-        self._stop_request = StopRequest(signals, detach, self.exit_code)
-        self._stop_request.is_alone = is_alone
-        EARLY_SIGNALS.wait(self, self._stop_request)
+        return StopRequest(signals, detach, self.exit_code)
 
-    def _stop_if_asked(self, trainer: Trainer) -> None:
+    def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
         """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
-        EARLY_SIGNALS.claim(self._stop_request)
-        name = self._stop_request.received
-        if received := list(filter(None, [name] if trainer.world_size == 1 else gather_objects(name))):
+        EARLY_SIGNALS.claim(request)
+        names = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
+        if received := list(filter(None, names)):
             rank_zero_info(
                 f"AutoResume: stopped by {received[0]} before the first batch. Run the same command again to train."
             )
@@ -210,13 +212,14 @@ class AutoResume(TrickCallback):
         if self._run_files is None:  # `setup` was called by hand
             self._open_run_files(pl_module)
         run_files: Any = self._run_files
+        stop_request: Any = self._stop_request
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
-        self._stop_if_asked(trainer)
+        self._stop_if_asked(trainer, stop_request)
         if trainer.is_global_zero:
             run_files.prepare()
         run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._stop_request, self._installed)
+        self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""
@@ -276,12 +279,12 @@ class AutoResume(TrickCallback):
             )
 
     def _close(self) -> None:
-        self._fit = self._run_files = None
+        self._fit = self._run_files = self._stop_request = None
         self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in super().__getstate__().items() if name != "_stop_request"}
-        return {**state, "_installed": ExitStack(), "_fit": None, "_run_files": None}
+        cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))
+        return {**super().__getstate__(), "_installed": ExitStack(), **cleared}
 
 
 def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:

@@ -91,7 +91,9 @@ class EarlySignals:
             self._kill_ranks(number)
         else:
             self._noted.append(number)
-            if len(self._noted) == 2 and all(one.is_alone for one in requests):
+            if len(self._noted) > 1 and all(one.is_alone for one in requests):
+                self._noted.clear()
+                self._release()
                 raise SystemExit(requests[-1].exit_code)
 
     def _install(self, number: int) -> None:
