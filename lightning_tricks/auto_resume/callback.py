@@ -7,7 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,13 +19,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_tuning
+from lightning_tricks._lightning_compat.fit import is_tuning, slurm_requeue_signal
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_names, check_path
+from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
-from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, check_signals
+from lightning_tricks.auto_resume.core.signals import DEFAULT_SIGNALS, StopRequest, check_signals, redirect_output
 from lightning_tricks.auto_resume.durable_checkpoint_io import durable_checkpoints
+from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
@@ -83,7 +87,9 @@ class AutoResume(TrickCallback):
             ones are those that the system has (Windows has no SIGHUP and no SIGUSR1). SIGKILL cannot be handled: the
             run resumes from its last save. A second SIGINT stops at once. SLURM's requeue signal is left to
             Lightning where Lightning requeues the job (`SLURMEnvironment(auto_requeue=True)`, its default). A signal
-            in a validation takes effect after it.
+            in a validation takes effect after it. Before the first batch, from the construction of this callback in
+            the main thread on, signals other than SIGINT are noted: the run exits with `exit_code` before it trains,
+            and a second signal stops it at once.
         on_hangup: What SIGHUP does, if it is among the signals: with "detach" training continues without its terminal,
             and the output is appended to `train.log` in `dirpath`, or to `train-2.log` where `train.log` is another
             program's; with "stop" the run saves and exits.
@@ -148,7 +154,9 @@ class AutoResume(TrickCallback):
         self.allow_pickle = allow_pickle
         self._num_fits_done = 0
         self.was_tuned = False
+        EARLY_SIGNALS.wait(self, self._new_stop_request(self.signals))
         # Between setup and teardown
+        self._stop_request: StopRequest | None = None
         self._installed = ExitStack()
         self._run_files: RunFiles | None = None
         self._fit: ResumableFit | None = None
@@ -162,14 +170,38 @@ class AutoResume(TrickCallback):
     def _open_run_files(self, module: LightningModule) -> None:
         trainer = module.trainer
         self._close()
-        if trainer.state.fn != TrainerFn.FITTING or is_fast_dev_run(trainer) or is_tuning(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or is_tuning(trainer):
             return
+        if is_fast_dev_run(trainer):
+            EARLY_SIGNALS.leave(self)
+            EARLY_SIGNALS.deliver()
+            return
+        requeue = slurm_requeue_signal(trainer)
+        self._stop_request = self._new_stop_request([name for name in self.signals if name != requeue])
+        self._stop_request.is_alone = trainer.world_size == 1
+        EARLY_SIGNALS.wait(self, self._stop_request)
+        if trainer.world_size == 1:
+            self._stop_if_asked(trainer, self._stop_request)  # before data is prepared
         root = CheckpointFolder(self.dirpath).path
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, module, root, folder, self._installed)
         self._run_files.open()
         if trainer.world_size == 1:
             raise_for_problem(self._run_files.problem)  # before loggers touch what another process writes
+
+    def _new_stop_request(self, signals: Sequence[str]) -> StopRequest:
+        detach = partial(_detach_from_terminal, self.dirpath) if self.on_hangup == "detach" else None
+        return StopRequest(signals, detach, self.exit_code)
+
+    def _stop_if_asked(self, trainer: Trainer, request: StopRequest) -> None:
+        """Stop before the fit, on all ranks if a signal came to one of them; all of them have to call it."""
+        EARLY_SIGNALS.claim(request)
+        names = [request.received] if trainer.world_size == 1 else gather_objects(request.received)
+        if received := list(filter(None, names)):
+            rank_zero_info(
+                f"AutoResume: stopped by {received[0]} before the first batch. Run the same command again to train."
+            )
+            raise SystemExit(self.exit_code)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the directory, and observe the fit from here on."""
@@ -187,12 +219,14 @@ class AutoResume(TrickCallback):
         if self._run_files is None:  # `setup` was called by hand
             self._open_run_files(pl_module)
         run_files: Any = self._run_files
+        stop_request: Any = self._stop_request
         raise_for_problem(trainer.strategy.broadcast(run_files.problem))
+        self._stop_if_asked(trainer, stop_request)
         if trainer.is_global_zero:
             run_files.prepare()
         run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, self._installed)
+        self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""
@@ -213,10 +247,12 @@ class AutoResume(TrickCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
         self._close()
+        EARLY_SIGNALS.leave(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
         self._close()
+        EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
 
@@ -250,11 +286,22 @@ class AutoResume(TrickCallback):
             )
 
     def _close(self) -> None:
-        self._fit = self._run_files = None
+        self._fit = self._run_files = self._stop_request = None
         self._installed.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_installed": ExitStack(), "_fit": None, "_run_files": None}
+        cleared = dict.fromkeys(("_fit", "_run_files", "_stop_request"))
+        return {**super().__getstate__(), "_installed": ExitStack(), **cleared}
+
+
+def _detach_from_terminal(dirpath: str | os.PathLike[str]) -> None:
+    folder = CheckpointFolder(dirpath)
+
+    def log_path() -> Path:
+        folder.prepare()
+        return folder.log_path()
+
+    redirect_output(log_path)
 
 
 def _seconds(interval: object) -> float:

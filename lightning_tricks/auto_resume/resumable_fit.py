@@ -24,7 +24,6 @@ from lightning_tricks._lightning_compat.fit import (
     is_last_batch,
     override_resume_checkpoint,
     skip_sanity_check,
-    slurm_requeue_signal,
 )
 from lightning_tricks._lightning_compat.fit_end import (
     call_after_train_end,
@@ -41,7 +40,8 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import param_g
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.manifests import Manifest
 from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
-from lightning_tricks.auto_resume.core.signals import StopRequest, redirect_output
+from lightning_tricks.auto_resume.core.signals import StopRequest
+from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume, SavePoint, state_dict_tensors
@@ -66,6 +66,7 @@ class ResumableFit(FitObserver):
         trainer: The Trainer of the fit.
         module: The module that is trained.
         run_files: The files around the checkpoints, with their folder.
+        stop_request: The signals at which the fit stops.
         installed: What is installed for the time of the fit is entered on it.
     """
 
@@ -75,6 +76,7 @@ class ResumableFit(FitObserver):
         trainer: Trainer,
         module: LightningModule,
         run_files: RunFiles,
+        stop_request: StopRequest,
         installed: ExitStack,
     ) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
@@ -92,9 +94,7 @@ class ResumableFit(FitObserver):
         self._last_step = -1
         self._checkpoint: dict[str, Any] | None = None  # until the optimizers are there
         self._changed_states: dict[str, Any] = {}  # of optimizers and schedulers, where another start changed them
-        requeue = slurm_requeue_signal(trainer)
-        detach = self._detach_from_terminal if settings.on_hangup == "detach" else None
-        self.stop_request = StopRequest([name for name in settings.signals if name != requeue], detach)
+        self.stop_request = stop_request
         self.loaders = LoaderTracker(self.stop_request)
         self._installed = installed
         installed.callback(self.stop_request.close)
@@ -191,6 +191,9 @@ class ResumableFit(FitObserver):
         self._is_running = True
         if not self.stop_request.install_handlers():
             rank_zero_warn("AutoResume: signals are handled in the main thread only; periodic saves are still written.")
+        EARLY_SIGNALS.claim(self.stop_request)
+        EARLY_SIGNALS.leave(self.settings)
+        EARLY_SIGNALS.deliver()  # such as that at which SLURM requeues the job
         pending = self._pending
         self.rank.settings.on_limits_given({} if pending is None else pending.shared_state)
         if pending is not None and pending.save_point is SavePoint.FIT_END:
@@ -281,6 +284,8 @@ class ResumableFit(FitObserver):
         """Resume in the middle of the epoch; or save between two epochs."""
         if not self._is_running:
             return
+        if self._pending is not None and self._ask_ranks()[0]:
+            self._stop()  # the checkpoint stays the newest
         pending, self._pending = self._pending, None
         if pending is not None:
             self._load_mid_epoch_state(pending)
@@ -406,6 +411,3 @@ class ResumableFit(FitObserver):
         self.status.write("stopped")
         close_workers(self.trainer)  # nobody else does in a forked rank
         raise SystemExit(self.settings.exit_code)
-
-    def _detach_from_terminal(self) -> None:
-        redirect_output(self.run_files.folder.log_path)

@@ -59,7 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "version": None,  # of these loggers
     "checkpointing": [],  # arguments of ModelCheckpoints, which write to `mine` or to the logger's directory
     "tests": False,  # the best checkpoint, after the fit
-    "kill": None,  # hook, which of its calls, signal, rank or "group"
+    "kill": None,  # hook or moment, which of its calls, signal, rank, "group" or "launcher"
     "again": False,  # the same signal once more
 }
 
@@ -205,6 +205,17 @@ class StatefulBatches(Batches):
         self.epoch, self.begun = state["epoch"], state["begun"]
 
 
+MOMENTS = ("script", "prepare_data", "configure_model", "training_step")  # that callbacks have no hook for
+
+
+def reach(moment: str) -> None:
+    """Send this rank the signal that the script is to get at this moment, for the first time that it comes there."""
+    name, _, rank = os.environ.get(f"KILL_AT_{moment}", "").partition(" ")
+    if name and os.environ.get("LOCAL_RANK", "0") == rank:
+        del os.environ[f"KILL_AT_{moment}"]
+        os.kill(os.getpid(), getattr(signal, name))
+
+
 class DigitsNet(LightningModule):
     def __init__(self, optimization: str, asks: bool) -> None:
         super().__init__()
@@ -215,7 +226,14 @@ class DigitsNet(LightningModule):
         self.accuracy = Accuracy("multiclass", num_classes=10)
         self.val_accuracy = Accuracy("multiclass", num_classes=10)
 
+    def prepare_data(self):
+        reach("prepare_data")
+
+    def configure_model(self):
+        reach("configure_model")
+
     def training_step(self, batch, batch_idx):
+        reach("training_step")
         if isinstance(batch[0], list):  # of two loaders
             batch = [torch.cat(part) for part in zip(*batch, strict=True)]
         x, y = batch
@@ -274,16 +292,19 @@ class Notes(Logger):
 
 
 class Kill(Callback):
-    """Sends a rank, or its whole process group, a signal at the n-th call of a hook."""
+    """Sends a rank, its whole process group or what launched it a signal at the n-th call of a hook."""
 
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0, again: bool = False) -> None:
         count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
 
-        def call(trainer: Trainer, *args: Any) -> None:
+        def call(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             if count() != number:
                 return
             if rank == "group":
                 os.killpg(0, getattr(signal, name))
+            elif rank == "launcher":
+                if trainer.global_rank == 0:
+                    os.kill(os.getppid(), getattr(signal, name))
             elif trainer.global_rank == rank:
                 for _ in range(1 + again):
                     os.kill(os.getpid(), getattr(signal, name))
@@ -411,7 +432,7 @@ def callbacks_of(options: dict[str, Any], folder: Path) -> list[Callback]:
     if options["guarded"]:
         found.append(AutoResume(folder / "resume", **options["resume"]))
     found.append(End(folder))
-    if options["kill"]:
+    if options["kill"] and options["kill"][0] not in MOMENTS:
         found.append(Kill(*options["kill"], again=options["again"]))
     return found
 
@@ -454,6 +475,10 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer:
         enable_model_summary=False,
         **validation,
     )
+    if options["kill"] and options["kill"][0] in MOMENTS:
+        moment, _, name, rank = options["kill"]
+        os.environ[f"KILL_AT_{moment}"] = f"{name} {rank}"
+    reach("script")
     train_loader, held_out = loaders(options)
     if options["reload"]:
         trainer.fit(module, datamodule=Data(options))

@@ -3,7 +3,7 @@
 import itertools
 import signal
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,6 +30,7 @@ from lightning_tricks._lightning_compat import (
     loaders,
     logged_values,
     loggers,
+    process_signals,
     results,
     throughput,
 )
@@ -618,6 +619,29 @@ def test_skip_sanity_check_and_clear_restart_flags():
         with fit_observer.observe_fit(trainer, Skips()) if skips else nullcontext():
             trainer.fit(EvaluatedNet(), loader(), loader())
         assert counts.checks == (not skips)
+
+
+def test_observe_trainers():
+    """Any Trainer is observed, until the context is left; ranks get signals while they are there."""
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def launched(kill, trainer):
+        seen.append(trainer)
+        kill(signal.SIGTERM)  # there is no rank yet
+        yield
+        seen.append("ended")
+
+    def other(number, found):
+        return signal.SIG_IGN if number == signal.SIGTERM else found
+
+    trainer, forks = Trainer(max_epochs=1, **QUIET), Trainer(max_epochs=1, strategy="ddp_fork", devices=2, **QUIET)
+    with process_signals.observe_trainers(seen.append, other, launched):
+        trainer.fit(Net(), loader())
+        assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+        forks.fit(Net(), loader())
+    Trainer(max_epochs=1, **QUIET).fit(Net(), loader())
+    assert seen == [trainer, forks, "ended"]
 
 
 def test_slurm_requeue_signal(monkeypatch):

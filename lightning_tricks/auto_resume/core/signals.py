@@ -57,11 +57,16 @@ class StopRequest:
     Args:
         names: Names of the signals to handle.
         detach: Called at SIGHUP instead of a stop; None lets SIGHUP ask for a stop as well.
+        exit_code: The exit status after a stop.
+
+    Attributes:
+        received: The name of the signal, or "".
+        is_alone: Whether no other rank has to stop at the same moment.
     """
 
-    def __init__(self, names: Sequence[str], detach: Detach | None = None) -> None:
-        self.names, self.detach = tuple(names), detach
-        self.received = ""
+    def __init__(self, names: Sequence[str], detach: Detach | None = None, exit_code: int = 0) -> None:
+        self.names, self.detach, self.exit_code = tuple(names), detach, exit_code
+        self.received, self.is_alone = "", True
         self.stopping = RawValue("b", RUNNING)  # for DataLoader workers
         self._exit_finalizer: Any = None
 
@@ -69,6 +74,16 @@ class StopRequest:
     def signal_numbers(self) -> list[int]:
         """Numbers of the signals."""
         return [int(getattr(signal.Signals, name)) for name in self.names]
+
+    @property
+    def early_numbers(self) -> list[int]:
+        """Numbers of the signals that matter before the fit: there, Ctrl+C raises KeyboardInterrupt at once."""
+        return [number for number in self.signal_numbers if number != signal.SIGINT]
+
+    def record(self, number: int) -> None:
+        """Record a signal."""
+        self.received = signal.Signals(number).name
+        self.stopping.value = STOPPING
 
     def install_handlers(self) -> bool:
         """Install the handlers; return whether that is possible, as it is only in the main thread."""
@@ -97,8 +112,7 @@ class StopRequest:
             return
         if name == "SIGINT" and self.received == "SIGINT":
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
-        self.received = name
-        self.stopping.value = STOPPING
+        self.record(number)
 
 
 def redirect_output(log_path: Callable[[], Path]) -> None:
