@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import PARTIAL_SUFFIX
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, save_durably, write_durably
 from lightning_tricks.auto_resume.core.manifests import (
@@ -47,7 +48,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises without a home
+        self.path = Path(os.path.expanduser(check_path("path", path, "a directory")))  # noqa: PTH111 - Path's raises without a home
         self.private = self.path / PRIVATE_DIR
 
     def prepare(self) -> None:

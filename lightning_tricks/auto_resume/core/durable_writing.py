@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 
 
@@ -42,7 +43,7 @@ def write_durably(
         ...     (Path(folder) / "note").read_bytes(), size
         (b'kept', 4)
     """
-    with atomic_write(Path(path)) as staged:
+    with atomic_write(Path(check_path("path", path, "a file"))) as staged:
         with staged.open("wb") as file:
             hashing_stream = _HashingStream(file)
             hashing_stream.write_with(write)
