@@ -408,7 +408,9 @@ def writes_to_no_address(case: Case, lab: Lab) -> None:
                 if name in case.opens_addresses and isinstance(given, str):
                     case.callback(**arguments)
                     continue
-                words = rf"^{name} must be the path of .*, got {re.escape(repr(str(given)))}, which is an address\. \w+ "
+                words = (
+                    rf"^{name} must be the path of .*, got {re.escape(repr(str(given)))}, which is an address\. \w+ "
+                )
                 with pytest.raises(ValueError, match=words):
                     case.callback(**arguments)
     root = f"memory://{uuid4().hex}"
@@ -424,7 +426,7 @@ def writes_to_no_address(case: Case, lab: Lab) -> None:
             save_to=f"{root}/one_epoch.ckpt" if epochs == 1 else None,
             ckpt_path=f"{root}/one_epoch.ckpt" if epochs == 2 else None,
         )
-    assert not [file for file in os.listdir() if ":" in file], "an address became a folder"
+    assert not [file for file in Path().iterdir() if ":" in file.name], "an address became a folder"
 
 
 CHECKS = (
