@@ -14,6 +14,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import lightning_tricks
+from lightning_tricks._shared.checks import path_argument
 
 _STAGES = {
     "fit": "train a model that a YAML file or options describe, with any of the tricks",
@@ -86,7 +87,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_argument,
         default=Path("lightning_tricks_demo"),
         metavar="DIR",
         help="folder of the report (default: ./%(default)s)",

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_SEPARATOR = r"[/\\]"
+# A scheme has more than the one letter of a drive of Windows; `simplecache::s3://...` is a chain of fsspec
+_ADDRESS = re.compile(rf"\s*(?:\.{_SEPARATOR})*(?:\w[\w+.-]+::)*[a-z][\w+.-]+:{_SEPARATOR}", re.IGNORECASE)
 
 
 def check_number(
@@ -81,11 +86,58 @@ def check_choice(name: str, value: object, known: Iterable[str]) -> str:
     raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(value, known)}")
 
 
-def check_path(name: str, value: object, what: str) -> str | os.PathLike[str]:
-    """Return `value`, or raise a TypeError if it cannot be the path of `what`, such as "a file"."""
+def is_address(path: object) -> bool:
+    """Whether a path is an address such as `s3://bucket/run`, of which `pathlib` makes `s3:/bucket/run`."""
+    if _ADDRESS.match(str(path)):
+        return True  # some objects would download the file when they are asked for its path
+    return isinstance(path, os.PathLike) and _ADDRESS.match(os.fsdecode(path)) is not None
+
+
+def check_path(
+    name: str,
+    value: object,
+    what: str,
+    *,
+    remedy: str = "Mount that storage and give the path there, or copy the files with a tool of that storage.",
+    takes_address: bool = False,
+) -> str | os.PathLike[str]:
+    """Return `value`, or raise an error if it cannot be the path of `what`, such as "a file", on a disk.
+
+    Args:
+        name: The name of the argument, for the error message.
+        value: The value that was given for it.
+        what: What has the path, for the error message.
+        remedy: What to do about an address, for the error message.
+        takes_address: Whether an address is allowed, as a string that still is one.
+
+    Raises:
+        TypeError: If the value is no path.
+        ValueError: If it is an address, which would become the name of a local folder.
+    """
+    text = str(value)
+    if is_address(value) and not (takes_address and "://" in text):
+        where = "" if takes_address else " on a local or mounted disk"
+        if takes_address:
+            remedy = "Give an address as a string, as pathlib leaves out one of its slashes."
+        elif text.lower().startswith("file:"):
+            remedy = f"Give the path without {text[:5]}//."
+        local = "" if "://" in text else " If it is a local path, give it as an absolute one."
+        raise ValueError(
+            f"{name} must be the path of {what}{where}, got {text!r}, which is an address. {remedy}{local}"
+        )
     if isinstance(value, str | os.PathLike) and str(value):
         return value
     raise TypeError(f"{name} must be the path of {what}, got {value!r}.")
+
+
+def path_argument(text: str) -> Path:
+    """Return the path that a command was given, as the `type` of argparse, which names the argument in an error."""
+    from argparse import ArgumentTypeError
+
+    try:
+        return Path(check_path("it", text, "a file or folder"))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def check_names(what: str, given: Iterable[object], known: Iterable[str], remark: str = "") -> None:

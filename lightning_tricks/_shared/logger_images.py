@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,14 @@ def log_image(loggers: Iterable[Any], key: str, image: npt.NDArray[np.uint8], st
         elif api == "comet":
             logger.experiment.log_image(image, name=key, step=step)
         elif api == "folder":
+            from fsspec.core import url_to_fs
             from PIL import Image
 
-            path = Path(logger.log_dir) / "pictures" / f"{key}_{step:06d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(path)
+            files, folder = url_to_fs(str(logger.log_dir))  # it may be an address
+            path = f"{folder}/pictures/{key}_{step:06d}.png"
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with files.open(path, "wb") as file:
+                Image.fromarray(image).save(file, "png")
 
 
 def _image_api(logger: Any) -> str | None:

@@ -32,6 +32,10 @@ from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
 _TIMEDELTA_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+_OUTLIVES = (
+    "Give a directory that outlives the machine, such as one of a network file system, or copy a local one with a tool "
+    "of that storage: after the run, and back before the next start."
+)
 _SHARDED_STRATEGIES = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
@@ -110,7 +114,7 @@ class AutoResume(TrickCallback):
 
     Raises:
         TypeError: If a number or the signals have the wrong type.
-        ValueError: If a value is out of range, or a signal is unknown.
+        ValueError: If a value is out of range, a signal is unknown, or `dirpath` is an address such as `s3://...`.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -141,7 +145,7 @@ class AutoResume(TrickCallback):
         if check_count("exit_code", exit_code, 0) > 255:
             raise ValueError(f"exit_code must be in [0, 255], got {exit_code}.")
         check_signals(signals)
-        self.dirpath = check_path("dirpath", dirpath, "a directory")
+        self.dirpath = check_path("dirpath", dirpath, "a directory", remedy=_OUTLIVES)
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval

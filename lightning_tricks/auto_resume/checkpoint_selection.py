@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.kept_checkpoint import KeptCheckpoint
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
@@ -115,7 +117,15 @@ class CheckpointSelection:
         """Return whether the user's checkpoint is resumed, and log which one is."""
         if user_path is None:
             return False
-        newer = Path(user_path).exists() and Path(user_path).stat().st_mtime > manifest.written
+        try:
+            written = _time_written(user_path)
+        except Exception as error:  # of one of fsspec's many libraries
+            rank_zero_warn(
+                f"AutoResume: it cannot be known when {str(user_path)!r} was written ({describe_error(error)}), so "
+                f"{manifest.file!r} is resumed. To resume the other one, choose another dirpath."
+            )
+            return False
+        newer = written > manifest.written
         which, other = (user_path, manifest.file) if newer else (manifest.file, user_path)
         rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
         return newer
@@ -131,6 +141,17 @@ class CheckpointSelection:
                 f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
                 "another dirpath to start a new run; load_weights takes those weights of it that fit."
             )
+
+
+def _time_written(path: str | os.PathLike[str]) -> float:
+    """Return when a checkpoint was written, in seconds since the epoch; it may be at an address."""
+    from fsspec.core import url_to_fs
+
+    files, name = url_to_fs(str(path))
+    try:
+        return float(files.modified(name).timestamp())
+    except FileNotFoundError:
+        return -math.inf
 
 
 def _load_plain_data_or_raise(path: Path, stream: IO[bytes] | None) -> dict[str, Any]:

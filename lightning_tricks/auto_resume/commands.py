@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def add_to(commands: Any) -> None:
         subcommand = subcommands.add_parser(
             name, help=descriptions[name], description=descriptions[name][0].upper() + descriptions[name][1:] + "."
         )
-        subcommand.add_argument("dirpath", metavar="DIR", help="the dirpath of AutoResume")
+        subcommand.add_argument("dirpath", type=path_argument, metavar="DIR", help="the dirpath of AutoResume")
         subcommand.set_defaults(run=partial(_run, subcommand, run))
 
 

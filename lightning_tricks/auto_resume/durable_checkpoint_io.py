@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted, checkpoint_ios
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks.auto_resume.core.durable_writing import save_durably
 
 
@@ -32,6 +33,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint with `save_durably`."""
+        check_path("path", path, "a checkpoint", takes_address=True)
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -21,6 +21,7 @@ from lightning_tricks._lightning_compat.loggers import (
     open_csv_logger,
     set_logger_version,
 )
+from lightning_tricks._shared.checks import is_address
 from lightning_tricks.auto_resume.core.logged_rows import (
     CsvRowsCopy,
     csv_header,
@@ -46,7 +47,7 @@ class LoggerState:
     """
 
     def __init__(self, loggers: Sequence[Any], private: Path, processes: Iterable[Mapping[str, Any]]) -> None:
-        local = [logger for logger in loggers if "://" not in str(getattr(logger, "root_dir", ""))]
+        local = [logger for logger in loggers if not is_address(getattr(logger, "root_dir", ""))]
         self.loggers = [logger for logger in local if logger_kind(logger)]
         self.private = private
         self._csv = [CsvRowsCopy(private / f"rows-{number}.csv") for number in range(len(self.loggers))]

@@ -21,6 +21,7 @@ from lightning_tricks._lightning_compat.checkpoints import observe_checkpoint_fi
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
@@ -172,6 +173,8 @@ class RunFiles:
     def on_fit_start(self, resumed: Manifest | None) -> None:
         """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""
         folders = self._checkpoint_folders()
+        if resumed is not None and not resumed.finished:
+            self._warn(self._not_on_a_disk())
         base = self._journal.base
         if base is not None and (resumed is None) == (not self.folder.manifests()):
             before = "" if resumed is None else resumed.file
@@ -225,7 +228,19 @@ class RunFiles:
     def _checkpoint_folders(self) -> dict[str, Path]:
         """Return the local directories of the ModelCheckpoints by their `state_key`."""
         found = {state_key: str(callback.dirpath) for state_key, callback in self._model_checkpoints().items()}
-        return {state_key: _absolute_path(Path(path)) for state_key, path in found.items() if "://" not in path}
+        return {state_key: _absolute_path(Path(path)) for state_key, path in found.items() if not is_address(path)}
+
+    def _not_on_a_disk(self) -> list[str]:
+        """Return a sentence about what is not restored, as it was written to an address."""
+        places = [callback.dirpath for callback in self._model_checkpoints().values()]
+        places += [getattr(logger, "root_dir", None) for logger in self.trainer.loggers]
+        addresses = sorted({str(place) for place in places if is_address(place)})
+        said = (
+            "the files of ModelCheckpoint and the rows of loggers are restored on a local or mounted disk only. In "
+            f"{list_names(addresses)} files that were written after the save stay, files that were removed are missing,"
+            " and loggers start anew."
+        )
+        return [said] if addresses else []
 
     def _allow_existing_cli_config(self) -> None:
         """Tell LightningCLI that its config was saved already, as it refuses a directory that has one."""

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_io import checkpoint_io_inserted
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
@@ -85,8 +86,10 @@ class CheckpointRemapping(TrickCallback):
         interpolate: str | list[str] = (),  # type: ignore[assignment]
         clean_on_save: bool = False,
     ) -> None:
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"path must be a path, an address or None, got {path!r} ({type(path).__name__}).")
+        if path is not None:
+            check_path("path", path, "a file, or its address", takes_address=True)
+        if isinstance(rules, str | os.PathLike):
+            check_path("rules", rules, "a file of rules")
         self.path = path
         self.rules = rules
         self.submodule = submodule

@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def add_to(commands: Any) -> None:
     align.add_argument(
         "--arguments", default="{}", metavar="JSON", help='arguments of the function, such as {"num_classes": 10}'
     )
-    align.add_argument("-o", "--out", metavar="RULES", help="write the rules to this file, as YAML")
+    align.add_argument("-o", "--out", type=path_argument, metavar="RULES", help="write the rules to this file, as YAML")
     remap = _tool(
         tools,
         "remap",
@@ -49,8 +50,16 @@ def add_to(commands: Any) -> None:
         "write a copy of a file with other names; an existing output file is replaced atomically",
     )
     remap.add_argument("file", help=_FILE_HELP)
-    remap.add_argument("-r", "--rules", required=True, help="a YAML file of rules, such as `align` writes")
-    remap.add_argument("-o", "--out", required=True, help="the output file: .safetensors, or .pt for torch.save")
+    remap.add_argument(
+        "-r", "--rules", type=path_argument, required=True, help="a YAML file of rules, such as `align` writes"
+    )
+    remap.add_argument(
+        "-o",
+        "--out",
+        type=path_argument,
+        required=True,
+        help="the output file: .safetensors, or .pt for torch.save",
+    )
 
 
 def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParser:

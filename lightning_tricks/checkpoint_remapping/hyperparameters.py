@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.plain_yaml import read_yaml
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, UnsafeCheckpointError
@@ -124,6 +125,7 @@ def read_hparams_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     import yaml
 
+    check_path("hparams_file", path, "a file of hyper-parameters")
     try:
         if Path(path).suffix == ".csv":
             with open_file(path) as stream:

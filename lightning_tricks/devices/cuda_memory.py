@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -92,7 +91,7 @@ class CudaMemory(TrickCallback):
         self.snapshot_on_oom = snapshot_on_oom
         self.record_history = record_history
         self.limit = None if limit is None else check_fraction("limit", limit)
-        self.dirpath = None if dirpath is None else _check_folder(dirpath)
+        self.dirpath = None if dirpath is None else check_path("dirpath", dirpath, "a folder")
         if record_history and not snapshot_on_oom:
             raise ValueError("record_history=True needs snapshot_on_oom=True, which writes what was recorded.")
         self.report: MemoryReport | None = None
@@ -290,9 +289,3 @@ def _log(trainer: Trainer, sizes: dict[str, int]) -> None:
     """Log sizes in GiB, without the synchronisation and the copies of `LightningModule.log`."""
     values = {f"cuda_memory/{name}_gib": size / _GIB for name, size in sizes.items()}
     log_to_loggers(trainer, values, epoch_end_step(trainer))
-
-
-def _check_folder(dirpath: str | Path) -> str | os.PathLike[str]:
-    if "://" in str(check_path("dirpath", dirpath, "a folder")):
-        raise ValueError(f"dirpath must be a folder on a local disk, got {str(dirpath)!r}.")
-    return dirpath

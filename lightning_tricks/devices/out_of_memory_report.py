@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.devices.core.memory_advice import OutOfMemory, advise
 from lightning_tricks.devices.core.memory_report import MemoryReport
@@ -41,7 +42,7 @@ def report_folder(trainer: Trainer, dirpath: str | os.PathLike[str] | None) -> P
     A folder that is not on a local disk, such as "s3://...", is passed over.
     """
     folders = (trainer.log_dir, trainer.default_root_dir) if dirpath is None else (dirpath,)
-    local = (folder for folder in folders if folder is not None and "://" not in str(folder))
+    local = (folder for folder in folders if folder is not None and not is_address(folder))
     return Path(os.path.abspath(next(local, os.curdir)))  # noqa: PTH100 - the working directory may change later
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console
 
 
@@ -45,7 +45,9 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="number of optimizer steps of an epoch; required if a duration is in epochs",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file")
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file"
+    )
     parser.set_defaults(run=partial(_run, parser))
 
 

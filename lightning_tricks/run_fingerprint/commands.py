@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
+from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console
 
 
@@ -16,7 +17,7 @@ def add_to(commands: Any) -> None:
     words = "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0"
     diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
     for name in "AB":
-        diff.add_argument(name, help="a file written by RunFingerprint")
+        diff.add_argument(name, type=path_argument, help="a file written by RunFingerprint")
     diff.set_defaults(run=partial(_diff, diff))
 
 

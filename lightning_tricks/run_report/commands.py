@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.checks import path_argument
 from lightning_tricks._shared.console import make_console
 
 
@@ -16,21 +17,23 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "report", help=words, description=words[0].upper() + words[1:] + "."
     )
-    parser.add_argument("A", metavar="DIR", help="the folder that was the path of a RunReport")
-    parser.add_argument("B", metavar="OTHER", nargs="?", help="the folder of another run, to compare it with")
+    parser.add_argument("A", type=path_argument, metavar="DIR", help="the folder that was the path of a RunReport")
+    parser.add_argument(
+        "B", type=path_argument, metavar="OTHER", nargs="?", help="the folder of another run, to compare it with"
+    )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="the page (default: report.html in DIR; comparison.html in this folder for two runs)",
     )
     parser.set_defaults(run=partial(_run, parser))
 
 
-def _names(first: str, second: str) -> tuple[str, str]:
+def _names(first: Path, second: Path) -> tuple[str, str]:
     """Return the names of two folders, or their paths where the names are equal."""
-    names = Path(first).name, Path(second).name
-    return (first, second) if names[0] == names[1] or "" in names else names
+    names = first.name, second.name
+    return (str(first), str(second)) if names[0] == names[1] or "" in names else names
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -42,7 +45,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         first = read_record(arguments.A)
         if arguments.B is None:
-            page, path = run_page(first), arguments.out or Path(arguments.A) / PAGE_FILE
+            page, path = run_page(first), arguments.out or arguments.A / PAGE_FILE
         else:
             page = comparison_page(first, read_record(arguments.B), _names(arguments.A, arguments.B))
             path = arguments.out or Path("comparison.html")

@@ -20,6 +20,7 @@ import tempfile
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -407,35 +408,35 @@ def _demo(folder: Path) -> Iterator[str]:
     yield from keys | set(trainer.callback_metrics)
 
 
-def _commands(folder: Path) -> Iterator[str]:
+def command_actions() -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
+    """Yield what the parsers of `lightning-tricks` and of its commands take, but for those of LightningCLI."""
     parsers: list[argparse.ArgumentParser] = []
 
     def keep(parser: argparse.ArgumentParser, *_: Any) -> Any:
         parsers.append(parser)
         raise SystemExit
 
-    with patch.object(argparse.ArgumentParser, "parse_args", keep):
-        try:
-            main([])
-        except SystemExit:
-            yield from _actions_of(parsers[0])
-    own = TricksParser()
-    TricksCLI.add_arguments_to_parser(None, own)
-    options = {option for action in own._actions for option in action.option_strings}
-    yield from (f"lightning-tricks fit {option}" for option in sorted(options - {"-h", "--help", "--print_config"}))
+    with patch.object(argparse.ArgumentParser, "parse_args", keep), suppress(SystemExit):
+        main([])
+    for parser in parsers:  # which grow
+        for action in parser._actions:
+            yield parser, action
+            if isinstance(action, argparse._SubParsersAction):
+                parsers.extend(action.choices.values())
 
 
-def _actions_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    for action in parser._actions:
+def _commands(folder: Path) -> Iterator[str]:
+    for parser, action in command_actions():
         if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield command.prog.replace("  ", " ")
-                yield from _actions_of(command)
-                assert command.prog.endswith(name)
+            yield from (command.prog.replace("  ", " ") for command in action.choices.values())
         elif not isinstance(action, argparse._HelpAction):
             names = "|".join(action.option_strings) or f"<{action.dest}>"
             choices = "" if action.choices is None else " {" + ",".join(map(str, action.choices)) + "}"
             yield f"{parser.prog} {names}{choices}"
+    own = TricksParser()
+    TricksCLI.add_arguments_to_parser(None, own)
+    options = {option for action in own._actions for option in action.option_strings}
+    yield from (f"lightning-tricks fit {option}" for option in sorted(options - {"-h", "--help", "--print_config"}))
 
 
 def _outside(folder: Path) -> Iterator[str]:

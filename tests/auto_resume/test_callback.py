@@ -8,12 +8,15 @@ import re
 import resource
 import runpy
 import signal
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -248,6 +251,44 @@ def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
     fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
     said = [line for _, line in lightning_log if "is resumed" in line]
     assert "given.ckpt' is newer than" in said[-1]
+
+
+def test_a_given_checkpoint_at_an_address_and_its_own(tmp_path, lightning_log):
+    given = f"memory:/{tmp_path}/given.ckpt"
+    stop(AutoResume(tmp_path / "runs"), step=13)
+    fit(epochs=1).save_checkpoint(given)
+    fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
+    assert re.search(
+        r"'memory:.*given.ckpt' is newer than '\d+-epoch=1-step=13.ckpt' and is resumed", str(lightning_log)
+    )
+    time.sleep(0.01)
+    fit(AutoResume(tmp_path / "runs"), ckpt_path=given)
+    assert re.search(r"'\d+-epoch=2-step=20.ckpt' is newer than 'memory:.*given.ckpt'", str(lightning_log))
+    with pytest.warns(
+        UserWarning, match="it cannot be known when 'nowhere://given.ckpt' was written .ValueError: .*step=20"
+    ):
+        fit(AutoResume(tmp_path / "runs"), ckpt_path="nowhere://given.ckpt")
+
+
+def test_what_lies_at_an_address_is_named_at_a_resume(tmp_path):
+    """Weights are exact; files of ModelCheckpoint and loggers at an address are not those of the undisturbed run."""
+    root = f"memory:/{tmp_path}"
+    options = {
+        "default_root_dir": root,
+        "logger": CSVLogger(root),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": True,
+    }
+    whole = weights(fit())
+    stop(AutoResume(tmp_path / "runs"), ModelCheckpoint(f"{root}/best"), **options)
+    words = rf"restored on a local or mounted disk only. In {root}/best, {root}/lightning_logs files that were written"
+    options["logger"] = CSVLogger(root)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Checkpoint directory memory:")
+        with pytest.warns(UserWarning, match=words):
+            trainer = fit(AutoResume(tmp_path / "runs"), ModelCheckpoint(f"{root}/best"), **options)
+    assert same(weights(trainer), whole)
+    assert not [path for path in Path().iterdir() if ":" in path.name]
 
 
 def test_the_second_fit_resumes_the_second_fit(tmp_path):

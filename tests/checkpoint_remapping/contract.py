@@ -50,6 +50,7 @@ CASES = (
         neutral={},
         of_one_fit=("report",),
         instances=1,
+        opens_addresses=("path",),
         verify=verify,
         untested={"CUDA": "no GPU run yet"},
     ),

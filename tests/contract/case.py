@@ -27,6 +27,7 @@ class Case:
         second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
         not_beside: The names of callbacks beside which it is refused, or they are.
         writes_to: The argument that names a place of the fit's own, where there is one.
+        opens_addresses: Those of its `path_arguments` that may be an address, which fsspec opens.
         starts_equal: Whether the module computes the same with it as without it before it is trained.
         net: Arguments of `Net` with which it has what the callback changes.
         when_idle: Arguments that leave out what it does seldom and reads values for, such as saving.
@@ -46,6 +47,7 @@ class Case:
     second: Mapping[str, Any] = field(default_factory=dict)
     not_beside: tuple[str, ...] = ()
     writes_to: str | None = None
+    opens_addresses: tuple[str, ...] = ()
     starts_equal: bool = True
     net: Mapping[str, Any] = field(default_factory=dict)
     when_idle: Mapping[str, Any] = field(default_factory=dict)

@@ -11,14 +11,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from uuid import uuid4
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -393,6 +396,39 @@ def names_no_file(case: Case, lab: Lab) -> None:
     assert not list(empty.iterdir()), f"it wrote {list(empty.iterdir())}"
 
 
+def writes_to_no_address(case: Case, lab: Lab) -> None:
+    """An address never becomes the name of a local folder: arguments refuse it in words, and others' places are left.
+
+    The Trainer, its loggers and checkpoints may be at an address.
+    """
+    for name in case.callback.path_arguments:
+        for text in ("s3://bucket/run.csv", "file:///run.csv", "simplecache::s3://bucket/run.csv"):
+            for given in (text, Path(text)):
+                arguments = {**case.arguments, name: given}
+                if name in case.opens_addresses and isinstance(given, str):
+                    case.callback(**arguments)
+                    continue
+                words = (
+                    rf"^{name} must be the path of .*, got {re.escape(repr(str(given)))}, which is an address\. \w+ "
+                )
+                with pytest.raises(ValueError, match=words):
+                    case.callback(**arguments)
+    root = f"memory://{uuid4().hex}"
+    for epochs in (1, 2):
+        lab.fit(
+            [case.make()],
+            module=EvaluatedNet(**lab.net),
+            max_epochs=epochs,
+            default_root_dir=root,
+            logger=CSVLogger(root, name="logs", version=epochs),
+            log_every_n_steps=5,
+            enable_checkpointing=epochs == 2,
+            save_to=f"{root}/one_epoch.ckpt" if epochs == 1 else None,
+            ckpt_path=f"{root}/one_epoch.ckpt" if epochs == 2 else None,
+        )
+    assert not [file for file in Path().iterdir() if ":" in file.name], "an address became a folder"
+
+
 CHECKS = (
     signature,
     yaml_round_trip,
@@ -409,5 +445,6 @@ CHECKS = (
     stages_in_turn,
     trainer_as_it_was,
     names_no_file,
+    writes_to_no_address,
 )
 CHECKS_IN_SETTINGS = (works, neutral_is_absence, ranks_agree)

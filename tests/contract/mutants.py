@@ -306,6 +306,21 @@ class DoesNotListItsPath(Healthy):
         self.report_path = report_path
 
 
+class WritesToALocalFolderS3(Healthy):
+    path_arguments = ("report_path",)
+
+    def __init__(self, scale: float = 1.0, report_path: Path | None = None) -> None:
+        super().__init__(scale)
+        self.report_path = report_path
+
+
+class WritesBesideTheCheckpoints(Healthy):
+    def on_fit_end(self, trainer, pl_module):
+        path = Path(trainer.default_root_dir, "steps.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{self.steps} steps")
+
+
 class _Unwatched(GradientClipping):
     """Does not notice the steps that it does not clip."""
 
@@ -496,6 +511,8 @@ MUTANTS = (
     _observer(RestoresWhatItFound, partial(checks.trainer_as_it_was, other=_OTHER)),
     _observer(WritesWhereAFileSays, checks.names_no_file, arguments={"notes": "notes.txt"}),
     _observer(DoesNotListItsPath, checks.names_no_file),
+    _observer(WritesToALocalFolderS3, checks.writes_to_no_address, pytest.fail.Exception),
+    _observer(WritesBesideTheCheckpoints, checks.writes_to_no_address),
     _clipping(ClipsScaledGradients, checks.works, "fp16 fused"),
     _clipping(ClipsEveryBatch, checks.works, "accumulation"),
     _clipping(ForgetsTheTail, checks.works, "accumulation"),

@@ -407,7 +407,7 @@ def test_bad_arguments_are_named():
     for arguments, words in (
         ({"empty_cache_every_n_epochs": 0}, "empty_cache_every_n_epochs must be a whole number >= 1, got 0"),
         ({"limit": 1.5}, "limit must be a number > 0 and <= 1"),
-        ({"dirpath": "s3://bucket/folder"}, "dirpath must be a folder on a local disk, got 's3"),
+        ({"dirpath": "s3://bucket/folder"}, "dirpath must be the path of a folder on a local or mounted disk, got 's3"),
         ({"record_history": True, "snapshot_on_oom": False}, "record_history=True needs snapshot_on_oom=True"),
     ):
         with pytest.raises(ValueError, match=words):

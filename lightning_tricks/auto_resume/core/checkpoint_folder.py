@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import torch
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 from lightning_tricks.auto_resume.core.manifests import (
@@ -52,7 +53,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises without a home
+        self.path = Path(os.path.expanduser(check_path("path", path, "a directory")))  # noqa: PTH111 - Path's raises without a home
         self.private = self.path / PRIVATE_DIR
 
     def prepare(self) -> None:

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 
 
@@ -53,7 +54,7 @@ def write_atomically(
     flush: Collection[str] = (),
 ) -> tuple[str, int]:
     """Replace a file as `write_durably` does, and flush to the disk what `atomic_write` is told to flush."""
-    with atomic_write(Path(path), flush=flush) as staged:
+    with atomic_write(Path(check_path("path", path, "a file")), flush=flush) as staged:
         with staged.open("wb") as file:
             hashing_stream = _HashingStream(file)
             hashing_stream.write_with(write)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._shared.added_parameters import added_names, names_added_by_peft
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -94,6 +95,8 @@ def plan_loading(
     key: str | None = None,
 ) -> LoadPlan:
     """Do all of `load_weights` but the loading; the arguments are the same."""
+    if isinstance(rules, str | os.PathLike):
+        check_path("rules", rules, "a file of rules")
     allowed = Allowed(
         parse_patterns("allow_missing", allow_missing),
         parse_patterns("allow_unexpected", allow_unexpected),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.patterns import MAX_REPEATS, check_repeats
 from lightning_tricks._shared.plain_yaml import read_yaml
@@ -34,6 +35,7 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
     """
     import yaml
 
+    check_path("path", path, "a file of rules")
     try:
         rules: Any = read_yaml(path, max_depth=_MAX_DEPTH, max_scalar_length=MAX_NAME_LENGTH)
         for step in parse_steps(rules):
@@ -50,7 +52,7 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
 def write_rules(path: str | os.PathLike[str], rules: Sequence[Any], comment: str) -> None:
     """Write rules to a YAML file, with a comment in its first line."""
     lines = [f"# {comment}", *(_yaml(step) for step in rules)] + ["[]"] * (not rules)
-    with atomic_write(Path(path)) as staged:
+    with atomic_write(Path(check_path("path", path, "a file of rules"))) as staged:
         staged.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.partial_checkpoints import NOTE, RECORD_KEY
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import clone_tensors
@@ -156,7 +155,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
         ...     load_trainable(model, f"{folder}/small.ckpt")
         <All keys matched successfully>
     """
-    checkpoint = _read(check_path("path", path, "a checkpoint"))
+    checkpoint = _read(path)
     return model.load_state_dict(complete_state_dict(model, checkpoint, strict=strict), strict=strict)
 
 

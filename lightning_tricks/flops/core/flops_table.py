@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_tricks._shared.checks import check_choice
+from lightning_tricks._shared.checks import check_choice, check_path
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks._shared.units import format_si
 
@@ -67,7 +67,7 @@ def write(count: FlopsCount, path: str | Path) -> Path:
 
 def check_report_path(path: str | Path) -> Path:
     """Return a path whose suffix is that of a known format, or raise a ValueError."""
-    path = Path(path)
+    path = Path(check_path("path", path, "a file"))
     check_choice("the suffix of path", path.suffix, _FORMATS)
     return path
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.text import format_shape, render_text
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks._shared.unused_parameters import describe_without_gradient
@@ -125,7 +126,7 @@ class ModelReportSummary:
         Returns:
             The paths of the files that were written.
         """
-        folder = Path(folder)
+        folder = Path(check_path("folder", folder, "a folder"))
         folder.mkdir(parents=True, exist_ok=True)
         texts = {"parameters.csv": self._csv(), "report.json": json.dumps(self.to_dict(), indent=2) + "\n"}
         if self.layers is not None:

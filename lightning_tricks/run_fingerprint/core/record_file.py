@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._shared.checks import check_choice, check_count
+from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks.run_fingerprint.core.record import (
@@ -96,7 +96,7 @@ def read_ranks(path: str | os.PathLike[str]) -> list[FingerprintRecord]:
         OSError: If a file is missing.
         FingerprintRecordError: If a file is no record, or is damaged.
     """
-    first = read_record(Path(path))
+    first = read_record(Path(check_path("path", path, "a file")))
     return [first, *(read_record(rank_path(path, rank)) for rank in range(1, first.header.world_size))]
 
 

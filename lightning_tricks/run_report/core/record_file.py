@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.report_parts import PART_KINDS, part_name
@@ -83,7 +84,7 @@ def read_record(folder: str | os.PathLike[str]) -> RunRecord:
         RunReportError: If there is no record, or it is damaged, has a later version, or needs far more memory or time
             than its size explains.
     """
-    folder = Path(folder)
+    folder = Path(check_path("folder", folder, "a folder"))
     try:
         record = _read_run(folder / RUN_FILE)
         record.rows = _read_rows(folder / VALUES_FILE)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._shared.checks import did_you_mean
+from lightning_tricks._shared.checks import check_path, did_you_mean
 from lightning_tricks._shared.files import NotAFileError
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks.checkpoint_remapping.core.errors import (
@@ -94,7 +94,7 @@ def read_checkpoint(
         >>> checkpoint.state_dict["weight"].shape, checkpoint.metadata
         (torch.Size([2, 2]), {'epoch': 3})
     """
-    name = os.fspath(path)
+    name = os.fspath(check_path("path", path, "a checkpoint", takes_address=True))
     if "://" not in name:
         return _read(Path(name).expanduser(), name, map_location, mmap, key)
     with tempfile.TemporaryDirectory(prefix="lightning_tricks_") as folder:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import atomic_write
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
@@ -37,11 +38,11 @@ def save_weights(
         ...     os.listdir(folder)
         ['weights.safetensors']
     """
+    path = Path(check_path("path", path, "a file"))
     tensors = dict(model.state_dict() if isinstance(model, nn.Module) else model)
     if clean:
         names = strip_wrappers(tensors)
         tensors = {new: tensors[old] for old, new in names.items() if new is not None}
-    path = Path(path)
     on_meta = [name for name, tensor in tensors.items() if is_on_meta(tensor)]
     if on_meta:
         raise ValueError(f"{list_names(on_meta)} are on the meta device and have no values to save.")
