@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError, differences
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
@@ -21,6 +20,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
+    from lightning_tricks.auto_resume.run_files import RunFiles
 
 
 class CheckpointSelection:
@@ -30,23 +30,23 @@ class CheckpointSelection:
         settings: The callback, with the user's choices.
         trainer: The Trainer of the fit.
         module: The module that is trained, as it is before anything is restored.
-        folder: The folder of this fit's checkpoints.
+        run_files: The files of the run, with the folder of this fit's checkpoints.
 
     Attributes:
         identity: What distinguishes this run from others; it is saved in each manifest.
     """
 
-    def __init__(
-        self, settings: AutoResume, trainer: Trainer, module: LightningModule, folder: CheckpointFolder
-    ) -> None:
-        self.settings, self.trainer, self.module, self.folder = settings, trainer, module, folder
+    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+        self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
+        self.folder = run_files.folder
         self.identity: Mapping[str, Any] = run_identity(module, os.environ.get("PL_GLOBAL_SEED"))
 
     def newest(self, user_path: str | os.PathLike[str] | None) -> tuple[Manifest, Path] | None:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
 
         Args:
-            user_path: The `ckpt_path` that the user gave to the Trainer; if it is newer, None is returned.
+            user_path: The `ckpt_path` that the user gave to the Trainer, or that Lightning found. If it is newer, and
+                this run did not write it, None is returned.
 
         Raises:
             MisconfigurationException: If the folder holds checkpoints of another run or of a newer release.
@@ -57,7 +57,7 @@ class CheckpointSelection:
                 manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
             except (NewerFormatError, OSError) as error:
                 problem = str(error)
-            if manifest is not None and self._is_user_path_newer(user_path, manifest):
+            if user_path is not None and not problem and self._is_taken(Path(user_path), manifest):
                 manifest = None
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
         if problem:
@@ -86,13 +86,27 @@ class CheckpointSelection:
             )
         return checkpoint
 
-    def _is_user_path_newer(self, user_path: str | os.PathLike[str] | None, manifest: Manifest) -> bool:
-        """Return whether the user's checkpoint is resumed, and log which one is."""
-        if user_path is None:
+    def _is_taken(self, user_path: Path, manifest: Manifest | None) -> bool:
+        """Return whether the user's checkpoint is resumed, and log which one is.
+
+        What this run wrote itself is resumed exactly from its own checkpoints alone.
+        """
+        position = _position(user_path)
+        is_ours = position in self.run_files.written_states()
+        if manifest is None:
+            if is_ours:
+                rank_zero_warn(
+                    f"AutoResume: this run wrote {str(user_path)!r} before its own first save, and resumes from it as "
+                    "Lightning does, which is not exact. To start again instead, remove the file."
+                )
+            return True
+        newer = user_path.exists() and user_path.stat().st_mtime > manifest.written
+        if newer and (is_ours or position is None):
+            why = "was written by this run" if is_ours else "cannot be read"
+            rank_zero_info(f"AutoResume: {str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.")
             return False
-        newer = Path(user_path).exists() and Path(user_path).stat().st_mtime > manifest.written
-        which, other = (user_path, manifest.file) if newer else (manifest.file, user_path)
-        rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
+        which, other = (str(user_path), manifest.file) if newer else (manifest.file, str(user_path))
+        rank_zero_info(f"AutoResume: {which!r} is newer than {other!r} and is resumed.")
         return newer
 
     def _check_same_run(self, manifest: Manifest, path: Path) -> None:
@@ -109,6 +123,15 @@ class CheckpointSelection:
                 f"AutoResume: {problem} Choose another dirpath to start a new run, or force=True to resume this one."
             )
         rank_zero_warn(f"AutoResume(force=True): {problem} The run resumes from them.")
+
+
+def _position(path: Path) -> tuple[Any, Any] | None:
+    """Return epoch and step of a checkpoint that anybody may have written; None if it cannot be read."""
+    try:
+        checkpoint = load_plain_data(path, mmap=True)
+        return checkpoint["epoch"], checkpoint["global_step"]
+    except Exception:  # of the file system, of torch, or of a file that is something else
+        return None
 
 
 def _load_plain_data_or_raise(path: Path, *, mmap: bool = False) -> dict[str, Any]:

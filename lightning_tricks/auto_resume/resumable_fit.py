@@ -102,7 +102,7 @@ class ResumableFit(FitObserver):
 
     def _select_checkpoint(self, user_path: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
-        self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files.folder)
+        self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.rank = RankState(self.trainer, self.module)
         newest = self.selection.newest(user_path)
         if newest is None:

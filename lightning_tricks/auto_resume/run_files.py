@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.loggers import muted_logger
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
@@ -33,7 +33,7 @@ from lightning_tricks.auto_resume.run_identity import run_identity
 
 _START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet
 _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
-_PROCESSES_FILE = "processes.json"
+_PROCESSES_FILE, _JOURNAL_FILE = "processes.json", "files.jsonl"
 _MAX_PROCESSES = 1000
 _SECONDS_TO_APPEAR = 30.0  # for a file of rank zero on the other ranks: network file systems cache directories
 _END_SUFFIX = " at its end"  # of a journal's base: what was written after it is part of the run
@@ -65,7 +65,7 @@ class RunFiles:
         self._lock = DirectoryLock(self.root.private / "lock")
         installed.callback(self._lock.close)
         self.loggers = LoggerState([], folder.private, ())
-        self._journal = FileJournal(folder.private / "files.jsonl")
+        self._journal = FileJournal(folder.private / _JOURNAL_FILE)
         self._installed = installed
         self._logger_records: Any = ()  # where the loggers were before this process
         self._is_first_start = True  # while no checkpoint was ever written
@@ -191,6 +191,17 @@ class RunFiles:
     def record_file_digest(self, path: Path, digest: str) -> None:
         """Note the digest of a checkpoint that the Trainer is about to write."""
         self._journal.record_digest(_absolute_path(path), digest)
+
+    def record_state(self) -> None:
+        """Note that somebody else is about to write the present state to a file, or may do so."""
+        with suppress(OSError):
+            self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step)
+
+    def written_states(self) -> set[tuple[Any, Any]]:
+        """Return epoch and step of the checkpoints that all fits of this run wrote, also those of others since then."""
+        folders = list(fit_folders(self.root.path))
+        own = {(manifest.epoch, manifest.step) for folder in folders for manifest in folder.manifests()}
+        return own.union(*(FileJournal(folder.private / _JOURNAL_FILE).states for folder in folders))
 
     def on_save(self, manifest: Manifest) -> None:
         """Note that a save was written, which a later process resumes."""

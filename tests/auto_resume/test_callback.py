@@ -251,6 +251,73 @@ def test_a_given_checkpoint_and_its_own(tmp_path, lightning_log):
     assert "given.ckpt' is newer than" in said[-1]
 
 
+class Writes(Callback):
+    """Writes a checkpoint where a fit ends in an error, as people do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+class Crashes(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 17:
+            raise RuntimeError("gone")
+
+
+OTHERS = {  # what writes as well, and the `ckpt_path` of the script
+    "on exception": (lambda folder: OnExceptionCheckpoint(folder), None),
+    "last": (lambda folder: ModelCheckpoint(folder, save_last=True, every_n_train_steps=1), "last"),
+    "of a stranger": (lambda folder: Writes(folder / "a.ckpt"), "a.ckpt"),
+}
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:.*was called without a model", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize("end", ["stopped", "crashed", "damaged"])
+@pytest.mark.parametrize("writer", OTHERS)
+def test_what_others_wrote_in_the_run_is_not_taken(tmp_path, writer, end):
+    make, given = OTHERS[writer]
+
+    def script(*callbacks):
+        path = tmp_path / "files" / given if given and "." in given else given
+        keep = AutoResume(tmp_path / "runs", every_n_train_steps=5)
+        given_path = path if path == "last" or (path and path.exists()) else None
+        return fit(make(tmp_path / "files"), *callbacks, keep, enable_checkpointing=True, ckpt_path=given_path)
+
+    (tmp_path / "files").mkdir()
+    whole = fit()
+    with pytest.raises(RuntimeError if end == "crashed" else SystemExit):
+        script(Crashes() if end == "crashed" else Interrupts(17))
+    assert list((tmp_path / "files").glob("*.ckpt"))
+    newest = max((tmp_path / "runs").glob("*.ckpt"))
+    if end == "damaged":
+        os.truncate(newest, 100)
+        with pytest.warns(UserWarning, match="100 bytes instead of"):
+            assert same(weights(script()), weights(whole))
+    else:
+        assert same(weights(script()), weights(whole))
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model")
+def test_a_file_that_cannot_be_read_and_one_from_before_the_first_save(tmp_path, lightning_log):
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+
+    def callbacks():
+        return AutoResume(tmp_path / "runs", every_n_epochs=None), OnExceptionCheckpoint(tmp_path)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(*callbacks(), Crashes(), enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="on_exception.ckpt' before its own first save, and resumes from it as Light"):
+        stop(*callbacks(), step=18, enable_checkpointing=True)
+    os.truncate(tmp_path / "on_exception.ckpt", 100)
+    fit(*callbacks(), enable_checkpointing=True)
+    said = [line for _, line in lightning_log if "is resumed instead" in line]
+    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=18.ckpt' is resumed instead", said[-1])
+
+
 def test_the_second_fit_resumes_the_second_fit(tmp_path):
     """A script that fits twice with one instance, stopped in its second fit, resumes there."""
 
