@@ -180,9 +180,9 @@ class AutoResume(TrickCallback):
         if self._run_files is None:  # `setup` was called by hand
             self._open_run_files(pl_module)
         run_files: Any = self._run_files
-        raise_for_problem(trainer.strategy.broadcast(run_files.problem))
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not run_files.problem:
             run_files.prepare()
+        raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
         self._fit = ResumableFit(self, trainer, pl_module, run_files, self._installed)

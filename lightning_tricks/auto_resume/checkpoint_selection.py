@@ -14,13 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError, differences
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
-    from lightning_tricks.auto_resume.run_files import RunFiles
 
 
 class CheckpointSelection:
@@ -54,14 +54,15 @@ class CheckpointSelection:
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
             try:
-                manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
-            except (NewerFormatError, OSError) as error:
-                problem = str(error)
+                with self.run_files.noting_problems():
+                    manifest = self.folder.newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
+                problem = self.run_files.problem
+            except NewerFormatError as error:
+                problem = f"AutoResume: {error}"
             if user_path is not None and not problem and self._is_taken(Path(user_path), manifest):
                 manifest = None
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
-        if problem:
-            raise MisconfigurationException(f"AutoResume: {problem}")
+        raise_for_problem(problem)
         if manifest is None:
             return None
         path = self.folder.path / manifest.file

@@ -46,6 +46,7 @@ from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.pending_resume import PendingResume, SavePoint, state_dict_tensors
 from lightning_tricks.auto_resume.rank_state import RankState
 from lightning_tricks.auto_resume.resume_report import find_differences, report_differences
+from lightning_tricks.auto_resume.run_files import raise_for_problem
 from lightning_tricks.auto_resume.run_status import RunStatus
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class ResumableFit(FitObserver):
         """Note what later saves are compared with; restore weights that were loaded in another precision."""
         if self.trainer.is_global_zero:
             self.run_files.on_fit_start(self.resumed)
+        raise_for_problem(self.trainer.strategy.broadcast(self.run_files.problem))
         self.rank_agreement = RankAgreement()
         self.rank.on_fit_start(self._pending.shared_state if self._pending is not None else {})
         if self._pending is None:

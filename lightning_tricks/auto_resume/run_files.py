@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,29 @@ class RunFiles:
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun yet, continue where they were."""
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
-        processes: list[Any] = []
-        if is_writer:
-            try:
-                processes = self._lock_directory()
-            except OSError as error:
-                self.problem = (
-                    f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Choose another dirpath."
+        with self.noting_problems():
+            processes = self._lock_directory() if is_writer else []
+            if not self.problem:
+                self._open_loggers(processes, is_writer)
+        if self.problem:
+            for logger in self.trainer.loggers:
+                self._installed.enter_context(muted_logger(logger))
+
+    @contextmanager
+    def noting_problems(self) -> Iterator[None]:
+        """Turn an error of the file system into a `problem`, which all ranks can then be told."""
+        try:
+            yield
+        except OSError as error:
+            advice = "Free space there or make it writable. Choose another dirpath if that is impossible."
+            if any(folder.manifests() for folder in fit_folders(self.root.path)):
+                advice = (
+                    "The checkpoints there are complete. Free space or make it writable, and run the same command "
+                    "again; another dirpath would start a new run."
                 )
-            if self.problem:
-                for logger in self.trainer.loggers:
-                    self._installed.enter_context(muted_logger(logger))
-                return
+            self.problem = f"AutoResume: the directory {self.folder.path} cannot be written ({error}). {advice}"
+
+    def _open_loggers(self, processes: list[Any], is_writer: bool) -> None:
         manifests, start = self.folder.manifests(), self.folder.read_private(_START_FILE)
         self._is_first_start = not manifests
         self._restore_initial_rng_state()
@@ -137,13 +149,14 @@ class RunFiles:
 
     def prepare(self) -> None:
         """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""
-        self.folder.clean_up()
-        version_mismatches = self.loggers.version_mismatches(self._logger_records)
-        if version_mismatches:
-            rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
-        if self._is_first_start:
-            self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
-            self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
+        with self.noting_problems():
+            self.folder.clean_up()
+            version_mismatches = self.loggers.version_mismatches(self._logger_records)
+            if version_mismatches:
+                rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
+            if self._is_first_start:
+                self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
+                self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
 
     def check_shared(self) -> None:
         """Check that all ranks see what rank zero writes; all ranks have to call it.
@@ -155,7 +168,8 @@ class RunFiles:
             return
         path, process = self.folder.private / f"seen-{os.getpid()}-{time.time_ns()}", this_process()
         if self.trainer.is_global_zero:
-            path.touch()
+            with suppress(OSError):  # of a directory that became full, no rank sees it
+                path.touch()
         name = self.trainer.strategy.broadcast(path.name)
         sees = _appears(self.folder.private / name)
         ranks = gather_objects((sees, f"{process['host']}:{self.folder.path.absolute()}"))
@@ -171,8 +185,17 @@ class RunFiles:
 
     def on_fit_start(self, resumed: Manifest | None) -> None:
         """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""
+        with self.noting_problems():
+            self._restore_checkpoint_files(resumed)
+
+    def _restore_checkpoint_files(self, resumed: Manifest | None) -> None:
         folders = self._checkpoint_folders()
         base = self._journal.base
+        if base is None and resumed is not None and folders:
+            rank_zero_warn(
+                f"AutoResume: {self._journal.path} is missing or damaged, so that files which ModelCheckpoint wrote or "
+                "removed after the save that is resumed stay as they are."
+            )
         if base is not None and (resumed is None) == (not self.folder.manifests()):
             before = "" if resumed is None else resumed.file
             is_over = base.endswith(_END_SUFFIX) or base.partition("-")[0] < before.partition("-")[0]
@@ -224,7 +247,10 @@ class RunFiles:
         later = CheckpointFolder(self.root.path / f"fit{self._fit_number() + 1}")
         if manifest.finished and later.manifests():
             return  # the later fit removes its own rows
-        self._warn(self.loggers.restore(manifest.loggers))
+        try:
+            self._warn(self.loggers.restore(manifest.loggers))
+        except OSError as error:
+            self._warn([f"rows that were logged after the save that is resumed could not be removed ({error})."])
 
     def _fit_number(self) -> int:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1

@@ -101,6 +101,58 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
+    """The size of a file is limited for real, as a quota does."""
+
+    def limited(size, folder):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            fit(AutoResume(folder))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    words = (
+        r"cannot be written \(.*File too large.*\)\. Free space there or make it writable\. Choose another dirpath if"
+    )
+    with pytest.raises(MisconfigurationException, match=words):
+        limited(2000, tmp_path / "a")
+    stop(AutoResume(tmp_path / "b"))
+    words = r"cannot be written \(.*File too large.*\)\. The checkpoints there are complete\. Free space or make it wri"
+    with pytest.raises(MisconfigurationException, match=words):
+        limited(20, tmp_path / "b")
+    assert same(weights(fit(AutoResume(tmp_path / "b"))), weights(fit()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["processes.json", "start.json", "streams.json", "files.jsonl"])
+def test_a_record_that_cannot_be_written_is_said_by_all_ranks(tmp_path, name, ranks):
+    (tmp_path / ".auto_resume" / name).mkdir(parents=True)
+    options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
+    with pytest.raises(Exception, match=rf"cannot be written \(.*{name} is a directory, not a file\)\. Free space"):
+        fit(AutoResume(tmp_path), **options)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("text", ["", "[]", '{"processes": 1, "time": "x", "max_epochs": [], "rng": 3}', "[" * 100_000])
+def test_damaged_records_of_a_run_that_was_stopped(tmp_path, text, capsys):
+    def script(*callbacks):
+        files = ModelCheckpoint(tmp_path / "files", every_n_train_steps=3, save_top_k=-1)
+        return fit(*callbacks, files, AutoResume(tmp_path / "runs"), enable_checkpointing=True)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        script(Crashes())
+    records = list((tmp_path / "runs" / ".auto_resume").glob("*.json*"))
+    assert {path.name for path in records} >= {"processes.json", "streams.json", "files.jsonl", "status.json"}
+    for path in records:
+        path.write_text(text)
+    assert cli.main(["resume", "status", str(tmp_path / "runs")]) == 0
+    with pytest.warns(
+        UserWarning, match=r"files.jsonl is missing or damaged, so that files which ModelCheckpoint wrote"
+    ):
+        assert same(weights(script()), weights(fit()))
+
+
 def test_another_model_is_refused_with_what_differs(tmp_path):
     stop(AutoResume(tmp_path))
     with pytest.raises(MisconfigurationException, match="another run") as refused:
@@ -301,7 +353,8 @@ def test_what_others_wrote_in_the_run_is_not_taken(tmp_path, writer, end):
         assert same(weights(script()), weights(whole))
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model")
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_a_file_that_cannot_be_read_and_one_from_before_the_first_save(tmp_path, lightning_log):
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
 
@@ -311,11 +364,11 @@ def test_a_file_that_cannot_be_read_and_one_from_before_the_first_save(tmp_path,
     with pytest.raises(RuntimeError, match="gone"):
         fit(*callbacks(), Crashes(), enable_checkpointing=True)
     with pytest.warns(UserWarning, match="on_exception.ckpt' before its own first save, and resumes from it as Light"):
-        stop(*callbacks(), step=18, enable_checkpointing=True)
+        stop(*callbacks(), step=2, enable_checkpointing=True)
     os.truncate(tmp_path / "on_exception.ckpt", 100)
     fit(*callbacks(), enable_checkpointing=True)
     said = [line for _, line in lightning_log if "is resumed instead" in line]
-    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=18.ckpt' is resumed instead", said[-1])
+    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=19.ckpt' is resumed instead", said[-1])
 
 
 def test_the_second_fit_resumes_the_second_fit(tmp_path):
