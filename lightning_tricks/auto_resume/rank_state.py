@@ -78,7 +78,7 @@ class RankState:
         self._initial_callbacks = set(named_callbacks(trainer))
         self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
-        self._reads_gradients = False
+        self._reads_gradients, self._known_code = False, dict[int, Any]()
         self.failed: list[str] = []
 
     def on_fit_start(self, shared_state: Mapping[str, Any]) -> None:
@@ -269,7 +269,9 @@ class RankState:
             return True  # its epoch for batch statistics ends with a step by the gradients of the epoch before
         # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
         is_unknown = any(not type(one).__module__.startswith("torch.optim.") for one in self.trainer.optimizers)
-        self._reads_gradients = self._reads_gradients or is_unknown or reads_gradients(self._owners.called_in_steps())
+        self._reads_gradients = (
+            self._reads_gradients or is_unknown or reads_gradients(self._owners.called_in_steps(), self._known_code)
+        )
         return self._reads_gradients
 
     def _cleared(self) -> set[int]:

@@ -24,12 +24,16 @@ _READERS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "cli
 _MAX_ENTRIES = 1_000  # of a container that is looked into
 
 
-def reads_gradients(values: Iterable[Any]) -> bool:
+def reads_gradients(values: Iterable[Any], known: dict[int, Any] | None = None) -> bool:
     """Return whether code of objects, classes or functions may read `grad`, or that of others which it names.
 
     Not looked into are known libraries, such as torch, and hooks that read the gradients of their own step.
+
+    Args:
+        values: The objects, classes and functions.
+        known: Classes and functions that were looked at in earlier calls, which returned False; new ones are added.
     """
-    pending, seen = list(values), dict[int, Any]()  # the values are kept, as ids of others may be the same
+    pending, seen = list(values), {} if known is None else dict(known)  # by id; kept, or others may get their ids
     while pending:
         value = pending.pop()
         kind = type(value)
@@ -54,6 +58,8 @@ def reads_gradients(values: Iterable[Any]) -> bool:
             pending += [one for one in functions if one.__name__ not in _HOOKS_THAT_MAY_READ]
         elif not is_known_library(kind.__module__):
             pending.append(kind)
+    if known is not None:
+        known.update({key: value for key, value in seen.items() if is_subclass(type(value), type, types.FunctionType)})
     return False
 
 
