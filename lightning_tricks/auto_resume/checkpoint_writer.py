@@ -140,7 +140,8 @@ class CheckpointWriter:
             listed = list_names(new, 5)
             rank_zero_warn(
                 f"AutoResume: these values changed in this fit, and cannot be saved: {listed}. A resumed run "
-                "starts with their initial values. Keep plain values, tensors or objects with a state_dict there, or "
+                "starts with their initial values, or what a mapped file holds. Keep plain values, tensors or objects "
+                "with a state_dict there, or "
                 "save them in on_save_checkpoint."
             )
 
