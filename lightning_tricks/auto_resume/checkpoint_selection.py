@@ -93,7 +93,7 @@ class CheckpointSelection:
         What this run wrote itself is resumed exactly from its own checkpoints alone.
         """
         position = _position(user_path)
-        is_ours = position in self.run_files.written_states()
+        is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
         if manifest is None:
             if is_ours:
                 rank_zero_warn(

@@ -220,9 +220,9 @@ class RunFiles:
         with suppress(OSError):
             self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step)
 
-    def written_states(self) -> set[tuple[Any, Any]]:
-        """Return epoch and step of the checkpoints that all fits of this run wrote, also those of others since then."""
-        folders = list(fit_folders(self.root.path))
+    def written_states(self, *, of_all_fits: bool) -> set[tuple[Any, Any]]:
+        """Return epoch and step of all checkpoints that this fit wrote, or any fit of the run, also by others."""
+        folders = list(fit_folders(self.root.path)) if of_all_fits else [self.folder]
         own = {(manifest.epoch, manifest.step) for folder in folders for manifest in folder.manifests()}
         return own.union(*(FileJournal(folder.private / _JOURNAL_FILE).states for folder in folders))
 

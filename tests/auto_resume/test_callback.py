@@ -100,7 +100,6 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         fit(AutoResume(tmp_path / "file" / "runs"))
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
     """The size of a file is limited for real, as a quota does."""
 
@@ -153,6 +152,7 @@ def test_damaged_records_of_a_run_that_was_stopped(tmp_path, text, capsys):
         assert same(weights(script()), weights(fit()))
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_another_model_is_refused_with_what_differs(tmp_path):
     stop(AutoResume(tmp_path))
     with pytest.raises(MisconfigurationException, match="another run") as refused:
@@ -389,6 +389,35 @@ def test_the_second_fit_resumes_the_second_fit(tmp_path):
     resumed = script(AutoResume(tmp_path))
     assert same(weights(resumed), weights(whole))
     assert (tmp_path / "fit2" / ".auto_resume" / "status.json").exists()
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:.*was called without a model", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_what_the_second_fit_wrote_is_not_taken_by_the_first(tmp_path):
+    def script(folder, *callbacks):
+        guard = AutoResume(folder / "runs")
+        fit(guard, enable_checkpointing=True, epochs=1)
+        files = [ModelCheckpoint(folder / "files", every_n_train_steps=1), OnExceptionCheckpoint(folder)]
+        return fit(guard, *files, *callbacks, enable_checkpointing=True)
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="gone"):
+        script(tmp_path / "killed", Crashes())
+    assert same(weights(script(tmp_path / "killed")), weights(whole))
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:Checkpoint directory", "ignore:.*dirpath has changed")
+def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
+    def script(folder, *callbacks):
+        guard, files = AutoResume(folder / "runs"), ModelCheckpoint(folder / "files")
+        fit(guard, files, enable_checkpointing=True)
+        others = ModelCheckpoint(folder / "files"), *callbacks
+        return fit(guard, *others, enable_checkpointing=True, epochs=3, ckpt_path=files.best_model_path)
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        script(tmp_path / "killed", Interrupts(3))
+    assert same(weights(script(tmp_path / "killed")), weights(whole))
 
 
 def test_from_inside_the_module(tmp_path):

@@ -153,7 +153,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_named(tmp_path, text, capsys)
     folder.clean_up()
     assert folder.newest(said.append) == kept
     assert [sentence.partition(",")[0] for sentence in said] == [f"{tmp_path / lost.file} is not used"]
-    assert f"{kept.file} is used. Steps after that" in said[0]
+    assert f"{kept.file} is used. Remove the file" in said[0]
     for command, status in (("verify", 1), ("status", 0)):
         assert cli.main(["resume", command, str(tmp_path)]) == status
         assert f"{lost.file}: is not used, as its manifest is missing or damaged" in capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_named(tmp_path, text, capsys)
     assert folder.newest(pytest.fail).number == 3, "there is a newer one"
     folder.prune(0)
     assert folder.newest(said.append) is None
-    assert "the run starts again. Steps after that" in said[-1]
+    assert "the run starts again. Remove the file" in said[-1]
     assert (tmp_path / lost.file).exists()
 
 

@@ -172,7 +172,7 @@ class CheckpointFolder:
             if found is None or int(path.name.partition("-")[0]) > found.number:
                 warn(
                     f"{path} is not used, as its manifest is missing or damaged and it cannot be verified: {used}. "
-                    "Steps after that are trained again; remove the file if you do not need it."
+                    "Remove the file if you do not need it."
                 )
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -51,7 +52,7 @@ def reads_gradients(values: Iterable[Any], known: dict[int, Any] | None = None) 
         elif is_subclass(kind, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif kind in (list, tuple, dict):
-            pending += list(value.values() if kind is dict else value)[:_MAX_ENTRIES]
+            pending += itertools.islice(value.values() if kind is dict else value, _MAX_ENTRIES)
         elif is_subclass(kind, type):
             bases = [base for base in value.__mro__ if not is_known_library(base.__module__)]
             functions = [function for base in bases for function in functions_of(base)]
