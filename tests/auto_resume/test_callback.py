@@ -406,13 +406,12 @@ def test_what_the_second_fit_wrote_is_not_taken_by_the_first(tmp_path):
     assert same(weights(script(tmp_path / "killed")), weights(whole))
 
 
-@pytest.mark.filterwarnings("error:AutoResume", "ignore:Checkpoint directory", "ignore:.*dirpath has changed")
+@pytest.mark.filterwarnings("error:AutoResume")
 def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
     def script(folder, *callbacks):
-        guard, files = AutoResume(folder / "runs"), ModelCheckpoint(folder / "files")
-        fit(guard, files, enable_checkpointing=True)
-        others = ModelCheckpoint(folder / "files"), *callbacks
-        return fit(guard, *others, enable_checkpointing=True, epochs=3, ckpt_path=files.best_model_path)
+        guard = AutoResume(folder / "runs")
+        fit(guard).save_checkpoint(folder / "first.ckpt")
+        return fit(guard, *callbacks, epochs=3, ckpt_path=folder / "first.ckpt")
 
     whole = script(tmp_path / "whole")
     with pytest.raises(SystemExit):
