@@ -23,7 +23,10 @@ from torch import nn
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit_end import averaged_models
 from lightning_tricks._lightning_compat.results import named_callbacks
-from lightning_tricks._lightning_compat.trainer import datamodule_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._torch_compat.hooks import hooks_of
+from lightning_tricks.auto_resume.core.attributes.code_state import is_callable_with_state
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras
 
 # Their attributes belong to the process, or another part of this room restores them
@@ -77,6 +80,18 @@ class AttributeOwners:
         """Return what `skipped_names` does, and all attributes of modules, which are saved with the modules."""
         is_module = issubclass(type(owner), nn.Module)
         return (*dir(type(owner)), *vars(owner)) if is_module else self.skipped_names(owner)
+
+    def called_in_steps(self) -> list[object]:
+        """Return what a training step may call: the objects with attributes, others of the Trainer, and functions."""
+        trainer = self.trainer
+        walk = ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
+        found = [slot.value for slot in walk.slots.values() if is_callable_with_state(type(slot.value))]
+        found += [hook for part in self.module.modules() for hook in hooks_of(part)]
+        for optimizer in trainer.optimizers:
+            found += [*hooks_of(optimizer), optimizer.step]  # which may have been replaced
+        found += [config.scheduler for config in trainer.lr_scheduler_configs]
+        found += [trainer.strategy, trainer.precision_plugin, *trainer.loggers, *callbacks_of(trainer)]
+        return [*walk.owners.values(), *found]
 
     def _update_restored_by_others(self) -> None:
         """Gather the optimizers, the schedulers and the averaged weights that Lightning saves."""

@@ -228,6 +228,7 @@ class AutoResume(TrickCallback):
         self._stop_if_asked(trainer, stop_request)
         if trainer.is_global_zero:
             run_files.prepare()
+        raise_for_problem(trainer.strategy.broadcast(run_files.problem))
         run_files.check_shared()
         self._installed.enter_context(durable_checkpoints(trainer.strategy, run_files.record_file_digest))
         self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
@@ -255,10 +256,17 @@ class AutoResume(TrickCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the Trainer as it was, and exit as the ranks of a fork or spawn launcher did."""
+        if self._fit is not None and self._run_files is not None and trainer.is_global_zero:
+            self._run_files.record_state()  # callbacks that come later may write it
         self._close()
         EARLY_SIGNALS.leave(self)
         if getattr(exception, "exit_code", None) == self.exit_code and not isinstance(exception, SystemExit):
             raise SystemExit(self.exit_code) from exception
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note what this run writes: it is never resumed in place of a checkpoint of this callback."""
+        if self._fit is not None and self._run_files is not None and trainer.is_global_zero:
+            self._run_files.record_state()
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return where and how often the fit is saved."""

@@ -13,11 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 from lightning_tricks.auto_resume.core.kept_checkpoint import KeptCheckpoint
 from lightning_tricks.auto_resume.core.manifests import Manifest, NewerFormatError
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data
+from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 from lightning_tricks.auto_resume.run_identity import run_identity, shape_differences
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -33,16 +34,15 @@ class CheckpointSelection:
         settings: The callback, with the user's choices.
         trainer: The Trainer of the fit.
         module: The module that is trained, as it is before anything is restored.
-        folder: The folder of this fit's checkpoints.
+        run_files: The files of the run, with the folder of this fit's checkpoints.
 
     Attributes:
         identity: What distinguishes this run from others; it is saved in each manifest.
     """
 
-    def __init__(
-        self, settings: AutoResume, trainer: Trainer, module: LightningModule, folder: CheckpointFolder
-    ) -> None:
-        self.settings, self.trainer, self.module, self.folder = settings, trainer, module, folder
+    def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
+        self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
+        self.folder = run_files.folder
         self.identity: Mapping[str, Any] = run_identity(module)
         self._stream: IO[bytes] | None = None  # the file of the newest checkpoint, until it is read
         self._kept: KeptCheckpoint | None = None
@@ -51,7 +51,8 @@ class CheckpointSelection:
         """Return the newest complete checkpoint of this run, the same on all ranks; None if there is none.
 
         Args:
-            user_path: The `ckpt_path` that the user gave to the Trainer; if it is newer, None is returned.
+            user_path: The `ckpt_path` that the user gave to the Trainer, or that Lightning found. If it is newer, and
+                this run did not write it, None is returned.
 
         Raises:
             MisconfigurationException: If the folder holds checkpoints of another model or of a newer release.
@@ -59,15 +60,16 @@ class CheckpointSelection:
         manifest, problem = None, ""
         if self.trainer.is_global_zero:
             try:
-                newest = self.folder.open_newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
-                manifest, self._stream = newest or (None, None)
-            except (NewerFormatError, OSError) as error:
-                problem = str(error)
-            if manifest is not None and self._is_user_path_newer(user_path, manifest):
+                with self.run_files.noting_problems():
+                    newest = self.folder.open_newest(lambda sentence: rank_zero_warn(f"AutoResume: {sentence}"))
+                    manifest, self._stream = newest or (None, None)
+                problem = self.run_files.problem
+            except NewerFormatError as error:
+                problem = f"AutoResume: {error}"
+            if user_path is not None and not problem and self._is_taken(user_path, manifest):
                 manifest = self._stream = None
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
-        if problem:
-            raise MisconfigurationException(f"AutoResume: {problem}")
+        raise_for_problem(problem)
         if manifest is None:
             return None
         path = self.folder.path / manifest.file
@@ -113,21 +115,34 @@ class CheckpointSelection:
             )
         return checkpoint
 
-    def _is_user_path_newer(self, user_path: str | os.PathLike[str] | None, manifest: Manifest) -> bool:
-        """Return whether the user's checkpoint is resumed, and log which one is."""
-        if user_path is None:
-            return False
+    def _is_taken(self, user_path: str | os.PathLike[str], manifest: Manifest | None) -> bool:
+        """Return whether the user's checkpoint is resumed, and log which one is.
+
+        What this run wrote itself is resumed exactly from its own checkpoints alone.
+        """
+        position = _position(user_path)
+        is_ours = position in self.run_files.written_states(of_all_fits=manifest is not None)
+        if manifest is None:
+            if is_ours:
+                rank_zero_warn(
+                    f"AutoResume: this run wrote {str(user_path)!r} before its own first save, and resumes from it as "
+                    "Lightning does, which is not exact. To start again instead, remove the file."
+                )
+            return True
         try:
-            written = _time_written(user_path)
+            newer = _time_written(user_path) > manifest.written
         except Exception as error:  # of one of fsspec's many libraries
             rank_zero_warn(
                 f"AutoResume: it cannot be known when {str(user_path)!r} was written ({describe_error(error)}), so "
                 f"{manifest.file!r} is resumed. To resume the other one, choose another dirpath."
             )
             return False
-        newer = written > manifest.written
-        which, other = (user_path, manifest.file) if newer else (manifest.file, user_path)
-        rank_zero_info(f"AutoResume: {str(which)!r} is newer than {str(other)!r} and is resumed.")
+        if newer and (is_ours or (position is None and not is_address(user_path))):
+            why = "was written by this run" if is_ours else "cannot be read"
+            rank_zero_info(f"AutoResume: {str(user_path)!r} {why}, and {manifest.file!r} is resumed instead.")
+            return False
+        which, other = (str(user_path), manifest.file) if newer else (manifest.file, str(user_path))
+        rank_zero_info(f"AutoResume: {which!r} is newer than {other!r} and is resumed.")
         return newer
 
     def _check_same_parameters(self, manifest: Manifest, path: Path) -> None:
@@ -141,6 +156,15 @@ class CheckpointSelection:
                 f"AutoResume: {self.folder.path} holds checkpoints of another model: {'; '.join(found)}. Choose "
                 "another dirpath to start a new run; load_weights takes those weights of it that fit."
             )
+
+
+def _position(path: str | os.PathLike[str]) -> tuple[Any, Any] | None:
+    """Return epoch and step of a checkpoint that anybody may have written; None if it cannot be read."""
+    try:
+        checkpoint = load_plain_data(Path(path))
+        return checkpoint["epoch"], checkpoint["global_step"]
+    except Exception:  # of the file system, of torch, or of a file that is something else
+        return None
 
 
 def _time_written(path: str | os.PathLike[str]) -> float:

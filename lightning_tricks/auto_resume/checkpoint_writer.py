@@ -14,9 +14,9 @@ from lightning_tricks._lightning_compat.fit import dump_checkpoint, num_batches_
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.manifests import FORMAT, Manifest
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 from lightning_tricks.auto_resume.core.safe_loading import find_objects, load_plain_data, object_pickle, split_arguments
-from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, SavePoint
+from lightning_tricks.auto_resume.pending_resume import SavePoint
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX
 from lightning_tricks.auto_resume.unsafe_objects import describe_object
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -140,7 +140,8 @@ class CheckpointWriter:
             listed = list_names(new, 5)
             rank_zero_warn(
                 f"AutoResume: these values changed in this fit, and cannot be saved: {listed}. A resumed run "
-                "starts with their initial values. Keep plain values, tensors or objects with a state_dict there, or "
+                "starts with their initial values, or what a mapped file holds. Keep plain values, tensors or objects "
+                "with a state_dict there, or "
                 "save them in on_save_checkpoint."
             )
 

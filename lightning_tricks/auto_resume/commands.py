@@ -12,6 +12,8 @@ from lightning_tricks._shared.console import make_console
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
 
+_UNRECORDED = "is not used, as its manifest is missing or damaged"
+
 
 def add_to(commands: Any) -> None:
     """Add `resume` to the subcommands of the command line."""
@@ -32,7 +34,11 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
     from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
 
-    folders = [folder for folder in fit_folders(arguments.dirpath) if folder.manifests() or folder.read_status()]
+    folders = [
+        folder
+        for folder in fit_folders(arguments.dirpath)
+        if folder.manifests() or folder.unrecorded() or folder.read_status()
+    ]
     if not folders:
         parser.error(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
     return int(run(folders))
@@ -46,13 +52,19 @@ def _status(folders: list[CheckpointFolder]) -> int:
     for folder in folders:
         status = folder.read_status()
         if status:
-            console.print(f"{folder.path}: {_describe_status(status)}", markup=False)
+            try:
+                description = _describe_status(status)
+            except (OverflowError, TypeError, ValueError):
+                description = f"{folder.private / 'status.json'} is damaged"
+            console.print(f"{folder.path}: {description}", markup=False)
         for manifest in folder.manifests():
             progress = "at the end" if manifest.finished else f"batch {manifest.batches} of epoch {manifest.epoch}"
             summary = (
                 f"step {manifest.step}, {progress}, {format_bytes(manifest.bytes)}, {_describe_age(manifest.written)}"
             )
             console.print(f"  {manifest.file}: {summary}", markup=False)
+        for path in folder.unrecorded():
+            console.print(f"  {path.name}: {_UNRECORDED}", markup=False)
     return 0
 
 
@@ -64,6 +76,9 @@ def _verify(folders: list[CheckpointFolder]) -> int:
             problem = folder.find_problem(manifest)
             broken += bool(problem)
             console.print(f"{folder.path / manifest.file}: {problem or 'complete'}", markup=False)
+        for path in folder.unrecorded():
+            broken += 1
+            console.print(f"{path}: {_UNRECORDED}", markup=False)
     return int(broken > 0)
 
 

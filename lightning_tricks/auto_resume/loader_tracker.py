@@ -235,7 +235,8 @@ class LoaderTracker:
         for path, kind in loader.objects.new_unsaved().items():
             rank_zero_warn(
                 f"AutoResume: {path} of {loader.name} changed and is not saved ({kind}): a resumed run starts with "
-                "its initial value. If the data depend on it, keep plain values, tensors or random generators there."
+                "its initial value, or what its file holds. If the data depend on it, keep plain values, tensors or "
+                "random generators there."
             )
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:

@@ -13,9 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_tricks.auto_resume.core.manifests import FORMAT, Manifest
-
-CHECKPOINT_KEY = "auto_resume"  # of this room's part of a checkpoint
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, FORMAT, Manifest
 
 
 class SavePoint(Enum):

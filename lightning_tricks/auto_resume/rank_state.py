@@ -22,6 +22,7 @@ from lightning_tricks.auto_resume.callback_state import (
 )
 from lightning_tricks.auto_resume.core.attributes.attribute_access import set_attribute
 from lightning_tricks.auto_resume.core.attributes.drawable_values import drawable_values
+from lightning_tricks.auto_resume.core.attributes.gradient_readers import reads_gradients
 from lightning_tricks.auto_resume.core.attributes.model_outline import Outline, differing_parts, outline
 from lightning_tricks.auto_resume.core.attributes.model_structure import (
     ModelStructure,
@@ -78,6 +79,7 @@ class RankState:
         self._initial_callbacks = set(named_callbacks(trainer))
         self._initial_tensors: dict[str, Any] = {}
         self._unsaved_buffers: dict[str, Any] = {}
+        self._reads_gradients, self._known_code = False, dict[int, Any]()
         self.failed: list[str] = []
 
     def on_fit_start(self, shared_state: Mapping[str, Any]) -> None:
@@ -152,7 +154,7 @@ class RankState:
                 for name, module in modules.items()
             },
             "syncs_buffers": getattr(self.trainer.model, _SYNC_ATTRIBUTE, None),
-            "gradients": capture_gradients(self.module) if self._accumulates_gradients() else {},
+            "gradients": capture_gradients(self.module, self._cleared()),
             "callbacks": capture_callback_states(self.trainer, per_rank=is_distributed),
             "outline": self.outline(),
         }
@@ -259,17 +261,29 @@ class RankState:
         """Restore everything; the random state last."""
         self.restore_epoch_results(state)
         restore_gradients(self.module, state["gradients"])
+        self._reads_gradients |= bool(state["gradients"])
         if state["syncs_buffers"] is not None and hasattr(self.trainer.model, _SYNC_ATTRIBUTE):
             setattr(self.trainer.model, _SYNC_ATTRIBUTE, state["syncs_buffers"])
         restore_callback_states(self.trainer, state["callbacks"], self.module.device)
         restore_rng_state(state["rng"])
 
-    def _accumulates_gradients(self) -> bool:
-        """Whether gradients may be kept after a step, and be added to."""
+    def _keeps_gradients(self) -> bool:
+        """Whether the next step may read the gradients, or add to them, before it clears them."""
         if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
             return True
-        # its epoch for batch statistics ends with a step by the gradients of the epoch before
-        return bool(callbacks_of_type(self.trainer, StochasticWeightAveraging))
+        if callbacks_of_type(self.trainer, StochasticWeightAveraging):
+            return True  # its epoch for batch statistics ends with a step by the gradients of the epoch before
+        # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
+        is_unknown = any(not type(one).__module__.startswith("torch.optim.") for one in self.trainer.optimizers)
+        self._reads_gradients = (
+            self._reads_gradients or is_unknown or reads_gradients(self._owners.called_in_steps(), self._known_code)
+        )
+        return self._reads_gradients
+
+    def _cleared(self) -> set[int]:
+        """Return the ids of the parameters whose gradients the next step clears."""
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        return set() if self._keeps_gradients() else {id(one) for group in groups for one in group["params"]}
 
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained, and the modules that callbacks hold, such as metrics."""

@@ -38,16 +38,17 @@ from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelectio
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
-from lightning_tricks.auto_resume.core.manifests import Manifest
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.rank_agreement import RankAgreement
 from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.early_signals import EARLY_SIGNALS
 from lightning_tricks.auto_resume.epoch_start_replay import replay_epoch_start
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
-from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume, SavePoint, state_dict_tensors
+from lightning_tricks.auto_resume.pending_resume import PendingResume, SavePoint, state_dict_tensors
 from lightning_tricks.auto_resume.rank_state import RankState
 from lightning_tricks.auto_resume.resume_report import find_differences, report_differences
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
+from lightning_tricks.auto_resume.run_files import raise_for_problem
 from lightning_tricks.auto_resume.run_status import RunStatus
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class ResumableFit(FitObserver):
 
     def _select_checkpoint(self, user_path: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
-        self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files.folder)
+        self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
         newest = self.selection.newest(user_path)
         if newest is None:
@@ -159,6 +160,7 @@ class ResumableFit(FitObserver):
         """Note what later saves are compared with; restore weights that were loaded in another precision."""
         if self.trainer.is_global_zero:
             self.run_files.on_fit_start(self.resumed)
+        raise_for_problem(self.trainer.strategy.broadcast(self.run_files.problem))
         self.rank_agreement = RankAgreement()
         self.rank.on_fit_start(self._pending.shared_state if self._pending is not None else {})
         if self._pending is None:

@@ -19,7 +19,8 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.attributes.comparison import differing_paths
 from lightning_tricks.auto_resume.core.attributes.model_outline import differing_parts
-from lightning_tricks.auto_resume.pending_resume import CHECKPOINT_KEY, PendingResume
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY
+from lightning_tricks.auto_resume.pending_resume import PendingResume
 from lightning_tricks.auto_resume.rank_state import REPLACED_MODULE_SUFFIX, RankState
 
 # Parts of a rank's state that are compared, and entries of a checkpoint that are not, as each save writes new ones

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.ranks import gather_objects
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder
+from lightning_tricks.auto_resume.core.checkpoint_folder import CheckpointFolder, fit_folders
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY, pack_rng_state, unpack_rng_state
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock, this_process
 from lightning_tricks.auto_resume.core.file_journal import FileJournal, link_digest
@@ -34,7 +35,7 @@ from lightning_tricks.auto_resume.run_identity import run_identity
 
 _START_FILE = "start.json"  # where the loggers were when a fit started that has no checkpoint yet
 _RNG_STATE_FILE = "streams.json"  # the random state before `setup`, which may create or split data
-_PROCESSES_FILE = "processes.json"
+_PROCESSES_FILE, _JOURNAL_FILE = "processes.json", "files.jsonl"
 _MAX_PROCESSES = 1000
 _SECONDS_TO_APPEAR = 30.0  # for a file of rank zero on the other ranks: network file systems cache directories
 _END_SUFFIX = " at its end"  # of a journal's base: what was written after it is part of the run
@@ -66,7 +67,7 @@ class RunFiles:
         self._lock = DirectoryLock(self.root.private / "lock")
         installed.callback(self._lock.close)
         self.loggers = LoggerState([], folder.private, ())
-        self._journal = FileJournal(folder.private / "files.jsonl")
+        self._journal = FileJournal(folder.private / _JOURNAL_FILE)
         self._installed = installed
         self._logger_records: Any = ()  # where the loggers were before this process
         self._is_first_start = True  # while no checkpoint was ever written
@@ -76,18 +77,29 @@ class RunFiles:
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun yet, continue where they were."""
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
-        processes: list[Any] = []
-        if is_writer:
-            try:
-                processes = self._lock_directory()
-            except OSError as error:
-                self.problem = (
-                    f"AutoResume: the directory {self.folder.path} cannot be written ({error}). Choose another dirpath."
+        with self.noting_problems():
+            processes = self._lock_directory() if is_writer else []
+            if not self.problem:
+                self._open_loggers(processes, is_writer)
+        if self.problem:
+            for logger in self.trainer.loggers:
+                self._installed.enter_context(muted_logger(logger))
+
+    @contextmanager
+    def noting_problems(self) -> Iterator[None]:
+        """Turn an error of the file system into a `problem`, which all ranks can then be told."""
+        try:
+            yield
+        except OSError as error:
+            advice = "Free space there or make it writable. Choose another dirpath if that is impossible."
+            if any(folder.manifests() for folder in fit_folders(self.root.path)):
+                advice = (
+                    "The checkpoints there are complete. Free space or make it writable, and run the same command "
+                    "again; another dirpath would start a new run."
                 )
-            if self.problem:
-                for logger in self.trainer.loggers:
-                    self._installed.enter_context(muted_logger(logger))
-                return
+            self.problem = f"AutoResume: the directory {self.folder.path} cannot be written ({error}). {advice}"
+
+    def _open_loggers(self, processes: list[Any], is_writer: bool) -> None:
         manifests, start = self.folder.manifests(), self.folder.read_private(_START_FILE)
         self._is_first_start = not manifests
         self._restore_initial_rng_state()
@@ -138,13 +150,14 @@ class RunFiles:
 
     def prepare(self) -> None:
         """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""
-        self.folder.clean_up()
-        version_mismatches = self.loggers.version_mismatches(self._logger_records)
-        if version_mismatches:
-            rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
-        if self._is_first_start:
-            self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
-            self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
+        with self.noting_problems():
+            self.folder.clean_up()
+            version_mismatches = self.loggers.version_mismatches(self._logger_records)
+            if version_mismatches:
+                rank_zero_warn(f"AutoResume: {'; '.join(version_mismatches)}. What was logged before is not removed.")
+            if self._is_first_start:
+                self.folder.write_private(_START_FILE, {"run": self._run_record, "loggers": self.loggers.records()})
+                self.folder.write_private(_RNG_STATE_FILE, {RNG_STATE_KEY: self._initial_rng_state})
 
     def check_shared(self) -> None:
         """Check that all ranks see what rank zero writes; all ranks have to call it.
@@ -156,7 +169,8 @@ class RunFiles:
             return
         path, process = self.folder.private / f"seen-{os.getpid()}-{time.time_ns()}", this_process()
         if self.trainer.is_global_zero:
-            path.touch()
+            with suppress(OSError):  # of a directory that became full, no rank sees it
+                path.touch()
         name = self.trainer.strategy.broadcast(path.name)
         sees = _appears(self.folder.private / name)
         ranks = gather_objects((sees, f"{process['host']}:{self.folder.path.absolute()}"))
@@ -172,10 +186,19 @@ class RunFiles:
 
     def on_fit_start(self, resumed: Manifest | None) -> None:
         """Restore the files of ModelCheckpoint as they were at the save that is resumed, and observe them."""
+        with self.noting_problems():
+            self._restore_checkpoint_files(resumed)
+
+    def _restore_checkpoint_files(self, resumed: Manifest | None) -> None:
         folders = self._checkpoint_folders()
         if resumed is not None and not resumed.finished:
             self._warn(self._not_on_a_disk())
         base = self._journal.base
+        if base is None and resumed is not None and folders:
+            rank_zero_warn(
+                f"AutoResume: {self._journal.path} is missing or damaged, so that files which ModelCheckpoint wrote or "
+                "removed after the save that is resumed stay as they are."
+            )
         if base is not None and (resumed is None) == (not self.folder.manifests()):
             before = "" if resumed is None else resumed.file
             is_over = base.endswith(_END_SUFFIX) or base.partition("-")[0] < before.partition("-")[0]
@@ -194,6 +217,17 @@ class RunFiles:
     def record_file_digest(self, path: Path, digest: str) -> None:
         """Note the digest of a checkpoint that the Trainer is about to write."""
         self._journal.record_digest(_absolute_path(path), digest)
+
+    def record_state(self) -> None:
+        """Note that somebody else is about to write the present state to a file, or may do so."""
+        with suppress(OSError):
+            self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step)
+
+    def written_states(self, *, of_all_fits: bool) -> set[tuple[Any, Any]]:
+        """Return epoch and step of all checkpoints that this fit wrote, or any fit of the run, also by others."""
+        folders = list(fit_folders(self.root.path)) if of_all_fits else [self.folder]
+        own = {(manifest.epoch, manifest.step) for folder in folders for manifest in folder.manifests()}
+        return own.union(*(FileJournal(folder.private / _JOURNAL_FILE).states for folder in folders))
 
     def on_save(self, manifest: Manifest) -> None:
         """Note that a save was written, which a later process resumes."""
@@ -216,7 +250,10 @@ class RunFiles:
         later = CheckpointFolder(self.root.path / f"fit{self._fit_number() + 1}")
         if manifest.finished and later.manifests():
             return  # the later fit removes its own rows
-        self._warn(self.loggers.restore(manifest.loggers))
+        try:
+            self._warn(self.loggers.restore(manifest.loggers))
+        except OSError as error:
+            self._warn([f"rows that were logged after the save that is resumed could not be removed ({error})."])
 
     def _fit_number(self) -> int:
         return int(self.folder.path.name[3:]) if self.folder.path != self.root.path else 1

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 
 _TRAINER_ENTRIES = {
@@ -38,5 +39,7 @@ def _describe_owner(trainer: Trainer, module: LightningModule, key_path: Sequenc
     hook_owners: list[Any] = [
         part for part in (module, datamodule) if part is not None and is_overridden("on_save_checkpoint", part)
     ]
-    hook_owners += [callback for callback in callbacks if is_overridden("on_save_checkpoint", callback)]
+    hook_owners += [
+        one for one in callbacks if is_overridden("on_save_checkpoint", one) and not isinstance(one, TrickCallback)
+    ]
     return f"on_save_checkpoint of {' or '.join(type(part).__name__ for part in hook_owners) or 'a hook'}"

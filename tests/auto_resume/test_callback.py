@@ -103,6 +103,58 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         fit(AutoResume(tmp_path / "file" / "runs"))
 
 
+def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
+    """The size of a file is limited for real, as a quota does."""
+
+    def limited(size, folder):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            fit(AutoResume(folder))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    words = (
+        r"cannot be written \(.*File too large.*\)\. Free space there or make it writable\. Choose another dirpath if"
+    )
+    with pytest.raises(MisconfigurationException, match=words):
+        limited(2000, tmp_path / "a")
+    stop(AutoResume(tmp_path / "b"))
+    words = r"cannot be written \(.*File too large.*\)\. The checkpoints there are complete\. Free space or make it wri"
+    with pytest.raises(MisconfigurationException, match=words):
+        limited(20, tmp_path / "b")
+    assert same(weights(fit(AutoResume(tmp_path / "b"))), weights(fit()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["processes.json", "start.json", "streams.json", "files.jsonl"])
+def test_a_record_that_cannot_be_written_is_said_by_all_ranks(tmp_path, name, ranks):
+    (tmp_path / ".auto_resume" / name).mkdir(parents=True)
+    options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
+    with pytest.raises(Exception, match=rf"cannot be written \(.*{name} is a directory, not a file\)\. Free space"):
+        fit(AutoResume(tmp_path), **options)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("text", ["", "[]", '{"processes": 1, "time": "x", "max_epochs": [], "rng": 3}', "[" * 100_000])
+def test_damaged_records_of_a_run_that_was_stopped(tmp_path, text, capsys):
+    def script(*callbacks):
+        files = ModelCheckpoint(tmp_path / "files", every_n_train_steps=3, save_top_k=-1)
+        return fit(*callbacks, files, AutoResume(tmp_path / "runs"), enable_checkpointing=True)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        script(Crashes())
+    records = list((tmp_path / "runs" / ".auto_resume").glob("*.json*"))
+    assert {path.name for path in records} >= {"processes.json", "streams.json", "files.jsonl", "status.json"}
+    for path in records:
+        path.write_text(text)
+    assert cli.main(["resume", "status", str(tmp_path / "runs")]) == 0
+    with pytest.warns(
+        UserWarning, match=r"files.jsonl is missing or damaged, so that files which ModelCheckpoint wrote"
+    ):
+        assert same(weights(script()), weights(fit()))
+
+
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_another_model_is_refused_with_what_differs(tmp_path):
     stop(AutoResume(tmp_path))
@@ -291,6 +343,74 @@ def test_what_lies_at_an_address_is_named_at_a_resume(tmp_path):
     assert not [path for path in Path().iterdir() if ":" in path.name]
 
 
+class Writes(Callback):
+    """Writes a checkpoint where a fit ends in an error, as people do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+class Crashes(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 17:
+            raise RuntimeError("gone")
+
+
+OTHERS = {  # what writes as well, and the `ckpt_path` of the script
+    "on exception": (lambda folder: OnExceptionCheckpoint(folder), None),
+    "last": (lambda folder: ModelCheckpoint(folder, save_last=True, every_n_train_steps=1), "last"),
+    "of a stranger": (lambda folder: Writes(folder / "a.ckpt"), "a.ckpt"),
+}
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:.*was called without a model", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize("end", ["stopped", "crashed", "damaged"])
+@pytest.mark.parametrize("writer", OTHERS)
+def test_what_others_wrote_in_the_run_is_not_taken(tmp_path, writer, end):
+    make, given = OTHERS[writer]
+
+    def script(*callbacks):
+        path = tmp_path / "files" / given if given and "." in given else given
+        keep = AutoResume(tmp_path / "runs", every_n_train_steps=5)
+        given_path = path if path == "last" or (path and path.exists()) else None
+        return fit(make(tmp_path / "files"), *callbacks, keep, enable_checkpointing=True, ckpt_path=given_path)
+
+    (tmp_path / "files").mkdir()
+    whole = fit()
+    with pytest.raises(RuntimeError if end == "crashed" else SystemExit):
+        script(Crashes() if end == "crashed" else Interrupts(17))
+    assert list((tmp_path / "files").glob("*.ckpt"))
+    newest = max((tmp_path / "runs").glob("*.ckpt"))
+    if end == "damaged":
+        os.truncate(newest, 100)
+        with pytest.warns(UserWarning, match="100 bytes instead of"):
+            assert same(weights(script()), weights(whole))
+    else:
+        assert same(weights(script()), weights(whole))
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_file_that_cannot_be_read_and_one_from_before_the_first_save(tmp_path, lightning_log):
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+
+    def callbacks():
+        return AutoResume(tmp_path / "runs", every_n_epochs=None), OnExceptionCheckpoint(tmp_path)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        fit(*callbacks(), Crashes(), enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="on_exception.ckpt' before its own first save, and resumes from it as Light"):
+        stop(*callbacks(), step=2, enable_checkpointing=True)
+    os.truncate(tmp_path / "on_exception.ckpt", 100)
+    fit(*callbacks(), enable_checkpointing=True)
+    said = [line for _, line in lightning_log if "is resumed instead" in line]
+    assert re.search(r"on_exception.ckpt' cannot be read, and '\d+-epoch=1-step=19.ckpt' is resumed instead", said[-1])
+
+
 def test_the_second_fit_resumes_the_second_fit(tmp_path):
     """A script that fits twice with one instance, stopped in its second fit, resumes there."""
 
@@ -309,6 +429,34 @@ def test_the_second_fit_resumes_the_second_fit(tmp_path):
     resumed = script(AutoResume(tmp_path))
     assert same(weights(resumed), weights(whole))
     assert (tmp_path / "fit2" / ".auto_resume" / "status.json").exists()
+
+
+@pytest.mark.filterwarnings("error:AutoResume", "ignore:.*was called without a model", "ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_what_the_second_fit_wrote_is_not_taken_by_the_first(tmp_path):
+    def script(folder, *callbacks):
+        guard = AutoResume(folder / "runs")
+        fit(guard, enable_checkpointing=True, epochs=1)
+        files = [ModelCheckpoint(folder / "files", every_n_train_steps=1), OnExceptionCheckpoint(folder)]
+        return fit(guard, *files, *callbacks, enable_checkpointing=True)
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="gone"):
+        script(tmp_path / "killed", Crashes())
+    assert same(weights(script(tmp_path / "killed")), weights(whole))
+
+
+@pytest.mark.filterwarnings("error:AutoResume")
+def test_a_fit_from_the_checkpoint_of_the_one_before(tmp_path):
+    def script(folder, *callbacks):
+        guard = AutoResume(folder / "runs")
+        fit(guard).save_checkpoint(folder / "first.ckpt")
+        return fit(guard, *callbacks, epochs=3, ckpt_path=folder / "first.ckpt")
+
+    whole = script(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        script(tmp_path / "killed", Interrupts(3))
+    assert same(weights(script(tmp_path / "killed")), weights(whole))
 
 
 def test_from_inside_the_module(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_tricks import cli
 from lightning_tricks.auto_resume import CheckpointFolder, save_durably, write_durably
 from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
 from lightning_tricks.auto_resume.core.manifests import FORMAT, NewerFormatError
@@ -139,6 +140,47 @@ def test_a_damaged_manifest_is_ignored(tmp_path, text):
     kept = folder.save(checkpoint(), **KNOWN)
     (tmp_path / "000009-x.ckpt.json").write_text(text)
     assert folder.manifests() == [kept]
+
+
+@pytest.mark.parametrize("text", ["", '{"file": ', "[]", None])
+def test_a_checkpoint_whose_manifest_is_damaged_is_named(tmp_path, text, capsys):
+    folder, said = CheckpointFolder(tmp_path), []
+    kept, lost = (folder.save({**checkpoint(seed), "auto_resume": {}}, **KNOWN) for seed in range(2))
+    path = tmp_path / f"{lost.file}.json"
+    path.unlink() if text is None else path.write_text(text)
+    (tmp_path / ".auto_resume" / "writing.json").unlink()
+    folder.clean_up()
+    assert folder.newest(said.append) == kept
+    assert [sentence.partition(",")[0] for sentence in said] == [f"{tmp_path / lost.file} is not used"]
+    assert f"{kept.file} is used. Remove the file" in said[0]
+    for command, status in (("verify", 1), ("status", 0)):
+        assert cli.main(["resume", command, str(tmp_path)]) == status
+        assert f"{lost.file}: is not used, as its manifest is missing or damaged" in capsys.readouterr().out
+    folder.save(checkpoint(2), **KNOWN)
+    assert folder.newest(pytest.fail).number == 3, "there is a newer one"
+    folder.prune(0)
+    assert folder.newest(said.append) is None
+    assert "the run starts again. Remove the file" in said[-1]
+    assert (tmp_path / lost.file).exists()
+
+
+def test_a_checkpoint_that_is_damaged_with_its_manifest_is_named(tmp_path):
+    folder, said = CheckpointFolder(tmp_path), []
+    kept, lost = (folder.save(checkpoint(seed), **KNOWN) for seed in range(2))
+    for path in (tmp_path / lost.file, tmp_path / f"{lost.file}.json"):
+        os.truncate(path, 0)
+    assert folder.newest(said.append) == kept
+    assert lost.file in said[0]
+
+
+def test_files_of_others_with_such_names_are_not_named(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    kept = folder.save(checkpoint(), **KNOWN)
+    torch.save({"state_dict": {}, "hyper_parameters": {"auto_resume": {}}}, tmp_path / "000007-epoch=1-step=2.ckpt")
+    (tmp_path / "000008-epoch=1-step=2.ckpt").write_text("named alike, with a record of its own")
+    (tmp_path / "000008-epoch=1-step=2.ckpt.json").write_text("[1]")
+    (tmp_path / "000009-epoch=1-step=2.ckpt").mkdir()
+    assert folder.newest(pytest.fail) == kept
 
 
 def test_numbers_increase(tmp_path):

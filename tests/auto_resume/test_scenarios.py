@@ -29,6 +29,8 @@ ELSEWHERE = {  # where it shows more
 SEVERAL = {  # (ranks, workers), where that makes a difference
     "kl_annealing": (2, 2),
     "outputs_gathered": (2, 0),
+    "sharpness_aware": (2, 0),
+    "data_mapped_from_a_file_that_it_writes_to": (1, 2),
     "swa_from_an_epoch": (2, 0),
     "metric_of_a_callback": (2, 0),
     "sampler_with_state": (1, 2),

@@ -22,6 +22,7 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, flush_directory
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically
 from lightning_tricks.auto_resume.core.manifests import (
+    CHECKPOINT_KEY,
     CHECKPOINT_NAME,
     FORMAT,
     Manifest,
@@ -30,6 +31,7 @@ from lightning_tricks.auto_resume.core.manifests import (
     load_json,
     load_manifest,
 )
+from lightning_tricks.auto_resume.core.safe_loading import load_plain_data
 
 PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints, the folder of AutoResume's own files
 _CORRUPT_SUFFIX = ".corrupt"
@@ -75,6 +77,21 @@ class CheckpointFolder:
             except (OSError, RecursionError, TypeError, ValueError):  # truncated, or written by another program
                 continue
         return sorted(found, key=lambda manifest: manifest.number, reverse=True)
+
+    def unrecorded(self) -> list[Path]:
+        """Return the checkpoints whose manifest is missing or damaged.
+
+        Files of other programs may bear such names: without a manifest, only those with AutoResume's part count.
+        """
+        known = {manifest.file for manifest in self.manifests()}
+        found = []
+        for path in sorted(self.path.glob("*.ckpt")):
+            if CHECKPOINT_NAME.fullmatch(path.name) and path.name not in known:
+                manifest = path.with_name(f"{path.name}{_MANIFEST_SUFFIX}")
+                is_damaged = manifest.is_file() and (not _is_json(manifest) or _is_whole_archive(path))
+                if is_damaged or _has_own_part(path):
+                    found.append(path)
+        return found
 
     def save(self, checkpoint: Mapping[str, Any], **known: Any) -> Manifest:
         """Write a checkpoint and then its manifest; both are on the disk when this returns.
@@ -164,7 +181,7 @@ class CheckpointFolder:
         """Return the manifest of the newest intact checkpoint, and quarantine the damaged ones that are newer.
 
         Args:
-            warn: Called with a sentence for each damaged checkpoint.
+            warn: Called with a sentence for each newer checkpoint that is damaged, or whose manifest is.
 
         Raises:
             NewerFormatError: If a checkpoint was written by a later release.
@@ -176,6 +193,17 @@ class CheckpointFolder:
 
     def open_newest(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
         """Return what `newest` does, and the file, open, whose bytes were compared."""
+        unrecorded, found = self.unrecorded(), self._open_newest_intact(warn)
+        used = "the run starts again" if found is None else f"{found[0].file} is used"
+        for path in unrecorded:
+            if found is None or int(path.name.partition("-")[0]) > found[0].number:
+                warn(
+                    f"{path} is not used, as its manifest is missing or damaged and it cannot be verified: {used}. "
+                    "Remove the file if you do not need it."
+                )
+        return found
+
+    def _open_newest_intact(self, warn: Callable[[str], object]) -> tuple[Manifest, IO[bytes]] | None:
         for manifest in self.manifests():
             if manifest.format > FORMAT:
                 raise NewerFormatError(
@@ -274,7 +302,7 @@ class CheckpointFolder:
         """Return what a file of the private folder holds; empty if it cannot be read."""
         try:
             return load_json(self.private / name)
-        except (OSError, RecursionError, ValueError):
+        except (OSError, RecursionError, TypeError, ValueError):
             return {}
 
     def write_private(self, name: str, values: Mapping[str, Any]) -> None:
@@ -293,6 +321,25 @@ def fit_folders(path: str | os.PathLike[str]) -> Iterator[CheckpointFolder]:
     later = [folder for folder in first.path.glob("fit*") if folder.name[3:].isdecimal() and folder.is_dir()]
     for folder in sorted(later, key=lambda folder: int(folder.name[3:])):
         yield CheckpointFolder(folder)
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file holds JSON, and is not one that was damaged."""
+    try:
+        load_json(path)
+    except TypeError:  # it holds no mapping
+        return True
+    except (OSError, RecursionError, ValueError):
+        return False
+    return True
+
+
+def _has_own_part(path: Path) -> bool:
+    """Whether a checkpoint has what AutoResume adds to those of a Trainer."""
+    try:
+        return CHECKPOINT_KEY in load_plain_data(path)
+    except Exception:  # of the file system, of torch, or of a file that is something else
+        return False
 
 
 def _is_whole_archive(path: Path) -> bool:

@@ -82,6 +82,16 @@ class FileJournal:
             if path.parent == folder and (folder_key, path.name) in self._backups:
                 self._add({_FOLDER_KEY: folder_key, "name": path.name, "sha256": digest})
 
+    def record_state(self, epoch: int, step: int) -> None:
+        """Record the position of a fit whose state is about to be written to a file, whichever that is."""
+        self._add({"epoch": epoch, "step": step})
+
+    @property
+    def states(self) -> set[tuple[Any, Any]]:
+        """The positions that `record_state` recorded since the journal started: epoch and step."""
+        positions = [(entry.get("epoch"), entry.get("step")) for entry in self._entries()]
+        return {one for one in positions if all(type(count) is int for count in one)}
+
     def restore_files(self, folders: Mapping[str, Path]) -> list[str]:
         """Restore the files as they were at the save.
 

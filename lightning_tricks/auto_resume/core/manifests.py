@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 FORMAT = 2  # of the manifests and of what AutoResume adds to a checkpoint
+CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
 CHECKPOINT_NAME = re.compile(r"(\d{6,})-epoch=\d+-step=\d+\.ckpt")
 _MAX_MANIFEST_BYTES = 1 << 24
 

@@ -27,6 +27,26 @@ from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
 OTHER_DATA = r"AutoResume: .*(samples|data).*"
 
 
+@scenario(warning="dataset.x", workers=(0, 2))
+def data_mapped_from_a_file_that_it_writes_to(job: Job) -> None:
+    class Mapped(Dataset):
+        def __init__(self) -> None:
+            self.y = job.samples().tensors[1]
+            if not (job.folder / "x.npy").exists():
+                np.save(job.folder / "x.npy", job.samples().tensors[0].numpy())
+            self.x = np.load(job.folder / "x.npy", mmap_mode="r+")
+
+        def __len__(self) -> int:
+            return len(self.x)
+
+        def __getitem__(self, index: int) -> Any:
+            self.x[index] *= 0.9
+            return self.x[index].copy(), self.y[index]
+
+    job.seed()
+    job.fit(Net(), train=job.loader(Mapped(), shuffle=True))
+
+
 class OwnOrder(Sampler):
     """Draws from a generator of its own."""
 

@@ -268,6 +268,43 @@ def optimizer_of_the_module(job: Job) -> None:
     job.fit(Own())
 
 
+class Climbs(torch.optim.SGD):
+    """Climbs along the gradients of the step before, and descends along those that it finds there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        moves = [(one, 0.05 * one.grad) for one in self.param_groups[0]["params"] if one.grad is not None]
+        for weight, move in moves:
+            weight += move
+        with torch.enable_grad():
+            loss = closure()
+        for weight, move in moves:
+            weight -= move
+        super().step()
+        return loss
+
+
+@scenario(ranks=(1, 2))
+def sharpness_aware(job: Job) -> None:
+    class Climbing(Net):
+        def configure_optimizers(self) -> Any:
+            return Climbs(self.parameters(), lr=0.05, momentum=0.9)
+
+    job.seed()
+    job.fit(Climbing())
+
+
+@scenario()
+def rate_by_the_gradients_of_the_step_before(job: Job) -> None:
+    class Slows(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            norms = [float(one.grad.norm()) for one in pl_module.parameters() if one.grad is not None]
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.05 / (1 + sum(norms))
+
+    job.seed()
+    job.fit(Net(), Slows())
+
+
 @scenario()
 def difficulty_by_loss(job: Job) -> None:
     class Adapts(Net):

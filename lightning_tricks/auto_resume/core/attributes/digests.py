@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import mmap
 import operator
 import threading
 import types
 import weakref
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +142,8 @@ class ValueDigest:
             return self._feed_tensor(value, is_entry)
         if kind is np.ndarray or is_subclass(kind, np.generic):
             return self._feed_array(np.asarray(value), value)
+        if is_subclass(kind, np.memmap, mmap.mmap):
+            return self._feed_mapped_file(value)
         if kind in (bytes, bytearray):
             step = max(1, len(value) // _WHOLE_ARRAY)
             if step > 1:
@@ -191,6 +195,19 @@ class ValueDigest:
             array = array.reshape(-1)[::step] if array.flags.contiguous else array[:1]
         self._hash.update(array.tobytes())
         return True
+
+    def _feed_mapped_file(self, value: Any) -> bool:
+        """Add what a mapped file holds, if this process may change it; each sampled entry may be read from the disk."""
+        array = np.frombuffer(value, np.uint8) if is_subclass(type(value), mmap.mmap) else np.asarray(value)
+        if not array.flags.writeable:
+            return False
+        if array.nbytes > _WHOLE_ANYWHERE:
+            self._mark_sampled(value, array.nbytes)
+            if self._same_process and getattr(value, "filename", None):
+                self._update(str(Path(value.filename).stat().st_mtime_ns))  # another after most writes
+            contiguous = array.flags.contiguous
+            array = array.reshape(-1)[:: max(1, array.size // _SAMPLED_ENTRIES)] if contiguous else array[:1]
+        return self._feed_array(array, value)
 
     def _sampling_step(self, size: int, entries: int, limit: int) -> int:
         """Return the distance of the entries to sample from data of `size` bytes; 0 to take all of them."""

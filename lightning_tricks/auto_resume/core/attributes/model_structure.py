@@ -5,7 +5,7 @@ No state dict holds these. `ModelStructure` records them when a fit starts, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,16 +174,16 @@ def module_device(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def capture_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that parameters hold: name -> gradient."""
-    return {name: one.grad.detach() for name, one in module.named_parameters() if one.grad is not None}
+def capture_gradients(module: nn.Module, cleared: Collection[int] = ()) -> dict[str, Tensor]:
+    """Return the gradients that parameters hold, except those with the ids `cleared`: name -> gradient."""
+    kept = [(name, one) for name, one in module.named_parameters() if id(one) not in cleared]
+    return {name: one.grad.detach() for name, one in kept if one.grad is not None}
 
 
 def restore_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     """Restore what `capture_gradients` returned."""
     for name, parameter in module.named_parameters():
-        if name in gradients:
-            parameter.grad = gradients[name].to(parameter.device)
+        parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
 
 
 def _module_flags(module: nn.Module) -> dict[str, bool]:

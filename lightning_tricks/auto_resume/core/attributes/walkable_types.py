@@ -74,12 +74,19 @@ def is_user_class(kind: type) -> bool:
 
 def is_user_module(name: str) -> bool:
     """Whether a module that is imported is the user's own code, not one of an installed package."""
-    if type(name) is not str or name not in sys.modules:
-        return False
-    if name.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}:
+    if type(name) is not str or name not in sys.modules or _is_foreign(name):
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}
+
+
+def is_known_library(name: object) -> bool:
+    """Whether a module is part of a library whose code is known, or of this package."""
+    return type(name) is not str or _is_foreign(name) or name.startswith("lightning_tricks.")
 
 
 def can_be_rebuilt(kind: type, owner: Any) -> bool:
