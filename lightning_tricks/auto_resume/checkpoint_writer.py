@@ -145,7 +145,7 @@ class CheckpointWriter:
             )
 
     def _why_not_loadable(self, checkpoint: Mapping[str, Any], path: Path) -> str:
-        """Return why a checkpoint that was just written to a path could not be resumed, each reason once; or nothing."""
+        """Return why a checkpoint that was just written could not be resumed, each reason once; or nothing."""
         arguments, others = map(object_pickle, split_arguments(checkpoint))
         if not others and arguments == self._known_arguments:
             return ""

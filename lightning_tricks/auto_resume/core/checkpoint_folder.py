@@ -280,9 +280,7 @@ class CheckpointFolder:
         """Write a JSON file to the private folder, for `read_private`."""
         self._write_json(f"{PRIVATE_DIR}/{name}", values)
 
-    def _write_json(
-        self, name: str, values: Mapping[str, Any], flush: Collection[str] = ("file", "directory")
-    ) -> None:
+    def _write_json(self, name: str, values: Mapping[str, Any], flush: Collection[str] = ("file", "directory")) -> None:
         text = json.dumps(values, indent=1, default=dict) + "\n"
         write_atomically(self.path / name, lambda stream: stream.write(text.encode()), flush=flush)
 
