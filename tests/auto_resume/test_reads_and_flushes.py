@@ -3,6 +3,7 @@
 import collections
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def test_each_file_is_flushed_once_before_an_older_one_is_removed(tmp_path, monk
     folder.save({"step": 0}, **KNOWN)
 
     def flushed(number):
-        events.append(Path(f"/proc/self/fd/{number}").readlink().name.split(".ckpt")[0].split(".json")[0].strip("."))
+        name = Path(f"/proc/self/fd/{number}").readlink().name
+        events.append(re.sub(r"^\.|\.(ckpt|json)\..*$", "", name))
         flush(number)
 
     def removed(path, **options):
