@@ -131,7 +131,8 @@ def test_a_disk_that_is_full_when_a_run_is_started_again(tmp_path):
 def test_a_record_that_cannot_be_written_is_said_by_all_ranks(tmp_path, name, ranks):
     (tmp_path / ".auto_resume" / name).mkdir(parents=True)
     options = {"strategy": "ddp_fork", "devices": 2} if ranks == 2 else {}
-    with pytest.raises(Exception, match=rf"cannot be written \(.*{name} is a directory, not a file\)\. Free space"):
+    words = rf"cannot be written \(.*{name}.*\)\. Free space"
+    with pytest.raises(Exception, match=words):
         fit(AutoResume(tmp_path), **options)
 
 

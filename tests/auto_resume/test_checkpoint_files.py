@@ -148,7 +148,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_named(tmp_path, text, capsys)
     kept, lost = (folder.save({**checkpoint(seed), "auto_resume": {}}, **KNOWN) for seed in range(2))
     path = tmp_path / f"{lost.file}.json"
     path.unlink() if text is None else path.write_text(text)
-    (tmp_path / ".auto_resume" / "writing.json").unlink()
+    (tmp_path / ".auto_resume" / "writing.json").unlink(missing_ok=True)
     folder.clean_up()
     assert folder.newest(said.append) == kept
     assert [sentence.partition(",")[0] for sentence in said] == [f"{tmp_path / lost.file} is not used"]
