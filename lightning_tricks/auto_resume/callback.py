@@ -67,9 +67,9 @@ class AutoResume(TrickCallback):
     random numbers and without its logging. Then all known state is restored: which parameters require gradients,
     training modes, parameter groups, pruning masks, buffers of any shape, gradients that manual optimization keeps,
     metrics, settings of the Trainer, and those attributes of module, datamodule, callbacks, datasets and samplers that
-    changed in the fit and are plain values, tensors, random generators or objects of these. So are the variables of
-    closures and modules that their own functions use. What was restored is compared with what was saved; one warning
-    names the differences, with a remedy. What cannot be saved is named at the first save.
+    changed in the fit and are plain values, tensors, pandas tables, random generators or objects of these. So are the
+    variables of closures and modules that their own functions use. What was restored is compared with what was saved;
+    one warning names the differences, with a remedy. What cannot be saved is named at the first save.
 
     A resume is not exact, which a warning says in most cases, with: attributes that are other objects, such as open
     files, or that have more than 64 MiB in all (64 KiB in a worker; weights of modules do not count); parameters that

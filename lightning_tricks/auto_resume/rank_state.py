@@ -72,7 +72,9 @@ class RankState:
         self.trainer, self.module = trainer, module
         self._structure = ModelStructure(self._modules())
         self._owners = AttributeOwners(trainer, module)
-        self._attributes = AttributeTracker(self._owners.module_and_callbacks, skipped=self._owners.skipped_names)
+        self._attributes = AttributeTracker(
+            self._owners.module_and_callbacks, skipped=self._owners.skipped_names, with_generators=True
+        )
         self._optimizer_attributes: AttributeTracker | None = None  # once there are optimizers
         self._had_optimizer_extras = False
         self.settings = TrainerSettings(trainer)
@@ -107,14 +109,17 @@ class RankState:
         changes = self._structure.changes(self._modules(), self.module, self.trainer.optimizers)
         return changes | self.settings.changes()
 
-    def note_changes(self) -> dict[str, Any]:
-        """Return `attribute_changes`; all that has changed now is saved from here on, even if it is changed back."""
-        self._shared_changes()
-        return self.attribute_changes()
+    def note_changes(self, *, after_hooks: bool = False) -> dict[str, Any]:
+        """Return `attribute_changes`; all that has changed now is saved from here on, even if it is changed back.
 
-    def attribute_changes(self) -> dict[str, Any]:
+        With `after_hooks`, the hooks were called that a resumed fit calls again before it restores attributes.
+        """
+        self._shared_changes()
+        return self.attribute_changes(after_hooks=after_hooks)
+
+    def attribute_changes(self, *, after_hooks: bool = False) -> dict[str, Any]:
         """Return the attributes that changed, as tensors and plain values."""
-        changes = self._attributes.changes()
+        changes = self._attributes.changes(after_hooks=after_hooks)
         if self._optimizer_attributes is not None and self._have_optimizers_extras():
             optimizer_changes = self._optimizer_attributes.changes()
             changes = {
@@ -225,6 +230,7 @@ class RankState:
         """
         if before_hooks:
             incomplete = {path.rpartition(".")[0] for path in changes["lost"]}
+            incomplete |= {one["of"] for one in changes["values"].values() if "by_hooks" in one}
             values = {path: one for path, one in changes["values"].items() if one["of"] not in incomplete}
             changes = {**changes, "values": values}
         self._attributes.note(changes)

@@ -296,7 +296,7 @@ class ResumableFit(FitObserver):
             if pending.save_point is SavePoint.AFTER_BATCH:
                 finish_batch()
             return
-        self.rank.note_changes()  # by the hooks of the epoch's start, which are repeated where it is resumed
+        self.rank.note_changes(after_hooks=True)  # those of the epoch's start are repeated where it is resumed
         self.loaders.record_rng_state("batch")
         self.loaders.record_first_batch(self.trainer)
         epoch = self.trainer.current_epoch
@@ -320,6 +320,7 @@ class ResumableFit(FitObserver):
             for swa in callbacks_of_type(trainer, StochasticWeightAveraging):
                 restore_swa_scheduler(trainer, swa)  # it creates none in the epoch for batch statistics
             self.rank.restore_structure(pending.shared_state)
+        self.rank.note_changes(after_hooks=True)
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
         unrestored = find_differences(trainer, self.rank, pending, lambda: self._with_changes(pending))

@@ -516,12 +516,12 @@ def test_strange_objects_do_no_harm(tmp_path):
     changes = attributes.changes()
     assert list(changes["values"]) == ["it.count"]
     assert not restore_changes({"it": fresh}, changes)
-    for name in ("circle", "strange", "sparse", "file"):
+    for name in ("circle", "strange", "meta", "file"):
         setattr(old, name, make().__dict__[name])
     next(old.count_from)
     lost = attributes.changes()["lost"]
     assert lost["it.file"] == "_io.StringIO"
-    assert lost["it.sparse"] == "torch.Tensor"
+    assert lost["it.meta"] == "torch.Tensor"
     assert lost["it.count_from"] == "itertools.count"
 
 

@@ -50,7 +50,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         CannotRestoreError: If the name is that of a method or, in a module, of a parameter, a buffer or a module.
     """
     own = attribute_dict(owner)
-    if name.startswith("__") or _is_method(owner, name):
+    if (name.startswith("__") and name not in _slots(type(owner))) or _is_method(owner, name):
         raise CannotRestoreError("it is a method of the class")
     if is_subclass(type(owner), nn.Module) and any(name in (own or {}).get(kind, ()) for kind in REGISTRIES):
         raise CannotRestoreError("it is registered in the module here")

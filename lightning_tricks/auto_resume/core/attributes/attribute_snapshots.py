@@ -15,7 +15,8 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import (
     nothing_skipped,
 )
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import UnsavedModuleState, get_state
-from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, is_mutable, is_subclass
+from lightning_tricks.auto_resume.core.attributes.value_parts import is_mutable
+from lightning_tricks.auto_resume.core.attributes.value_types import MISSING, is_subclass
 from lightning_tricks.auto_resume.core.attributes.walkable_types import is_walkable
 
 
@@ -27,7 +28,7 @@ class AttributeSnapshot:
         location: Path of the owner, and name of the attribute.
         digest: Digest of the value.
         is_complete: Whether the digest covers the whole value.
-        opaque_values: Locations of what is no data in the value, with the names of their types.
+        opaque_values: Locations of what is no data in the value, with the names of their types -> what they contain.
         target: Path of the object that the attribute holds, if that is walked.
         shared: Path of an attribute with the same mutable value; empty if there is none.
         run_identity: `id` of the value.
@@ -37,7 +38,7 @@ class AttributeSnapshot:
     location: tuple[str, str]
     digest: int
     is_complete: bool
-    opaque_values: set[tuple[tuple[str, ...], str]]
+    opaque_values: dict[tuple[tuple[str, ...], str], int]
     target: str
     shared: str
     run_identity: int
@@ -114,7 +115,7 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
 
 
 def _digest(value: Any, walk: ObjectWalk, *, same_process: bool = True) -> ValueDigest:
-    digest = ValueDigest(walk.registered, same_process, lambda part: is_walkable(type(part)))
+    digest = ValueDigest(walk.references, same_process, lambda part: is_walkable(type(part)))
     digest.feed(value)
     return digest
 

@@ -40,9 +40,19 @@ class ChangeCollector:
     sizes: dict[str, int] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
 
-    def add(self, path: str, slot: AttributeSlot, value: Any, size: int = 0, in_place: bool = False) -> None:
-        """Add the new value of an attribute, encoded as plain data."""
+    def add(
+        self,
+        path: str,
+        slot: AttributeSlot,
+        value: Any,
+        size: int = 0,
+        in_place: bool = False,
+        by_hooks: bool = False,
+    ) -> None:
+        """Add the new value of an attribute, encoded as plain data, with holes that hooks fill if `by_hooks`."""
         self.values[path] = {"of": slot.owner_path, "name": slot.name, "value": value, "in_place": in_place}
+        if by_hooks:
+            self.values[path]["by_hooks"] = True
         self.sizes[path] = size
 
     def is_copied(self, path: str) -> bool:

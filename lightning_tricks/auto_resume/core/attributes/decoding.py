@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, has_attributes, set_attribute
 from lightning_tricks.auto_resume.core.attributes.encoding import FACTORIES
 from lightning_tricks.auto_resume.core.attributes.generators import new_generator
 from lightning_tricks.auto_resume.core.attributes.in_place import fill_container
 from lightning_tricks.auto_resume.core.attributes.scalar_encoding import read_scalar
+from lightning_tricks.auto_resume.core.attributes.value_parts import PART_KINDS, is_mutable
 from lightning_tricks.auto_resume.core.attributes.value_types import (
     BASES,
     MISSING,
@@ -22,12 +24,20 @@ from lightning_tricks.auto_resume.core.attributes.value_types import (
     find_class,
     function_name,
     is_subclass,
+    key_label,
     type_name,
 )
 
 
 class ObjectResolver:
-    """Finds what an encoded value refers to in this process; this base class finds nothing."""
+    """Finds what an encoded value refers to in this process; this base class finds nothing but what was decoded.
+
+    Attributes:
+        made: Path -> entry of a container that was decoded.
+    """
+
+    def __init__(self, made: dict[str, Any] | None = None) -> None:
+        self.made: dict[str, Any] = {} if made is None else made
 
     def known(self, path: str) -> Any:
         """Return the value at a path.
@@ -35,6 +45,8 @@ class ObjectResolver:
         Raises:
             CannotRestoreError: If there is no such path.
         """
+        if path in self.made:
+            return self.made[path]
         raise CannotRestoreError(f"it refers to {path}, which does not exist")
 
     def rebuild(self, name: str) -> Any:
@@ -45,23 +57,28 @@ class ObjectResolver:
         """
         raise CannotRestoreError(f"it holds a {name}, which is not plain data")
 
+    def note_made(self) -> None:
+        """Note that there is a new container that has attributes."""
 
-def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None) -> Any:
+
+def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None = None, path: str = "") -> Any:
     """Return the value that was encoded.
 
     Args:
         encoded: What `encode` returned, possibly saved to a file and loaded.
         present: The value in the same location of this process; it fills holes, and tells classes and devices.
         resolver: Finds what neither of them holds.
+        path: Path of the value, for others that refer to its entries; empty if none does.
 
     Raises:
         CannotRestoreError: If the value needs something that this process lacks.
     """
+    resolver = resolver or ObjectResolver()
     if type(encoded) is list:
-        return _decode_container({"kind": "list", "items": encoded}, present, resolver or ObjectResolver())
+        return _decode_container({"kind": "list", "items": encoded}, present, resolver, path)
     if type(encoded) is not dict:
         return encoded
-    kind, resolver = encoded["kind"], resolver or ObjectResolver()
+    kind = encoded["kind"]
     if kind == "hole":
         fits = present is not MISSING and encoded["type"] in (type_name(type(present)), function_name(present))
         return present if fits else resolver.rebuild(encoded["type"])
@@ -70,11 +87,12 @@ def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None
     if kind == "same":
         return resolver.known(encoded["path"])
     if "items" in encoded:
-        return _decode_container(encoded, present, resolver)
+        return _decode_container(encoded, present, resolver, path)
     if kind in ("tensor", "parameter"):
         return _decode_tensor(encoded, present)
     if kind in ("array", "scalar"):
-        data = np.frombuffer(encoded["data"].numpy().tobytes(), dtype=np.dtype(encoded["dtype"]))
+        dtype: Any = np.lib.format.descr_to_dtype(decode(encoded["dtype"]))
+        data = np.frombuffer(encoded["data"].numpy().tobytes(), dtype=dtype)
         array = data.reshape(encoded["shape"]).copy()
         return array if kind == "array" else array[()]
     if kind in ("bytes", "bytearray"):
@@ -84,28 +102,46 @@ def decode(encoded: Any, present: Any = MISSING, resolver: ObjectResolver | None
         if encoded["name"] not in members:
             raise CannotRestoreError(f"{encoded['class']} has no {encoded['name']}")
         return members[encoded["name"]]
+    if kind == "parts":
+        return PART_KINDS[encoded["type"]].make(decode(encoded["parts"], resolver=resolver))
     if kind == "generator":
         return new_generator(encoded["type"], decode(encoded["state"]))
     return read_scalar(encoded)
 
 
-def _decode_container(encoded: dict[str, Any], present: Any, resolver: ObjectResolver) -> Any:
-    base = next(base for base in BASES if base.__name__ == encoded["kind"])
+def _decode_container(encoded: dict[str, Any], present: Any, resolver: ObjectResolver, path: str) -> Any:
+    base: Any = next(base for base in BASES if base.__name__ == encoded["kind"])
     kind = find_class(encoded["class"], base, present) if "class" in encoded else base
     ordered = present is not MISSING and is_subclass(type(present), base) and not is_subclass(base, set, frozenset)
     here = dict(container_items(present, base)) if ordered else {}
     if is_subclass(base, dict):
         keys = [decode(key, resolver=resolver) for key, _ in encoded["items"]]
         pairs = [
-            (key, decode(part, here.get(key, MISSING), resolver))
+            (key, _decode_entry(part, here.get(key, MISSING), resolver, path, key))
             for key, (_, part) in zip(keys, encoded["items"], strict=True)
         ]
-        return _new_dict(kind, base, pairs, encoded, present)
-    parts = [decode(part, here.get(number, MISSING), resolver) for number, part in enumerate(encoded["items"])]
-    if base in (tuple, frozenset):
-        return base.__new__(kind, parts)
-    value: Any = base.__new__(kind)
-    base.__init__(value, parts, *([encoded["maxlen"]] if base is deque else []))
+        value = _new_dict(kind, base, pairs, encoded, present)
+    else:
+        parts = [
+            _decode_entry(part, here.get(number, MISSING), resolver, path, number)
+            for number, part in enumerate(encoded["items"])
+        ]
+        value = base.__new__(kind, parts) if base in (tuple, frozenset) else base.__new__(kind)
+        if base not in (tuple, frozenset):
+            base.__init__(value, parts, *([encoded["maxlen"]] if base is deque else []))
+    if kind is not base and has_attributes(kind):  # they are restored afterwards, where they changed
+        for name, part in attributes(present) if type(present) is kind else ():
+            set_attribute(value, name, part)
+        resolver.note_made()
+    return value
+
+
+def _decode_entry(encoded: Any, present: Any, resolver: ObjectResolver, path: str, key: Any) -> Any:
+    inner = f"{path}.{key_label(key)}" if path else ""
+    value = decode(encoded, present, resolver, inner)
+    kind = encoded["kind"] if type(encoded) is dict else ""
+    if inner and kind != "same" and (kind == "hole" or is_mutable(type(value))):
+        resolver.made.setdefault(inner, value)
     return value
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
 import logging
 import mmap
 import operator
 import threading
 import types
-import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.tensors import tensor_version
-from lightning_tricks.auto_resume.core.attributes.encoding import MAX_DEPTH, EncodeBudget, encode
+from lightning_tricks.auto_resume.core.attributes.encoding import ARRAY_KINDS, MAX_DEPTH, EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.generators import generator_state
+from lightning_tricks.auto_resume.core.attributes.value_parts import PART_KINDS, part_kind_of
 from lightning_tricks.auto_resume.core.attributes.value_types import (
     SCALARS,
     container_base,
@@ -40,7 +43,9 @@ _WHOLE_IN_ALL = 2**24  # bytes of the tensors and arrays of a value; of those be
 _SAMPLED_ELEMENTS = 64
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # a fresh process has these anyway, or they say nothing about a run
-IGNORED_TYPES = (types.ModuleType, weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()))
+IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
+_BUFFERS = (memoryview, mmap.mmap, np.memmap)
+_NO_PATHS: Mapping[int, str] = {}
 _never_twice = itertools.count()
 
 
@@ -48,23 +53,31 @@ class ValueDigest:
     """Digests one value with all that it holds.
 
     Args:
-        registered: Ids of parameters and buffers; only their types count.
+        registered: Ids of parameters and buffers, of which only the types count.
+        paths: Id -> path of objects that are walked, parameters and buffers; the path counts.
         same_process: Whether the digest is compared in this process alone: then the identities of opaque and of sampled
             values, and the states of generators, count as well.
         is_walkable: Whether a value is an object that is walked; only its type counts.
 
     Attributes:
         is_complete: Whether the digest covers everything, not a sample.
-        opaque_values: Location of each value that is no data, with the name of its type.
+        opaque_values: Location of each value that is no data, with the name of its type -> a number that changes when
+            the value changes in place, as far as that can be seen.
     """
 
-    def __init__(self, registered: Any = (), same_process: bool = True, is_walkable: Any = lambda value: False) -> None:
-        self._registered, self._same_process, self._is_walkable = registered, same_process, is_walkable
+    def __init__(
+        self,
+        paths: Mapping[int, str] = _NO_PATHS,
+        same_process: bool = True,
+        is_walkable: Callable[[Any], bool] = lambda value: False,
+    ) -> None:
+        self._paths, self._same_process, self._is_walkable = paths, same_process, is_walkable
         self._hash = blake2b(digest_size=8)
         self._parts, self._open_containers = 0, set[int]()
         self._whole_bytes_left = _WHOLE_IN_ALL
+        self._of_parts = False  # whether the value was made to be digested: its identity says nothing
         self.is_complete = True
-        self.opaque_values: set[tuple[tuple[str, ...], str]] = set()
+        self.opaque_values: dict[tuple[tuple[str, ...], str], int] = {}
 
     def __int__(self) -> int:
         return int.from_bytes(self._hash.digest(), "big")
@@ -83,7 +96,7 @@ class ValueDigest:
             self._open_containers.discard(id(value))
             return
         try:
-            known = id(value) not in self._registered and self._feed_leaf(value, kind, bool(location))
+            known = id(value) not in self._paths and self._feed_leaf(value, kind, location)
         except Exception:  # the value may be of any class, and raise anything
             known = False
         if not known:
@@ -99,9 +112,9 @@ class ValueDigest:
             value = value[:: len(value) // _SAMPLED_BYTES]
         self._update(f"{kind.__name__} {value if kind is not int else hex(value)!r}")
 
-    def _mark_sampled(self, value: Any, size: int) -> None:
+    def _mark_sampled(self, value: Any, size: Any) -> None:
         self.is_complete = False
-        self._update(f"{size} {id(value) if self._same_process else ''}")
+        self._update(f"{size} {id(value) if self._same_process and not self._of_parts else ''}")
 
     def _feed_container(self, value: Any, base: type, location: tuple[str, ...]) -> None:
         size = base.__len__(value)  # type: ignore[attr-defined]
@@ -130,16 +143,23 @@ class ValueDigest:
             container_items(value, base) if step == 1 else ()
         )  # not sampled: the order of a set differs between processes
         for _, part in chosen:
-            digest = ValueDigest(self._registered, self._same_process, self._is_walkable)
+            digest = self._part_digest()
             digest.feed(part, (*location, key_label(part)))
             self.opaque_values |= digest.opaque_values
             numbers.append(int(digest))
         self._parts += len(numbers)
         self._update(repr(sorted(numbers)))
 
-    def _feed_leaf(self, value: Any, kind: type, is_entry: bool) -> bool:
+    def _part_digest(self, of_parts: bool = False) -> ValueDigest:
+        digest = ValueDigest(self._paths, self._same_process, self._is_walkable)
+        digest._of_parts = self._of_parts or of_parts
+        return digest
+
+    def _feed_leaf(self, value: Any, kind: type, location: tuple[str, ...]) -> bool:
+        if name := part_kind_of(value):
+            return self._feed_parts(value, kind, name, location)
         if is_subclass(kind, Tensor):
-            return self._feed_tensor(value, is_entry)
+            return self._feed_tensor(value, bool(location))
         if kind is np.ndarray or is_subclass(kind, np.generic):
             return self._feed_array(np.asarray(value), value)
         if is_subclass(kind, np.memmap, mmap.mmap):
@@ -149,9 +169,10 @@ class ValueDigest:
             if step > 1:
                 self._mark_sampled(value, len(value))
             self._update(f"{kind.__name__} {len(value)}", bytes(value[::step]))
+            self._whole_bytes_left -= len(value)
             return True
         if is_subclass(kind, *_FUNCTIONS):
-            self._update(f"function {getattr(value, '__module__', '')} {value.__qualname__}")
+            self._update(f"function {value.__module__} {value.__qualname__}")
             return False
         if generator_state(value) is not None:
             name, state = generator_state(value) or ("", None)
@@ -166,9 +187,22 @@ class ValueDigest:
         self._update(f"{kind.__name__} {encoded!r}")
         return True
 
+    def _feed_parts(self, value: Any, kind: type, name: str, location: tuple[str, ...]) -> bool:
+        part_kind, inner = PART_KINDS[name], self._part_digest(of_parts=True)
+        inner._whole_bytes_left = self._whole_bytes_left
+        smaller = part_kind.sample(value, self._whole_bytes_left)
+        inner.feed(part_kind.take(smaller), (*location, name))
+        self._whole_bytes_left = inner._whole_bytes_left
+        self._parts += inner._parts
+        if smaller is not value or not inner.is_complete:
+            self._mark_sampled(value, getattr(value, "shape", getattr(value, "size", "")))
+        self._update(f"{type_name(kind)} {int(inner)}")
+        if inner.opaque_values:
+            self.opaque_values[location, type_name(kind)] = int(inner)
+        return True
+
     def _feed_tensor(self, value: Tensor, is_entry: bool) -> bool:
-        plain = value.layout is torch.strided and not value.is_quantized and not value.is_nested
-        if not plain or value.device.type == "meta":
+        if value.is_quantized or value.is_nested or value.device.type == "meta":
             return False
         size = value.numel() * value.element_size()
         self._update(f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad and value.is_leaf}")
@@ -187,9 +221,9 @@ class ValueDigest:
         return True
 
     def _feed_array(self, array: Any, value: Any) -> bool:
-        if array.dtype.kind not in "biufcUSmM":
+        if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject or is_subclass(type(value), np.memmap):
             return False
-        self._update(f"{type(value).__name__} {array.dtype.str} {array.shape}")
+        self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
         if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
             self._mark_sampled(value, array.nbytes)
             array = array.reshape(-1)[::step] if array.flags.contiguous else array[:1]
@@ -219,18 +253,20 @@ class ValueDigest:
         return 0
 
     def _feed_opaque(self, value: Any, kind: type, location: tuple[str, ...]) -> None:
-        self._update(f"object {type_name(kind)}")
-        self.opaque_values.add((location, type_name(kind)))
-        if (
-            is_subclass(kind, *IGNORED_TYPES)
-            or not self._same_process
-            or id(value) in self._registered
-            or self._is_walkable(value)
-        ):
-            return
-        if not is_subclass(kind, *_FUNCTIONS):
-            self._update(str(id(value)))
-            self._update(_position(value, kind))
+        self._update(f"object {type_name(kind)} {self._paths.get(id(value), '')}")
+        if id(value) in self._paths and self._of_parts:
+            return  # what refers to it is saved as a reference
+        content = self._part_digest(of_parts=True)
+        if self._same_process and not self._is_expected(value, kind):
+            with suppress(Exception):  # the value may be of any class, and raise anything
+                content.feed(_identity(value, kind), (*location, "content"))
+                content.feed(_visible_content(value, kind), (*location, "content"))
+        self.opaque_values[location, type_name(kind)] = int(content)
+        self._update(str(int(content)))
+
+    def _is_expected(self, value: Any, kind: type) -> bool:
+        """Whether a fresh process has a value at any rate, or it is tracked elsewhere."""
+        return is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
 
 
 def _sample(data: Tensor, step: int) -> Tensor:
@@ -244,8 +280,18 @@ def _sample(data: Tensor, step: int) -> Tensor:
     return data
 
 
-def _position(value: Any, kind: type) -> str:
-    """Return the position of an iterator, another each time where its type does not tell it; empty for others."""
+def _identity(value: Any, kind: type) -> Any:
+    if not is_subclass(kind, *_FUNCTIONS):
+        return id(value)
+    code = getattr(value, "__code__", None)
+    return [value.__module__, value.__qualname__, code.co_firstlineno if code else 0]
+
+
+def _visible_content(value: Any, kind: type) -> Any:
+    """Return what tells whether a value that is no data changed in place; empty where nothing does.
+
+    Of an iterator it is the position, another each time where its type does not tell it.
+    """
     if is_subclass(kind, loader_iterator_type()):
         return str(num_yielded(value))
     if kind.__module__ == "multiprocessing.sharedctypes":
@@ -258,4 +304,18 @@ def _position(value: Any, kind: type) -> str:
         return str(operator.length_hint(value, -1))
     if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
         return str(next(_never_twice))  # such as `map`, `itertools.cycle` or a generator between two of its values
+    if any(base.__module__ == "_ctypes" for base in kind.__mro__) or is_subclass(kind, *_BUFFERS):
+        return _buffer_sample(value)
+    if kind.__module__ == "_queue":
+        return value.qsize()
+    if kind.__module__ == "_io" and is_subclass(kind, io.StringIO, io.BytesIO):
+        return [value.getvalue(), value.tell()]
+    if kind.__module__.startswith("polars."):
+        size = len(value)
+        return [size, (value if size <= MAX_ENTRIES else value[:: size // _SAMPLED_ENTRIES]).__reduce_ex__(2)[1:]]
     return ""
+
+
+def _buffer_sample(value: Any) -> bytes:
+    data = memoryview(value).cast("B")
+    return bytes(data if len(data) <= _WHOLE_ANYWHERE else data[:: len(data) // _SAMPLED_ELEMENTS])

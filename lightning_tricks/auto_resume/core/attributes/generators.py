@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_tricks.auto_resume.core.attributes.value_types import CannotRestoreError
+from lightning_tricks.auto_resume.core.attributes.value_types import CannotRestoreError, is_subclass
 
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
@@ -24,6 +24,8 @@ def generator_state(value: Any) -> tuple[str, Any] | None:
         return f"numpy {type(value.bit_generator).__name__}", value.bit_generator.state
     if kind is np.random.RandomState:
         return f"legacy {type(value._bit_generator).__name__}", value.get_state(legacy=False)
+    if is_subclass(kind, np.random.BitGenerator):
+        return f"bits {kind.__name__}", value.state
     return None
 
 
@@ -36,6 +38,8 @@ def set_generator_state(value: Any, state: Any) -> None:
         value.setstate(state)
     elif kind is np.random.Generator:
         value.bit_generator.state = state
+    elif is_subclass(kind, np.random.BitGenerator):
+        value.state = state
     else:
         value.set_state(state)
 
@@ -47,7 +51,7 @@ def new_generator(name: str, state: Any) -> Any:
         CannotRestoreError: If NumPy's bit generator is of an unknown kind.
     """
     library, _, which = name.partition(" ")
-    if library in ("numpy", "legacy") and which not in _BIT_GENERATORS:
+    if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
         raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
     made: Any
     if library == "torch":
@@ -56,6 +60,6 @@ def new_generator(name: str, state: Any) -> Any:
         made = random.Random()  # noqa: S311
     else:
         bits = getattr(np.random, which)()
-        made = np.random.Generator(bits) if library == "numpy" else np.random.RandomState(bits)
+        made = {"numpy": np.random.Generator, "legacy": np.random.RandomState}.get(library, lambda own: own)(bits)
     set_generator_state(made, state)
     return made

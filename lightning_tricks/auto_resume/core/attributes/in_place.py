@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.auto_resume.core.attributes.generators import generator_state, set_generator_state
+from lightning_tricks.auto_resume.core.attributes.value_parts import PART_KINDS, part_kind_of
 from lightning_tricks.auto_resume.core.attributes.value_types import container_base, is_subclass
 
 
@@ -35,6 +36,13 @@ def replace_contents(target: Any, value: Any) -> bool:
     kind = type(target)
     if kind is not type(value) and not (is_subclass(kind, Tensor) and is_subclass(type(value), Tensor)):
         return False
+    fill = PART_KINDS[name].fill if (name := part_kind_of(target)) else None
+    if fill is not None:
+        try:
+            fill(target, value)
+        except Exception:  # of the library that the value is from
+            return False
+        return True
     base = container_base(kind)
     if base in (list, set, deque) or (base is not None and is_subclass(base, dict)):
         if base is deque and target.maxlen != value.maxlen:

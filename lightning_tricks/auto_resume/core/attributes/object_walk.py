@@ -31,11 +31,12 @@ from lightning_tricks.auto_resume.core.attributes.unsaved_states import (
     as_stateful,
     has_own_state_dict,
 )
+from lightning_tricks.auto_resume.core.attributes.value_parts import is_mutable
 from lightning_tricks.auto_resume.core.attributes.value_types import (
+    MISSING,
     SCALARS,
     container_base,
     container_items,
-    is_mutable,
     is_subclass,
     key_label,
 )
@@ -91,9 +92,11 @@ class ObjectWalk:
         modules: Path of each module that another one registers -> path of that one, and the name in it.
         stateful: Path -> object with a `state_dict` and a `load_state_dict`: one that is no module, or the tensors of
             a module that is neither registered by another one nor a root.
-        registered: Ids of parameters and buffers.
+        registered: Id of each parameter and buffer -> its path.
         paths: Id of each object -> its path.
+        references: Id -> path of objects, parameters and buffers.
         truncated: Paths of objects beyond the bounds on their number and depth.
+        made: Path -> entry of a container that was decoded while attributes were restored.
         num_built: Number of objects that were created while attributes were restored.
         has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
     """
@@ -104,13 +107,16 @@ class ObjectWalk:
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
-    registered: set[int] = field(default_factory=set)
+    registered: dict[int, str] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
+    references: dict[int, str] = field(default_factory=dict)
     truncated: list[str] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
     num_built: int = 0
     has_models: bool = False
     _seen_functions: set[int] = field(default_factory=set)
     _open_owners: set[int] = field(default_factory=set)
+    _seen_containers: set[int] = field(default_factory=set)
 
     @classmethod
     def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames, *, with_code: bool = False) -> ObjectWalk:
@@ -124,8 +130,16 @@ class ObjectWalk:
                 walk._visit(root, name, 0)
             else:
                 walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
+        walk.references = walk.registered | walk.paths
         walk.slots = {path: slot for path, slot in walk.slots.items() if id(slot.value) not in walk.registered}
         return walk
+
+    def tensor(self, path: str) -> Any:
+        """Return a parameter or a buffer; `MISSING` if there is none at the path."""
+        owner, _, name = path.rpartition(".")
+        own = attribute_dict(self.owners.get(owner)) or {}
+        found = [registry[name] for kind in REGISTRIES[:-1] if name in (registry := own.get(kind, {}))]
+        return found[0] if found else MISSING
 
     def _visit(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
         """Walk over an object unless it was seen before; return its path, empty if it is beyond the bounds."""
@@ -214,7 +228,9 @@ class ObjectWalk:
         own = attribute_dict(module) or {}
         *tensors, modules = (own.get(kind, {}) for kind in REGISTRIES)
         for registry in tensors:
-            self.registered.update(id(part) for part in registry.values() if part is not None)
+            for name, part in registry.items():
+                if part is not None:
+                    self.registered.setdefault(id(part), f"{path}.{name}")
         for name, child in modules.items():
             if child is not None and name not in skipped:
                 inner = f"{path}.{name}"
@@ -237,8 +253,15 @@ class ObjectWalk:
             self._add_stateful(value, path)
 
     def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
-        """Walk over the objects in a container and in containers in it."""
+        """Walk over the objects in a container and in containers in it, and the attributes of subclasses of these."""
         base = container_base(type(value))
+        is_new = base is not type(value) and has_attributes(type(value)) and id(value) not in self._seen_containers
+        if is_new and attribute_dict(value) is not value:
+            self._seen_containers.add(id(value))
+            inner = f"{path}.__dict__"
+            self.owners[inner] = value
+            for name, part in attributes(value):
+                self._add_slot(AttributeSlot(value, inner, name, part), f"{inner}.{name}", depth + 1)
         if base is None or nested > MAX_CONTAINER_DEPTH or is_subclass(base, set, frozenset):
             return
         if base.__len__(value) > MAX_ENTRIES:  # type: ignore[attr-defined]
@@ -248,7 +271,10 @@ class ObjectWalk:
             if kind in SCALARS or is_subclass(kind, Tensor):
                 continue
             if is_walkable(kind):
-                self._visit(part, f"{path}.{key_label(key)}", depth)
+                inner = f"{path}.{key_label(key)}"
+                while inner in self.owners and id(part) not in self.paths:
+                    inner += "'"  # of another key
+                self._visit(part, inner, depth)
             elif is_callable_with_state(kind):
                 self._visit_callable(part, f"{path}.{key_label(key)}", depth)
             elif has_own_state_dict(kind):

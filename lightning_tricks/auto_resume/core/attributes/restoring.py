@@ -56,16 +56,23 @@ def restore_changes(
     """
     values, failed = changes["values"], dict[str, str]()
     # in this order: modules, as others' attributes lie in them; values; what shares a value; states of whole objects
-    walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
+    made = dict[str, Any]()
+
+    def fresh_walk() -> ObjectWalk:
+        walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
+        walk.made = made
+        return walk
+
+    walk = fresh_walk()
     for path, change in values.items():
         if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
-            walk = ObjectWalk.from_roots(roots, skipped, with_code=True)
+            walk = fresh_walk()
     later = ("same", "module")
     for path, change in values.items():
         if change["name"] != STATE_KEY and _kind(change) not in later:
             num_before = walk.num_built
             _try_restore(_restore_value, path, change, walk, failed)
-            walk = ObjectWalk.from_roots(roots, skipped, with_code=True) if walk.num_built > num_before else walk
+            walk = fresh_walk() if walk.num_built > num_before else walk
     for path, change in values.items():
         if _kind(change) == "same":
             _try_restore(_restore_shared, path, change, walk, failed)
@@ -120,7 +127,7 @@ def _restore_value(path: str, change: Any, walk: ObjectWalk) -> None:
         if present is not MISSING:
             delete_attribute(owner, name)
         return
-    value = decode(change["value"], present, _WalkResolver(walk, owner))
+    value = decode(change["value"], present, _WalkResolver(walk, owner), path)
     if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
         return
     if not name:
@@ -138,14 +145,18 @@ class _WalkResolver(ObjectResolver):
     """Finds values among those that a walk over fresh objects found."""
 
     def __init__(self, walk: ObjectWalk, owner: Any) -> None:
+        super().__init__(walk.made)
         self._walk, self._owner = walk, owner
 
     def known(self, path: str) -> Any:
+        if path in self.made:
+            return self.made[path]
         if path in self._walk.owners:
             return self._walk.owners[path]
         if path in self._walk.slots:
             return self._walk.slots[path].value
-        return super().known(path)
+        found = self._walk.tensor(path)
+        return super().known(path) if found is MISSING else found
 
     def rebuild(self, name: str) -> Any:
         kind = find_class(name if "." in name else f"__main__.{name}", object)
@@ -153,6 +164,9 @@ class _WalkResolver(ObjectResolver):
             return super().rebuild(name)
         self._walk.num_built += 1
         return object.__new__(kind)
+
+    def note_made(self) -> None:
+        self._walk.num_built += 1
 
 
 def _restore_state(path: str, change: Any, walk: ObjectWalk) -> None:

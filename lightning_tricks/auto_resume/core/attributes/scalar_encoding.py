@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import decimal
+import fractions
 import pathlib
+import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -56,6 +59,8 @@ _WRITERS: tuple[tuple[Collection[Any], Callable[[Any], Any]], ...] = (
     (tuple(_TIMES.values()), _write_time),
     ((datetime.timedelta,), lambda value: [value.days, value.seconds, value.microseconds]),
     ((*_PATHS.values(), *_KIND_NAMES), str),
+    ((fractions.Fraction,), lambda value: [hex(value.numerator), hex(value.denominator)]),
+    ((decimal.Decimal, uuid.UUID), str),
     ((range,), lambda value: [value.start, value.stop, value.step]),
     ((slice,), lambda value: [_validated_int(part) for part in (value.start, value.stop, value.step)]),
 )
@@ -69,6 +74,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "timedelta": lambda value: datetime.timedelta(*value),
     **_PATHS,
     "Path": pathlib.Path,
+    "Fraction": lambda value: fractions.Fraction(*(int(part, 16) for part in value)),
+    "Decimal": decimal.Decimal,
+    "UUID": uuid.UUID,
     "range": lambda value: range(*value),
     "slice": lambda value: slice(*value),
 }

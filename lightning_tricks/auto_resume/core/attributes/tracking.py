@@ -29,6 +29,7 @@ from lightning_tricks.auto_resume.core.attributes.change_collector import (
 from lightning_tricks.auto_resume.core.attributes.digests import IGNORED_TYPES
 from lightning_tricks.auto_resume.core.attributes.drawable_values import CLOCK_NAME
 from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, TooLargeError, encode
+from lightning_tricks.auto_resume.core.attributes.generators import generator_state
 from lightning_tricks.auto_resume.core.attributes.module_lists import find_template
 from lightning_tricks.auto_resume.core.attributes.object_walk import (
     AttributeSlot,
@@ -59,10 +60,11 @@ class AttributeTracker:
     DataLoaders, optimizers and schedulers are not walked: of them only the identity is compared, and the position of
     an iterator.
 
-    Saved are numbers, strings, bytes, tensors, arrays, dates, paths, enums, containers of all of these, random
-    generators, and the state of an object with a `state_dict` and a `load_state_dict`. A value that was the same at all
-    calls is not saved, so that an edit of code or arguments between two starts takes effect. Tensors over 256 KiB,
-    arrays over 16 MiB, what a value holds beyond 16 MiB in all, and containers of more than 10,000 entries are compared
+    Saved are numbers, strings, bytes, tensors, arrays, dates, paths, enums, what `PART_KINDS` lists, such as pandas
+    tables, containers of all of these, random generators, and the state of an object with a `state_dict` and a
+    `load_state_dict`. A value that was the same at all calls is not saved, so that an edit of code or arguments between
+    two starts takes effect. Tensors over 256 KiB, arrays over 16 MiB, what a value holds beyond 16 MiB in all, and
+    containers of more than 10,000 entries are compared
     by identity, size, version and a sample: a change in place outside the sample is found in tensors alone, and not if
     it was made through `data`.
 
@@ -72,6 +74,7 @@ class AttributeTracker:
             state.
         with_code: Whether to track what functions of the user's code keep values in as well: bound objects, closures,
             default arguments, and the global variables that they name.
+        with_generators: Whether to save random generators that did not change as well, as they may have no seed.
 
     Examples:
         >>> from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
@@ -92,14 +95,17 @@ class AttributeTracker:
         *,
         skipped: SkippedNames = nothing_skipped,
         with_code: bool = True,
+        with_generators: bool = False,
     ) -> None:
         self._roots, self._skipped, self._with_code = roots, skipped, with_code
+        self._with_generators = with_generators
         self._clocks = [clock() for clock in _CLOCKS]
         walk = self._walk()
         self._snapshots = dict(take_snapshots(walk, dict(walk.paths)))
         self._state_digests = {path: state_digest(value) for path, value in walk.stateful.items()}
         self._owners = {path: type_name(type(owner)) for path, owner in walk.owners.items()}
         self._modules, self._truncated = set(walk.modules), frozenset(walk.truncated)
+        self._made_by_hooks: dict[str, AttributeSnapshot] | None = None
         self._seen_changed = dict[str, tuple[str, str]]()  # path -> path of the owner, and name
 
     def note(self, changes: Mapping[str, Any]) -> None:
@@ -108,16 +114,28 @@ class AttributeTracker:
         kept = {path: one for path, one in values.items() if path not in self._modules}
         self._seen_changed |= {path: (one["of"], one["name"]) for path, one in kept.items()}
 
-    def changes(self) -> AttributeChanges:
-        """Return what is other than when the tracker was created, or was so at an earlier call."""
+    def changes(self, *, after_hooks: bool = False) -> AttributeChanges:
+        """Return what is other than when the tracker was created, or was so at an earlier call.
+
+        Args:
+            after_hooks: Whether just the hooks were called that a resumed fit calls again before attributes are
+                restored. What is no data now is expected there as well, where it stays as it is at the first such call.
+        """
         walk = self._walk()
         found = ChangeCollector(_newly_truncated(walk, self._truncated), set(walk.stateful))
         self._compare_modules(walk, found)
         self._forget_exchanged(walk)
         # values that a fresh process has, or has restored before it comes to a later path
         known = {number: path for number, path in walk.paths.items() if path in self._owners}
-        for path, snapshot in take_snapshots(walk, known):
-            self._compare_attribute(path, walk.slots[path], snapshot, self._encode_budget(path, walk, known), found)
+        known |= {number: path for number, path in walk.registered.items() if path.rpartition(".")[0] in self._owners}
+        places, taken = dict(walk.paths), {*walk.paths.values()}
+        snapshots = dict(take_snapshots(walk, known))
+        if after_hooks and self._made_by_hooks is None:
+            self._made_by_hooks = {path: one for path, one in snapshots.items() if one.opaque_values}
+        for path, snapshot in snapshots.items():
+            budget = self._encode_budget(path, walk, known)
+            budget.places, budget.taken = places, taken
+            self._compare_attribute(path, walk.slots[path], snapshot, budget, found)
         initial = {path: snapshot.location for path, snapshot in self._snapshots.items()}
         for path, (owner, name) in {**self._seen_changed, **initial}.items():
             if path in walk.slots or owner not in walk.owners or name == STATE_KEY:
@@ -159,7 +177,7 @@ class AttributeTracker:
             return
         if before is None or before.differs(snapshot, slot.value):
             self._seen_changed[path] = snapshot.location
-        elif path not in self._seen_changed:
+        elif path not in self._seen_changed and not (self._with_generators and generator_state(slot.value)):
             return
         elif snapshot.is_opaque or slot.target == path:
             found.add(path, slot, {"kind": "initial"})  # an object that a fresh process has as well
@@ -184,6 +202,7 @@ class AttributeTracker:
         found: ChangeCollector,
     ) -> None:
         before, is_copied = self._snapshots.get(path), found.is_copied(slot.owner_path)
+        made = (self._made_by_hooks or {}).get(path)
         try:
             encoded = encode(slot.value, budget)
         except TooLargeError:
@@ -191,13 +210,16 @@ class AttributeTracker:
             return
         # holes are filled with what a fresh process has in the same location: only a new one is a loss
         expected = is_copied or bool(slot.target) or (before and not before.is_complete)
-        new = set() if expected else budget.opaque_values - (before.opaque_values if before else set())
-        new = {hole for hole in new if ".".join((path, *hole[0])) not in found.stateful}
+        kept = before.opaque_values.items() & snapshot.opaque_values.items() if before else ()
+        new = set() if expected else budget.opaque_values - {hole for hole, _ in kept}
+        by_hooks = {hole for hole in new if made and made.opaque_values.get(hole) == snapshot.opaque_values.get(hole)}
+        new = {hole for hole in new - by_hooks if ".".join((path, *hole[0])) not in found.stateful}
         new = {hole for hole in new if not can_be_rebuilt(budget.opaque_types.get(hole[1], object), slot.owner)}
         function = function_name(slot.value) if before is None else ""
         # a function or a stateful object is likely to be set again by a hook at the start of the fit
-        if snapshot.is_opaque and (path in found.stateful or function):
-            found.add(path, slot, {"kind": "hole", "type": function or type_name(type(slot.value))})
+        if snapshot.is_opaque and (path in found.stateful or function or (made and made.digest == snapshot.digest)):
+            hole = {"kind": "hole", "type": function or type_name(type(slot.value))}
+            found.add(path, slot, hole, by_hooks=bool(by_hooks))
         elif snapshot.is_opaque and not is_copied:
             found.lost[path] = type_name(type(slot.value))
         elif new:
@@ -205,12 +227,16 @@ class AttributeTracker:
             found.lost[".".join((path, *locations[0]))] = list_names(kinds, 1)
         elif not snapshot.is_opaque:
             in_place = before is not None and before.is_value(slot.value)
-            found.add(path, slot, encoded, MAX_BYTES - budget.bytes_left, in_place)
+            found.add(path, slot, encoded, MAX_BYTES - budget.bytes_left, in_place, bool(by_hooks))
 
     def _encode_budget(self, path: str, walk: ObjectWalk, known: Mapping[int, str]) -> EncodeBudget:
         name = path.rpartition(".")[2]
         return EncodeBudget(
-            MAX_BYTES, walk.registered, known, lambda entry, value: self._is_clock(f"{name}.{entry}", value)
+            MAX_BYTES,
+            walk.registered,
+            known,
+            path,
+            is_clock=lambda entry, value: self._is_clock(f"{name}.{entry}", value),
         )
 
     def _is_clock(self, name: str, value: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 import sys
 import types
@@ -11,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 SCALARS = frozenset({type(None), bool, int, float, str})
 MISSING: Any = object()
 BASES = (OrderedDict, Counter, defaultdict, dict, list, set, frozenset, deque, tuple)  # special ones first
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
 class CannotRestoreError(ValueError):
@@ -79,11 +79,9 @@ def container_items(value: Any, base: type) -> Iterable[tuple[Any, Any]]:
     return enumerate(base.__iter__(value))  # type: ignore[attr-defined]
 
 
-def is_mutable(kind: type) -> bool:
-    """Whether it matters which of two equal values of a type an object holds."""
-    return is_subclass(kind, list, dict, set, deque, bytearray, Tensor, np.ndarray, *GENERATORS)
-
-
 def key_label(key: Any) -> str:
     """Return the name of a container's entry in a path."""
-    return str(key)[:100] if type(key) in SCALARS else type(key).__name__
+    kind = type(key)
+    if kind in SCALARS or (kind is tuple and all(type(part) in SCALARS for part in key)):
+        return str(key)[:100]
+    return f"{kind.__name__}.{key._name_}" if is_subclass(kind, enum.Enum) else kind.__name__

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import enum
 import io
 import multiprocessing.process
+import queue
 import sys
 import threading
 import types
@@ -26,9 +28,23 @@ from lightning_tricks.auto_resume.core.attributes.value_types import container_b
 _IS_HEAP_TYPE = 1 << 9  # the flag of types that a class statement made
 _NEVER_WALKED = (
     *(Optimizer, LRScheduler, DataLoader, torch.jit.ScriptModule, threading.Thread, io.IOBase, enum.Enum, type),
-    *(multiprocessing.process.BaseProcess, BaseException, Tensor, np.ndarray, str, bytes, int, float, complex),
+    *(
+        ctypes.c_int.__mro__[-2],
+        multiprocessing.process.BaseProcess,
+        BaseException,
+        Tensor,
+        np.ndarray,
+        str,
+        bytes,
+        int,
+        float,
+        complex,
+    ),
 )
-_NAMESPACE_TYPES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_NAMESPACE_TYPES = (
+    *(types.SimpleNamespace, argparse.Namespace, queue.Queue),
+    *(collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap),
+)
 _WALKED_TORCH_MODULES = ("torch.utils.data.", "torch.distributions.")
 # packages whose objects are handles to something else, or are saved in ways of their own
 _FOREIGN_NAMES = (
@@ -99,7 +115,7 @@ def can_be_rebuilt(kind: type, owner: Any) -> bool:
         return False
     if any(part.__flags__ & _IS_HEAP_TYPE == 0 for part in kind.__mro__[:-1]):
         return False  # a base is written in C, and may hold more than attributes
-    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_class(part)]
+    modules = [sys.modules.get(part.__module__) for part in type(owner).__mro__ if is_user_module(part.__module__)]
     modules += [owner] if type(owner) is types.ModuleType else []
     names = [named for module in modules if module is not None for named in vars(module).values()]
     return any(named is kind or named is sys.modules.get(kind.__module__) for named in names)

@@ -1,0 +1,383 @@
+"""What people keep in attributes, changed at each step: a resumed run has the same, or a warning names it."""
+
+import array
+import collections
+import ctypes
+import dataclasses
+import decimal
+import enum
+import fractions
+import functools
+import heapq
+import io
+import itertools
+import mmap
+import queue
+import re
+import types
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import networkx
+import numpy as np
+import pandas
+import pydantic
+import pytest
+import scipy.sparse
+import torch
+from lightning.pytorch import Callback
+from PIL import Image
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.decomposition import IncrementalPCA
+from sklearn.linear_model import SGDClassifier
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from lightning_tricks import AutoResume
+from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
+from tests.auto_resume.test_callback import fit, stop
+from tests.contract.lab import Net
+
+_X, _Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+
+
+class Kept:
+    """A user's object."""
+
+    def __init__(self, n=0):
+        self.n = n
+
+
+class Words(list):
+    """A user's list, which has attributes as well."""
+
+
+class Grid(np.ndarray):
+    """A user's array."""
+
+
+class Mine(torch.Tensor):
+    """A user's tensor."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Table:
+    matrix: Any
+
+
+@attrs.define
+class Slotted:
+    n: int = 0
+
+
+class Model(pydantic.BaseModel):
+    n: int = 0
+    _private: int = pydantic.PrivateAttr(0)
+
+
+@dataclasses.dataclass
+class Held:
+    """A value, how it changes at the n-th step, and what is to be equal at the end."""
+
+    make: Callable[[], Any]
+    change: Callable[[Any, int], object]
+    look: Callable[[Any], Any] = repr
+
+
+def _dense(value):
+    return repr(value.toarray() if hasattr(value, "toarray") else value.to_dense())
+
+
+def _state(value):
+    return repr(sorted(vars(value).items()))
+
+
+def _parts(count):
+    return {name: Kept(1) for name in count}
+
+
+def _grow_keys(it, n):
+    for number, one in enumerate(it.values()):
+        one.n += n * number
+
+
+SAVED = {
+    "ChainMap": Held(lambda: collections.ChainMap({}, {"b": 1}), lambda it, n: it.update(a=n)),
+    "Queue": Held(queue.Queue, lambda it, n: it.put(n), lambda it: list(it.queue)),
+    "PriorityQueue": Held(queue.PriorityQueue, lambda it, n: it.put(-n), lambda it: it.queue),
+    "heap": Held(lambda: [5], lambda it, n: heapq.heappush(it, -n)),
+    "array": Held(lambda: array.array("d", [1.0]), lambda it, n: it.append(n)),
+    "set of tuples": Held(set, lambda it, n: it.add((n, "a")), lambda it: sorted(it)),
+    "list with attributes": Held(
+        Words, lambda it, n: (it.append(n), vars(it).update(note=n)), lambda it: (it[:], vars(it))
+    ),
+    "proxy of a dict": Held(lambda: types.MappingProxyType({"a": []}), lambda it, n: it["a"].append(n)),
+    "keys of one name": Held(
+        lambda: _parts([1, "1", Colour.RED, Colour.BLUE, (1, 2), (3, 4)]),
+        _grow_keys,
+        lambda it: [one.n for one in it.values()],
+    ),
+    "shared entries": Held(
+        dict,
+        lambda it, n: it.update({f"a{n}": (shared := [n]), f"b{n}": shared}),
+        lambda it: [one is it[name.replace("a", "b")] for name, one in it.items()],
+    ),
+    "shared objects": Held(
+        list, lambda it, n: it.extend([Kept(n)] * 2), lambda it: [(one.n, it.index(one)) for one in it]
+    ),
+    "structured array": Held(lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]), lambda it, n: it["a"].__iadd__(n)),
+    "array of records": Held(
+        lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), lambda it, n: it.a.__iadd__(n)
+    ),
+    "masked array": Held(
+        lambda: np.ma.masked_array(np.arange(40), np.arange(40) % 2), lambda it, n: it.__setitem__(n, np.ma.masked)
+    ),
+    "matrix": Held(lambda: np.matrix([[1, 2]]), lambda it, n: it.__iadd__(n)),
+    "array of a subclass": Held(lambda: np.zeros(3).view(Grid), lambda it, n: it.__iadd__(n)),
+    "array of objects": Held(lambda: np.array([[1], "b", None], object), lambda it, n: it[0].append(n)),
+    "tensor of a subclass": Held(
+        lambda: torch.zeros(2).as_subclass(Mine),
+        lambda it, n: it.add_(n),
+        lambda it: it.tolist(),
+    ),
+    "sparse tensor": Held(lambda: torch.eye(2).to_sparse(), lambda it, n: it.mul_(1.5), _dense),
+    "bit generator": Held(lambda: np.random.PCG64(1), lambda it, n: it.random_raw(), lambda it: repr(it.state)),
+    "seeds": Held(lambda: np.random.SeedSequence(1), lambda it, n: it.spawn(1)),
+    "packed sequence": Held(lambda: nn.utils.rnn.pack_sequence([torch.ones(3)]), lambda it, n: it.data.add_(n)),
+    "distribution": Held(lambda: torch.distributions.Normal(torch.zeros(2), 1.0), lambda it, n: it.loc.add_(n)),
+    "attrs": Held(Slotted, lambda it, n: setattr(it, "n", n)),
+    "pydantic": Held(
+        Model, lambda it, n: (setattr(it, "n", n), setattr(it, "_private", n)), lambda it: (it.n, it._private)
+    ),
+    "image": Held(
+        lambda: Image.new("RGB", (8, 8)), lambda it, n: it.putpixel((n % 8, 0), (n, 0, 1)), lambda it: it.tobytes()
+    ),
+    "graph": Held(
+        lambda: networkx.Graph([(0, 1)]),
+        lambda it, n: (it.add_edge(n, n + 1), it[0][1].update(w=n)),
+        lambda it: ([*it.edges(data=True)], it[0][1] is it[1][0]),
+    ),
+    "csr matrix": Held(
+        lambda: Table(scipy.sparse.csr_matrix(np.eye(3))),
+        lambda it, n: it.matrix.data.__iadd__(n),
+        lambda it: _dense(it.matrix),
+    ),
+    "lil matrix": Held(lambda: scipy.sparse.lil_matrix((3, 40)), lambda it, n: it.__setitem__((0, n), n), _dense),
+    "dok matrix": Held(lambda: scipy.sparse.dok_matrix((3, 40)), lambda it, n: it.__setitem__((0, n), n), _dense),
+    "scaler": Held(StandardScaler, lambda it, n: it.partial_fit(_X * n), _state),
+    "components": Held(lambda: IncrementalPCA(2), lambda it, n: it.partial_fit(_X + n), _state),
+    "clusters": Held(
+        lambda: MiniBatchKMeans(2, random_state=0, n_init=1),
+        lambda it, n: it.partial_fit(_X + n),
+        lambda it: repr(it.cluster_centers_),
+    ),
+    "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n), lambda it: it(-3)),
+}
+REPLACED = {
+    "Fraction": (lambda: fractions.Fraction(1, 3), lambda it, n: it / (n + 1)),
+    "Decimal": (lambda: decimal.Decimal("0.1"), lambda it, n: it / 3),
+    "UUID": (lambda: uuid.UUID(int=1), lambda it, n: uuid.UUID(int=it.int + n)),
+    "csr tensor": (lambda: torch.eye(2).to_sparse_csr(), lambda it, n: it * 1.5),
+    "object of attrs": (Slotted, lambda it, n: attrs.evolve(it, n=n)),
+    "object of pydantic": (Model, lambda it, n: it.model_copy(update={"n": n})),
+}
+NAMED = {
+    "memory view": Held(lambda: memoryview(bytearray(4)), lambda it, n: it.__setitem__(0, n)),
+    "memory map": Held(lambda: mmap.mmap(-1, 16), lambda it, n: it.__setitem__(0, n)),
+    "number of C": Held(ctypes.c_int, lambda it, n: setattr(it, "value", n)),
+    "array of C": Held(ctypes.c_double * 3, lambda it, n: it.__setitem__(0, n)),
+    "buffer of text": Held(io.StringIO, lambda it, n: it.write("a")),
+    "simple queue": Held(queue.SimpleQueue, lambda it, n: it.put(n)),
+    "cycle": Held(lambda: itertools.cycle("abc"), lambda it, n: next(it)),
+    "generator": Held(lambda: (n for n in range(99)), lambda it, n: next(it)),
+    "iterator in a list": Held(lambda: [iter(range(99))], lambda it, n: next(it[0])),
+    "function in a list": Held(lambda: [torch.relu], lambda it, n: it.__setitem__(0, torch.sigmoid)),
+    "object in a list": Held(lambda: [re.compile("a")], lambda it, n: it.__setitem__(0, re.compile(f"b{n}"))),
+    "objects in an array": Held(lambda: np.array([print, io.StringIO()], object), lambda it, n: it[1].write("a")),
+    "classifier": Held(lambda: SGDClassifier(random_state=0), lambda it, n: it.partial_fit(_X, _Y, classes=[0, 1])),
+}
+
+
+def _replaced(make, change):
+    return Held(lambda: [make()], lambda it, n: it.__setitem__(0, change(it[0], n)))
+
+
+def _tables():
+    frame = {"a": [1, 2], "b": ["x", None], "c": pandas.Categorical(["u", "v"]), "i": pandas.array([1, None], "Int64")}
+    times = pandas.to_datetime(["2020-01-01", "2021-01-01"])
+    plain, zoned = {**frame, "t": times}, {"z": times.tz_localize("Europe/Berlin"), "d": times - times[0]}
+    index = pandas.MultiIndex.from_tuples([("x", 1), ("y", 2)], names=["p", "q"])
+
+    def rows(it, n):
+        it.loc[len(it)] = [n, "z", "u", n, times[0]]
+
+    def columns(it, n):
+        it[f"c{n}"] = [n, 0.5]
+        it.attrs["n"] = n
+
+    return {
+        "rows": Held(lambda: pandas.DataFrame(plain), rows, _table),
+        "cells": Held(lambda: pandas.DataFrame(plain), lambda it, n: it.__setitem__("a", it["a"] * 1.5), _table),
+        "columns": Held(lambda: pandas.DataFrame(zoned, index=index), columns, _table),
+        "less": Held(
+            lambda: pandas.DataFrame({f"c{n}": [n] for n in range(40)}), lambda it, n: it.__delitem__(f"c{n}"), _table
+        ),
+        "lists": Held(lambda: pandas.DataFrame({"a": [[1], [2]]}), lambda it, n: it["a"][0].append(n), _table),
+        "series": Held(lambda: pandas.Series([0.5], name="s"), lambda it, n: it.__setitem__(n, n), _table),
+        "in a dict": Held(dict, lambda it, n: it.update({n: pandas.DataFrame({"a": [n]})}), repr),
+    }
+
+
+def _table(it):
+    return it.to_csv(), str(it.dtypes), repr(it.index), it.attrs
+
+
+def _held_by(table, nested=True):
+    """A module that has the values of a table, and a callback that has them in lists and changes both."""
+
+    class Keeps(Net):
+        def __init__(self):
+            super().__init__(dropout=0.2)
+            vars(self).update({name: held.make() for name, held in table.items()})
+
+    class Changes(Callback):
+        def __init__(self):
+            self.steps, self.nested = 0, {name: [held.make()] for name, held in table.items() if nested}
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.steps += 1
+            for name, held in table.items():
+                for it in (vars(pl_module)[name], *self.nested.get(name, ())):
+                    held.change(it, self.steps)
+
+    def looks(trainer):
+        nested = next(one for one in trainer.callbacks if isinstance(one, Changes)).nested
+        return {
+            name: [held.look(it) for it in (vars(trainer.lightning_module)[name], *nested[name])]
+            for name, held in table.items()
+        }
+
+    return Keeps, Changes, looks
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass", "ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("step", [10, 13])
+def test_what_is_made_of_plain_data_is_restored(tmp_path, step):
+    table = {**SAVED, **{name: _replaced(*one) for name, one in REPLACED.items()}, **_tables()}
+    module, changes, looks = _held_by(table)
+    whole = looks(fit(changes(), module=module))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="AutoResume")
+        stop(AutoResume(tmp_path), changes(), module=module, step=step)
+        again = looks(fit(AutoResume(tmp_path), changes(), module=module))
+    assert {name for name in table if whole[name] != again[name]} == set()
+
+
+@pytest.mark.parametrize("names", [[*NAMED][start::3] for start in range(3)], ids=str)
+def test_what_changes_in_place_and_is_no_data_is_named_at_the_save(tmp_path, names):
+    module, changes, _ = _held_by({name: NAMED[name] for name in names}, nested=False)
+    with pytest.warns(UserWarning, match="cannot be saved") as told:
+        stop(AutoResume(tmp_path), changes(), module=module)
+    words = next(str(one.message) for one in told if "cannot be saved" in str(one.message))
+    assert [name for name in names if f"module.{name}" not in words] == []
+
+
+class Averages:
+    """Refers to the parameters weakly, as averages of weights do."""
+
+    def __init__(self, module):
+        self.weak = [weakref.ref(one) for one in module.parameters()]
+        self.means = [one.detach().clone() for one in module.parameters()]
+
+    def update(self):
+        for mean, one in zip(self.means, self.weak, strict=True):
+            mean.lerp_(one().detach(), 0.1)
+
+
+class Refers(Net):
+    """Has what refers to its layers, and what a hook creates that is no data."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.order, self.averages, self.unseeded = [self.net[0].weight, self.net[0].bias], None, np.random.default_rng()
+        self.counts, self.seen, self.by_name = (
+            weakref.WeakKeyDictionary(),
+            weakref.WeakSet(),
+            weakref.WeakValueDictionary(),
+        )
+
+    def on_fit_start(self):
+        self.stream, self.table, self.kind = (
+            io.StringIO(),
+            {"act": torch.relu, "out": io.BytesIO(), "n": 0},
+            np.float32,
+        )
+
+    def training_step(self, batch, batch_idx):
+        if self.averages is None:
+            self.averages = Averages(self)
+        layer = self.net[0]
+        self.averages.update()
+        self.order.reverse()
+        self.counts[layer] = self.counts.get(layer, 0) + 1
+        self.seen.add(layer)
+        self.by_name[f"step {self.global_step}"] = layer
+        self.table["n"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("step", [10, 13])
+def test_references_are_restored_and_what_hooks_create_is_no_reason_to_warn(tmp_path, step):
+    def state(trainer):
+        net = trainer.lightning_module
+        assert all(one() is own for one, own in zip(net.averages.weak, net.parameters(), strict=True))
+        means = [one.tolist() for one in net.averages.means]
+        weak = net.counts[net.net[0]], [*net.seen] == [net.net[0]], [*net.by_name]
+        return means, weak, net.order[0] is net.net[0].weight, net.table["n"]
+
+    whole = state(fit(module=Refers))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="AutoResume")
+        stop(AutoResume(tmp_path), module=Refers, step=step)
+        again = state(fit(AutoResume(tmp_path), module=Refers))
+    assert again == whole
+
+
+def test_tables_and_images_are_changed_in_place(tmp_path):
+    """Another name of the same object sees what was restored."""
+    table = {
+        "frame": _tables()["rows"],
+        "series": _tables()["series"],
+        "image": SAVED["image"],
+        "array": SAVED["array"],
+    }
+    module, changes, _ = _held_by(table, nested=False)
+
+    class Twice(module):
+        def __init__(self):
+            super().__init__()
+            self.first = {name: vars(self)[name] for name in table}
+
+    stop(AutoResume(tmp_path), changes(), module=Twice)
+    net = fit(AutoResume(tmp_path), changes(), module=Twice).lightning_module
+    assert all(net.first[name] is vars(net)[name] for name in table)
+
+
+@pytest.mark.parametrize("count", [20_000, 20])
+def test_large_tables_are_compared_by_a_sample_and_named_beyond_the_limit(count):
+    kept = Kept(pandas.DataFrame({"a": ["x"] * count}))
+    tracker = AttributeTracker({"it": kept})
+    assert tracker.changes() == {"values": {}, "lost": {}}
+    kept.n.loc[count] = "y"
+    assert [*tracker.changes()["values"]] == ["it.n"]
+    kept.n = pandas.DataFrame({"a": np.zeros(9 * 2**20)})
+    assert tracker.changes()["lost"]["it.n"].startswith("over 64 MiB")
