@@ -498,7 +498,7 @@ def test_what_changed_is_listed(name, stopped, tmp_path):
         started(name, folder, "raise")
     words = str(raised.value)
     assert re.search(edit.line, words), words
-    assert all(remedy in words for remedy in ("on_change='new'", "on_change='old'", "choose another dirpath"))
+    assert all(remedy in words for remedy in ("on_change='new'", "on_change='old'", "Another dirpath"))
     assert sorted(path.name for path in folder.iterdir()) == before
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the script as it was resumes as if nobody had tried
