@@ -302,8 +302,9 @@ class RunConfiguration:
                 f"AutoResume: {self._folder} holds a run that was started with other settings:\n  "
                 f"{_listed(new, chr(10) + '  ')}\n"
                 "Nothing was trained or changed. Choose one of these:\n"
-                "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states go "
-                "on.\n- AutoResume(..., on_change='old') continues with the old values.\n"
+                "- AutoResume(..., on_change='new') continues with the new values; moments, position and random states "
+                "go on.\n"
+                "- AutoResume(..., on_change='old') continues with the old values.\n"
                 "- Another dirpath starts a new run."
             )
         if self.settings.on_change == "new":
