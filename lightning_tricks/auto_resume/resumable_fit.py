@@ -139,7 +139,7 @@ class ResumableFit(FitObserver):
             return
         self.configuration.check_optimizers(checkpoint)
         pending = self._pending
-        if pending is None or self.settings.on_change != "new" or not self.configuration.changes:
+        if pending is None or not self.configuration.changed_states:
             return
         self._changed_states = copy.deepcopy({name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")})
         outline = {**pending.rank_state.get("outline", {})}
@@ -237,8 +237,8 @@ class ResumableFit(FitObserver):
 
     def on_train_loaders_ready(self, loaders: list[Any], all_sized: bool) -> None:
         """Track the loaders, from the position that is resumed."""
-        scale = self.configuration.check_loaders(loaders)
         pending = self._pending
+        scale = self.configuration.check_loaders(loaders, resumes=pending is not None)
         if pending is not None and scale is not None:
             changed = self.loaders.with_other_batches(pending.rank_state["loaders"], scale)
             self._pending = pending = replace(pending, rank_state={**pending.rank_state, "loaders": changed})

@@ -42,7 +42,7 @@ from lightning_tricks.auto_resume.core.configuration import (
     plain,
 )
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
-from lightning_tricks.auto_resume.core.manifests import Manifest
+from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class RunConfiguration:
 
     Attributes:
         changes: What this start changed, as far as it is known.
+        changed_states: Whether the states of optimizers and schedulers in the checkpoint were changed.
         extended: How the run is extended, such as "from 3 to 10 epochs"; empty if it is not.
     """
 
@@ -96,6 +97,7 @@ class RunConfiguration:
         self.settings, self.trainer, self.module = settings, trainer, module
         self.changes: list[Change] = []
         self.extended = ""
+        self.changed_states = False
         self._before: Configuration | None = None
         self._manifest: Manifest
         self._folder = ""
@@ -244,10 +246,19 @@ class RunConfiguration:
         self._add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._decide()
-        if checkpoint is None or self._before is None or self.settings.on_change != "new":
+        if checkpoint is None or self._before is None:
             return
-        names = [change.name for change in self.changes]
-        changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names)
+        names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
+        if not names and self._before.groups == self._now.groups:
+            return
+        regrouped = bool(checkpoint[CHECKPOINT_KEY]["shared"]["groups"])
+        if regrouped and any(name.endswith(".groups") for name in names):
+            raise MisconfigurationException(
+                "AutoResume: hooks changed the parameter groups of the run, and configure_optimizers now returns other "
+                "ones than at its first start, so that the saved states have no place. Return the groups of then, or "
+                "choose another dirpath."
+            )
+        changed = ChangedOptimizers(optimizers, configs, self._before, self._now, names, regrouped=regrouped)
         states = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
         try:
             states = changed.states(*states, self._manifest.step, self._manifest.epoch)
@@ -257,14 +268,17 @@ class RunConfiguration:
                 "Give it more steps, or choose another dirpath to start a new run."
             ) from error
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = states
+        self.changed_states = True
 
-    def check_loaders(self, loaders: Sequence[Any]) -> float | None:
-        """Note the training loaders, and decide on what changed.
+    def check_loaders(self, loaders: Sequence[Any], *, resumes: bool) -> float | None:
+        """Note the training loaders, and decide on what changed; those that a fit creates later are only noted.
 
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
         self._add(describe_loaders(loaders, _IN_USE))
+        if not resumes:
+            return None
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
             self._decide()

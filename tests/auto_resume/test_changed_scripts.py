@@ -564,6 +564,17 @@ def test_samples_are_seen_once_though_batches_are_larger(stopped, tmp_path):
         assert sum(in_epoch) == rest + 44
 
 
+def test_layers_that_are_written_in_another_order_keep_their_moments(stopped, tmp_path):
+    """Lists of parameters that a script builds; Lightning gives each moment to the parameter at its place."""
+    folder = stopped("lr", tmp_path / "run")
+
+    def reversed_order(parameters: Any, **options: Any) -> Any:
+        return torch.optim.SGD(list(parameters)[::-1], **options)
+
+    _, module = run(folder, optimizer=reversed_order)
+    assert same(module.state_dict(), run(None)[1].state_dict())
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_all_ranks_refuse_and_take_what_changed(ranks, tmp_path):
     ways = {"trainer": {"devices": ranks, "strategy": "ddp_fork"}}

@@ -56,11 +56,11 @@ class Ends(Callback):
     """Tells the data set the epoch, and ends the run in the second or third one."""
 
     def __init__(self, data, epoch):
-        self.data, self.epoch = data, epoch
+        self.data, self.last = data, epoch
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.data.epoch = trainer.current_epoch
-        if (trainer.current_epoch, batch_idx) == (self.epoch, 5):
+        if (trainer.current_epoch, batch_idx) == (self.last, 5):
             raise RuntimeError("gone")
 
 

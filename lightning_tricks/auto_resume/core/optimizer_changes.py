@@ -52,7 +52,7 @@ def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names
     """
     found = Configuration(groups=[[list(group) for group in groups] for groups in names])
     for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
-        digest = hashlib.sha256(repr(found.groups[number]).encode()).hexdigest()[:6]
+        digest = hashlib.sha256(repr([sorted(group) for group in found.groups[number]]).encode()).hexdigest()[:6]
         sizes = ", ".join(str(len(group)) for group in found.groups[number])
         found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
         found.kinds[f"optimizer {number}"] = type(optimizer).__name__
@@ -80,6 +80,7 @@ class ChangedOptimizers:
         before: What the first start was configured with.
         now: What this start is configured with.
         changed: The names of the values and kinds that differ.
+        regrouped: Whether hooks changed the groups in the fit, so that the saved states are those of other groups.
     """
 
     def __init__(
@@ -89,9 +90,12 @@ class ChangedOptimizers:
         before: Configuration,
         now: Configuration,
         changed: Collection[str],
+        *,
+        regrouped: bool = False,
     ) -> None:
         self._optimizers, self._configs = optimizers, configs
         self._before, self._now, self._changed = before, now, set(changed)
+        self._regrouped = regrouped
         self._labels = numbered([config.scheduler for config in configs])
 
     def states(
@@ -157,7 +161,8 @@ class ChangedOptimizers:
         if saved is None or f"optimizer {number}" in self._changed:
             return present
         before, now = self._before.groups[number], self._now.groups[number]
-        if before != now:
+        are_moved = before != now and not self._regrouped
+        if are_moved and [sorted(group) for group in before] != [sorted(group) for group in now]:
             return {
                 **saved,
                 "param_groups": present["param_groups"],
@@ -170,7 +175,11 @@ class ChangedOptimizers:
             group.update({name: created[name] for name in names})
             if self._is_rescheduled(optimizer):
                 group.update(self._rates(optimizer, prefix, group, created))
-        return {**saved, "param_groups": groups}
+        if not are_moved:
+            return {**saved, "param_groups": groups}
+        for group, created in zip(groups, present["param_groups"], strict=True):
+            group["params"] = created["params"]  # layers were written in another order
+        return {**saved, "param_groups": groups, "state": _moved_state(saved, before, now, present)}
 
     def _rates(
         self, optimizer: Any, prefix: str, saved: Mapping[str, Any], created: Mapping[str, Any]

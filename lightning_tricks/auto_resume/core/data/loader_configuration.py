@@ -35,6 +35,8 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
                 continue
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
+            size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
             options = {name: plain(one) for name, one in arguments_of(value).items() if name not in _OF_THE_DATA}
+            options = {name: one for name, one in options.items() if one != size}
             found.values |= {f"{label}.{part}.{option}": one for option, one in options.items() if option != "shuffle"}
     return found
