@@ -221,7 +221,7 @@ class ValueDigest:
         return True
 
     def _feed_array(self, array: Any, value: Any) -> bool:
-        if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject or is_subclass(type(value), np.memmap):
+        if array.dtype.kind not in ARRAY_KINDS or array.dtype.hasobject:
             return False
         self._update(f"{type(value).__name__} {array.dtype.descr} {array.shape}")
         if step := self._sampling_step(array.nbytes, array.size, _WHOLE_ARRAY):
