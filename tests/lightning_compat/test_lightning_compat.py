@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_tricks._callback import TrickCallback
@@ -430,6 +431,9 @@ class _Observer(fit_observer.FitObserver):
     def __init__(self):
         self.calls = []
 
+    def on_optimizers_created(self):
+        self.calls.append("optimizers")
+
     def on_signals_registered(self):
         self.calls.append("signals")
 
@@ -476,7 +480,13 @@ def test_observe_fit():
             trainer.fit(EvaluatedNet(), loader(), *[loader()] * validates)
         epoch = ["reset", "starts", "started", *["batch"] * BATCHES]
         ready = [("validation", 1)] * validates
-        assert [call for call in observer.calls if call not in ready] == ["signals", ("train", True), *epoch, *epoch]
+        assert [call for call in observer.calls if call not in ready] == [
+            "optimizers",
+            "signals",
+            ("train", True),
+            *epoch,
+            *epoch,
+        ]
         assert sum(call in ready for call in observer.calls) == validates
         trainer.fit_loop.max_epochs = 3
         before = len(observer.calls)
@@ -548,6 +558,35 @@ def test_checkpoint_contents_changed(tmp_path):
     assert not torch.load(path, weights_only=True)["state_dict"]["net.4.bias"].any()
     assert [list(checkpoint) for checkpoint in restored] == [list(torch.load(path, weights_only=True))]
     assert not {"dump_checkpoint", "restore_model"} & vars(trainer._checkpoint_connector).keys()
+
+
+def test_given_train_loaders_and_the_number_of_their_batches():
+    class Looks(fit_observer.FitObserver):
+        def on_optimizers_created(self):
+            seen.append(fit_loaders.given_train_loaders(trainer))
+
+        def before_epoch_iterators(self):
+            fit_loaders.set_num_batches_done(trainer, 2, at_end)
+
+    class Own(Net):
+        def train_dataloader(self):
+            return loaders[0]
+
+    class OfTwo(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"] if isinstance(batch, dict) else batch[0], batch_idx)
+
+    loaders = [loader(), loader()]
+    given = ((loaders[0],), ({"a": loaders[0], "b": loaders[1]},), (CombinedLoader(loaders),), ())
+    for at_end, data in itertools.product((False, True), given):
+        seen: list = []
+        trainer = Trainer(max_epochs=1, **QUIET)
+        net = Own() if not data else Net() if data == given[0] else OfTwo()
+        with fit_observer.observe_fit(trainer, Looks()):
+            trainer.fit(net, *data)
+        expected = [] if not data else loaders[:1] if data == given[0] else loaders
+        assert [id(one) for one in seen[0]] == [id(one) for one in expected]
+        assert trainer.global_step == (0 if at_end else BATCHES - 2)
 
 
 def test_skip_train_batches():

@@ -88,6 +88,7 @@ def _state(trainer):
         ("iterator", "_consumed", fit_loaders.restarted_loaders),
         ("iterator", "_consumed", lambda trainer: fit_loaders.mark_restarted_loaders(trainer, [True])),
         ("fit", "_combined_loader_states_to_load", fit_loaders.load_loader_states),
+        ("fit", "_data_source", fit_loaders.given_train_loaders),
         ("fit", "_data_fetcher", fit_loaders.train_iterators),
         ("epoch", "batch_progress", fit.num_batches_done),
         ("validation", "_restarting", fit.skip_sanity_check),
@@ -164,6 +165,7 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
         *(
             (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
             for owner, name in (
+                ("strategy", "setup_optimizers"),
                 ("signals", "register_signal_handlers"),
                 ("fit", "_load_combined_loader_states"),
                 ("fit", "setup_data"),
