@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +110,7 @@ class ResumableFit(FitObserver):
         """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
         self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
         self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
+        self._installed.callback(self.configuration.close)
         newest = self.selection.newest(user_path)
         if newest is None:
             self.rank = RankState(self.trainer, self.module)
@@ -137,11 +138,12 @@ class ResumableFit(FitObserver):
         if checkpoint is None:
             self.configuration.check_optimizers(None)
             return
+        names = ("optimizer_states", "lr_schedulers")
         self.configuration.check_optimizers(checkpoint)
         pending = self._pending
         if pending is None or not self.configuration.changed_states:
             return
-        self._changed_states = copy.deepcopy({name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")})
+        self._changed_states = copy.deepcopy({name: checkpoint[name] for name in names})
         outline = {**pending.rank_state.get("outline", {})}
         outline |= {name: self.rank.outline()[name] for name in ("optimizers", "schedulers")}
         rank_state = {**pending.rank_state, "outline": outline}
@@ -258,8 +260,9 @@ class ResumableFit(FitObserver):
             self.loaders.create_iterators(self.trainer, pending.rank_state["loaders"])
             self.rank.restore_structure(pending.shared_state)
             self.rank.restore(pending.rank_state)
+            self._load_changed_optimizers()
             unrestored, drawn_anew = self.rank.unrestored(pending.rank_state), self._drawn_anew(pending)
-            report_differences(self.trainer, unrestored, drawn_anew, self.loaders.differences)
+            report_differences(self.trainer, self._unknown(unrestored), drawn_anew, self.loaders.differences)
             self.configuration.set_new_values()
 
     def is_resuming(self) -> bool:
@@ -323,11 +326,23 @@ class ResumableFit(FitObserver):
         self.rank.note_changes(after_hooks=True)
         self.loaders.restore_positions(trainer, state["loaders"])
         self.rank.restore(state)
+        self._load_changed_optimizers()
         unrestored = find_differences(trainer, self.rank, pending, lambda: self._with_changes(pending))
         self.selection.forget()
-        report_differences(trainer, unrestored, self._drawn_anew(pending), self.loaders.differences)
+        report_differences(trainer, self._unknown(unrestored), self._drawn_anew(pending), self.loaders.differences)
         self.configuration.set_new_values()
         self._discard_later_rows()
+
+    def _load_changed_optimizers(self) -> None:
+        """Load what another start changed once more: wrappers of optimizers keep options that were restored."""
+        for optimizer, state in zip(
+            self.trainer.optimizers, self._changed_states.get("optimizer_states", ()), strict=False
+        ):
+            optimizer.load_state_dict(state)
+
+    def _unknown(self, paths: Sequence[str]) -> list[str]:
+        """Return the paths without those in optimizers, if another start changed these."""
+        return [path for path in paths if not (self._changed_states and path.startswith("optimizers."))]
 
     def _drawn_anew(self, pending: PendingResume) -> list[str]:
         paths = self.rank.drawn_anew(pending.rank_state)

@@ -33,6 +33,7 @@ _NOT_COMPARED_ENTRIES = (
     "pytorch-lightning_version",
     "hparams_name",
     "hyper_parameters",
+    "datamodule_hyper_parameters",
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -33,6 +36,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.configuration import (
+    ABSENT,
     Change,
     Configuration,
     arguments_of,
@@ -75,8 +79,12 @@ _OBSERVERS = (
 )
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
-_SEARCHED = ("lr", "learning_rate", "batch_size")  # what a Tuner sets before the fit
+# What a Tuner sets before the fit, and what schedules take from it
+_SEARCHED = re.compile(".*lrs?|.*learning_rate|batch_size")
 _MOST_LINES = 20
+# What fits of this process began with, and what they left: owner -> name -> both. Another fit of one object, as in a
+# notebook, is configured with the former, unless somebody has set something else meanwhile.
+_LEFT: WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 class RunConfiguration:
@@ -103,6 +111,7 @@ class RunConfiguration:
         self._folder = ""
         # Where values lie that can be set: name -> owner, name in it, and the value of this start
         self._places: dict[str, tuple[Any, str, Any]] = {}
+        self._began: dict[str, Any] = {}
         self._ignored: list[Change] = []
         self._has_loaders = self._has_optimizers = self._said_incidental = False
         self._now = Configuration(arguments=dict(self._arguments()))
@@ -122,6 +131,9 @@ class RunConfiguration:
         for change in self._ignored:
             part = "arguments" if change.name in self._now.arguments else "values"
             record[part][change.name] = change.before
+            if self._before is not None:  # with it goes what its scheduler derived from it
+                derived = f"{change.name.partition('.')[0]}._"
+                record["values"] |= {n: one for n, one in self._before.values.items() if n.startswith(derived)}
         return record
 
     def _limits(self) -> dict[str, Any]:
@@ -130,8 +142,19 @@ class RunConfiguration:
 
     def _add_value(self, label: str, owner: Any, name: str) -> None:
         value = getattr(owner, name)
-        self._now.values |= dict(flatten(label, value))
         self._places[label] = owner, name, value
+        with suppress(TypeError):  # not hashable
+            began, left = _LEFT.get(owner, {}).get(name, (value, value))
+            value = began if plain(left) == plain(value) else value
+        self._now.values |= dict(flatten(label, value))
+        self._began[label] = copy.copy(value) if isinstance(value, list | dict) else value
+
+    def close(self) -> None:
+        """Note what the fit leaves in the attributes that are compared."""
+        for label, value in self._began.items():
+            owner, name, _ = self._places[label]
+            with suppress(Exception):  # not hashable, or gone
+                _LEFT.setdefault(owner, {})[name] = value, plain(getattr(owner, name))
 
     def _arguments(self) -> Iterator[tuple[str, Any]]:
         for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
@@ -200,20 +223,28 @@ class RunConfiguration:
         pairs = [(before, now) for before, now, _ in extensions.values()]
         known = {f"Trainer.{name}" for name in extensions}
         found, incidental = self._before.changes_to(self._now, self._is_default)
-        was_searched = self.settings.was_tuned
+        was_searched = self._was_searched()
         changes = []
         for one in found:
             leaf = one.name.rpartition(".")[2]
             is_length = ("epoch" in leaf or "step" in leaf) and (one.before, one.now) in pairs
-            if one.name in known or is_length or (was_searched and leaf in _SEARCHED):
+            if one.name in known or is_length or (was_searched and _SEARCHED.fullmatch(leaf)):
                 continue
             changes.append(replace(one, why=self._reason(one)))
         labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
         return [one for one in changes if "._" not in one.name or one.name.partition(".")[0] not in labels], incidental
 
+    def _was_searched(self) -> bool:
+        """Whether a Tuner, of this Trainer or another one, has set a hyper-parameter."""
+        initial = self.module.hparams_initial
+        found = [name for name in self.module.hparams if _SEARCHED.fullmatch(str(name))]
+        return self.settings.was_tuned or any(self.module.hparams[one] != initial.get(one) for one in found)
+
     def _reason(self, change: Change) -> str:
         """Return what a schedule's length follows from."""
         label = change.name.partition(".")[0]
+        if label.startswith("optimizer ") and ABSENT not in (change.before, change.now):
+            return "moments continue where both keep the same ones"
         is_schedule = label in numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
         numbers = all(isinstance(one, int | float) for one in (change.before, change.now))
         if not (self.extended and is_schedule) or (numbers and change.now <= change.before):
@@ -277,7 +308,7 @@ class RunConfiguration:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
         self._add(describe_loaders(loaders, _IN_USE))
-        if not resumes:
+        if not resumes or self._has_loaders:  # those that are reloaded are the fit's
             return None
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
@@ -381,7 +412,7 @@ class RunConfiguration:
         if limit in self._limits():
             set_loop_limits(self.trainer, {limit: change.before})
             return True
-        if change.name not in self._places or change.name == "Trainer.precision" or change.before == "none":
+        if change.name not in self._places or change.name == "Trainer.precision" or change.before == ABSENT:
             return False
         owner, name, value = self._places[change.name]
         if not isinstance(value, bool | int | float | str | list | tuple | None):
@@ -404,7 +435,9 @@ class RunConfiguration:
         """Set attributes to the new values once more, as the resume has restored old ones."""
         for change in self.changes if self.settings.on_change == "new" else ():
             owner, name, value = self._places.get(change.name, (None, "", None))
-            if owner is not None and not isinstance(owner, Trainer | Mapping):
+            if owner is None or isinstance(owner, Trainer | Mapping):
+                continue
+            if plain(getattr(owner, name, None)) == change.before:  # else a hook has set it
                 setattr(owner, name, value)
 
 

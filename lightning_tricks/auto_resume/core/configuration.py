@@ -8,8 +8,10 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,24 @@ import torch
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"
 _LONGEST = 60  # characters of a value in a message
-_MOST_ITEMS = 1000  # of a list that is compared
+_MOST_ITEMS = 1000  # of a list or dict that is compared
+_DEEPEST = 20  # containers in containers; some contain themselves
 
-# Arguments with one of these words in their name say where and how a run is done, not what it computes
+# Arguments with one of these words in their name say where and how a run is done, not what it computes; fractions, such
+# as a `drop_path_rate`, are never that
 _INCIDENTAL_WORDS = re.compile(
-    "accelerator|cached?|checkpoints?|ckpt|comment|date|debug|devices?|dir|directory|entity|experiment|file|filename|"
-    "folder|gpus?|host|hostname|id|job|log|logger|logging|notes|path|persistent|pid|pin|port|prefetch|profiler|progress|"
-    "resume|root|run|save|tags?|tensorboard|timestamp|url|uuid|verbose|wandb|workers?"
+    "accelerator|attempts?|cached?|checkpoints?|ckpt|comment|cpus?|cuda|date|debug|devices?|dir|directory|entity|"
+    "experiment|files?|filename|folder|gpus?|host|hostname|id|job|jobid|log|logger|logging|nodes|notes|paths?|"
+    "persistent|pid|pin|port|prefetch|proc|processes|profiler|progress|restarts?|resume|root|run|save|slurm|tags?|"
+    "tensorboard|threads?|timestamp|url|uuid|verbose|version|wandb|workers?|world"
 )
+_INCIDENTAL_WORDS_OF_TEXTS = re.compile(
+    "addr|address|argv|author|branch|cmd|command|commit|day|env|environ|exp|git|hash|machine|node|now|platform|project|"
+    "python|sha|started|time|user|username"
+)
+_INCIDENTAL_PARTS = frozenset(
+    {"env", "environ", "hydra", "logger", "loggers", "logging", "mlflow", "paths", "slurm", "tensorboard", "wandb"}
+)  # of a configuration
 _DATE_OR_ID = re.compile(r"\d{4}[-_.]?[01]\d[-_.]?[0-3]\d|\d\d:\d\d|[0-9a-f]{8,}", re.IGNORECASE)
 _CLOCK_RANGES = ((1.5e9, 2.5e9), (1.5e12, 2.5e12), (1.5e18, 2.5e18))  # seconds, milliseconds and nanoseconds since 1970
 _SMALLEST_DRAWN_SEED = 1_000_000  # people choose smaller ones
@@ -48,7 +60,12 @@ class Change:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {_short(self.before)} -> {_short(self.now)}{f' ({self.why})' if self.why else ''}"
+        before, now = _text(self.before), _text(self.now)
+        if max(len(before), len(now)) > _LONGEST:  # show where they begin to differ
+            same = next((n for n, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), 0)
+            start = before.rfind(", ", 0, same) + 1
+            before, now = (_shortened(f"...{text[start:]}" if start else text) for text in (before, now))
+        return f"{self.name}: {before} -> {now}{f' ({self.why})' if self.why else ''}"
 
 
 @dataclass
@@ -91,9 +108,11 @@ class Configuration:
         return [one for one in found if one not in incidental], incidental
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON has it: a scalar, a list or a dict; of any other object the name of its type."""
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, np.generic) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta"
+    ):
         value = value.item()
     if isinstance(value, Enum):
         return value.name
@@ -101,27 +120,36 @@ def plain(value: Any) -> Any:
         return value if value == value else "nan"  # which equals nothing, not even itself
     if isinstance(value, type) or hasattr(value, "__code__"):
         return value.__name__
-    if isinstance(value, Namespace) or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__")):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, Set):
-        return sorted((plain(part) for part in value), key=repr)
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray) and len(value) <= _MOST_ITEMS:
-        return [plain(part) for part in value]
+    value, is_small = _as_mapping(value), depth < _DEEPEST
+    with suppress(Exception):  # values of configs may be missing, or computed
+        if isinstance(value, Mapping) and len(value) <= _MOST_ITEMS and is_small:
+            return {str(name): plain(part, depth + 1) for name, part in value.items()}
+        if isinstance(value, Set) and is_small:
+            return sorted((plain(part, depth + 1) for part in value), key=repr)
+        is_list = isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+        if is_list and len(value) <= _MOST_ITEMS and is_small:
+            return [plain(part, depth + 1) for part in value]
     if isinstance(value, torch.dtype):
         return str(value)
     return f"{OBJECT}{type(value).__qualname__}"
 
 
-def flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of nested mappings and namespaces under names that are joined by dots."""
-    value = vars(value) if isinstance(value, Namespace) else value
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from flatten(f"{prefix}.{name}", part)
-    else:
+def flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of nested mappings, namespaces and dataclasses under names that are joined by dots."""
+    value = _as_mapping(value)
+    try:
+        parts = list(value.items()) if isinstance(value, Mapping) and depth < _DEEPEST else None
+    except Exception:  # values of configs may be missing, or computed
+        parts = None
+    if parts is None:
         yield prefix, plain(value)
+    for name, part in parts or ():
+        yield from flatten(f"{prefix}.{name}", part, depth + 1)
+
+
+def _as_mapping(value: Any) -> Any:
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    return vars(value) if isinstance(value, Namespace) or is_record else value
 
 
 def is_comparable(value: Any) -> bool:
@@ -172,19 +200,31 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def _is_incidental(change: Change) -> bool:
     """Whether an argument may differ between two starts of one command: a path, a date, a number of workers."""
-    name = change.name.rpartition(".")[2]
+    (*parts_above, name), pair = change.name.split("."), (change.before, change.now)
+    if all(isinstance(one, list) for one in pair):
+        parts = (replace(change, before=one, now=other) for one, other in zip_longest(*pair, fillvalue=ABSENT))
+        return all(_are_equal(part.before, part.now) or _is_incidental(part) for part in parts)
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    if name == "on_change" or any(map(_INCIDENTAL_WORDS.fullmatch, words)):
+    has_fractions = any(isinstance(one, float) for one in pair)
+    if (
+        name == "on_change"
+        or not _INCIDENTAL_PARTS.isdisjoint(parts_above)
+        or (not has_fractions and any(map(_INCIDENTAL_WORDS.fullmatch, words)))
+    ):
         return True
-    pair = (change.before, change.now)
     if all(isinstance(one, str) for one in pair):
-        return any(re.search(r"[/\\]", one) for one in pair) or all(_DATE_OR_ID.search(one) for one in pair)
+        is_about_the_run = name == "name" or any(map(_INCIDENTAL_WORDS_OF_TEXTS.fullmatch, words))
+        is_path = any(re.search(r"[/\\]", one) for one in pair)
+        return is_about_the_run or is_path or all(_DATE_OR_ID.search(one) for one in pair)
     if not all(isinstance(one, int | float) for one in pair):
         return False
     is_drawn_seed = "seed" in words and all(abs(one) >= _SMALLEST_DRAWN_SEED for one in pair)
     return is_drawn_seed or any(all(low <= one < high for one in pair) for low, high in _CLOCK_RANGES)
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) and value.isidentifier() else repr(value)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else repr(value)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -22,6 +23,7 @@ _COUNTERS = re.compile(
     "optimizer|verbose"
 )
 _GROUP_ENTRIES = frozenset({"params", "param_names", "initial_lr", "name"})
+_OF_THE_MACHINE = frozenset({"capturable", "foreach", "fused"})  # which kernels make the same step
 _SAMPLED_STEPS = (
     0,
     1,
@@ -52,12 +54,14 @@ def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names
     """
     found = Configuration(groups=[[list(group) for group in groups] for groups in names])
     for number, (label, optimizer) in enumerate(zip(numbered(optimizers), optimizers, strict=True)):
-        digest = hashlib.sha256(repr([sorted(group) for group in found.groups[number]]).encode()).hexdigest()[:6]
+        digest = hashlib.sha256(repr([sorted(map(str, one)) for one in found.groups[number]]).encode()).hexdigest()[:6]
         sizes = ", ".join(str(len(group)) for group in found.groups[number])
         found.values[f"{label}.groups"] = f"parameters: {sizes} ({digest})"
         found.kinds[f"optimizer {number}"] = type(optimizer).__name__
         for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
-            options = {name: plain(value) for name, value in group.items() if name not in _GROUP_ENTRIES}
+            options = {
+                name: plain(value) for name, value in group.items() if name not in _GROUP_ENTRIES | _OF_THE_MACHINE
+            }
             options["lr"] = plain(group.get("initial_lr", group.get("lr")))  # a schedule has begun to change the latter
             found.values |= {f"{prefix}.{name}": value for name, value in options.items() if is_comparable(value)}
     schedulers = [config.scheduler for config in configs]
@@ -145,7 +149,9 @@ class ChangedOptimizers:
         names = {f"optimizer {place}" for place in owned}
         for place in owned:
             label = numbered(self._optimizers)[place]
-            names |= {f"{label}.groups", *(f"{prefix}.lr" for prefix in _prefixes(label, optimizer.param_groups))}
+            names.add(f"{label}.groups")
+            for prefix, group in zip(_prefixes(label, optimizer.param_groups), optimizer.param_groups, strict=True):
+                names |= {f"{prefix}.{option}" for option in _of_schedules(optimizer, group)}
         schedules = [place for place, one in enumerate(self._configs) if _optimizer_of(one) is optimizer]
         names |= {f"scheduler {place}" for place in schedules}
         begins = tuple(f"{self._labels[place]}." for place in schedules)
@@ -158,16 +164,19 @@ class ChangedOptimizers:
     def _optimizer(self, number: int, saved: Any) -> Any:
         optimizer = self._optimizers[number]
         present = copy.deepcopy(optimizer.state_dict())
-        if saved is None or f"optimizer {number}" in self._changed:
+        if saved is None or number >= len(self._before.groups):
             return present
         before, now = self._before.groups[number], self._now.groups[number]
-        are_moved = before != now and not self._regrouped
-        if are_moved and [sorted(group) for group in before] != [sorted(group) for group in now]:
-            return {
-                **saved,
-                "param_groups": present["param_groups"],
-                "state": _moved_state(saved, before, now, present),
-            }
+        label = numbered(self._optimizers)[number]
+        is_new = f"optimizer {number}" in self._changed
+        if is_new or f"{label}.groups" in self._changed:
+            moved = {**saved, "param_groups": present["param_groups"]}
+            moved["state"] = _moved_state(saved, before, now, present)
+            return _with_all_entries(optimizer, moved, present["state"] if is_new else None)
+        if before != now and not self._regrouped:  # in another order, as from a set
+            saved = {**saved, "state": {**saved["state"], **_moved_state(saved, before, now, saved)}}
+        if not self._changed:
+            return saved
         prefixes = _prefixes(numbered(self._optimizers)[number], optimizer.param_groups)
         groups = [dict(group) for group in saved["param_groups"]]  # hooks may have added some
         for prefix, group, created in zip(prefixes, groups, present["param_groups"], strict=False):
@@ -175,11 +184,7 @@ class ChangedOptimizers:
             group.update({name: created[name] for name in names})
             if self._is_rescheduled(optimizer):
                 group.update(self._rates(optimizer, prefix, group, created))
-        if not are_moved:
-            return {**saved, "param_groups": groups}
-        for group, created in zip(groups, present["param_groups"], strict=True):
-            group["params"] = created["params"]  # layers were written in another order
-        return {**saved, "param_groups": groups, "state": _moved_state(saved, before, now, present)}
+        return _with_all_entries(optimizer, {**saved, "param_groups": groups})
 
     def _rates(
         self, optimizer: Any, prefix: str, saved: Mapping[str, Any], created: Mapping[str, Any]
@@ -188,8 +193,7 @@ class ChangedOptimizers:
         schedules = [config.scheduler for config in self._configs if _optimizer_of(config) is optimizer]
         if schedules and all(map(_is_replayable, schedules)):
             momenta = ("momentum", "betas") if any(hasattr(one, "cycle_momentum") for one in schedules) else ()
-            names = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", *momenta}
-            return {name: created[name] for name in names & created.keys()}
+            return {name: created[name] for name in {*_of_schedules(optimizer, created), *momenta} & created.keys()}
         if not schedules and self._lost_schedules():
             return {"lr": created["lr"]}
         before, now = self._before.values.get(f"{prefix}.lr"), self._now.values.get(f"{prefix}.lr")
@@ -202,6 +206,50 @@ class ChangedOptimizers:
 
 def _prefixes(label: str, groups: Sequence[Any]) -> list[str]:
     return [f"{label}.groups[{number}]" for number in range(len(groups))] if len(groups) > 1 else [label]
+
+
+def _of_schedules(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
+    """Return the options of a group that schedules set: "lr", and what they add, such as "max_lr"."""
+    return {"lr", *group.keys() - getattr(optimizer, "defaults", group).keys() - _GROUP_ENTRIES, "initial_lr"}
+
+
+def _with_all_entries(optimizer: Any, state: Mapping[str, Any], instead: Any = None) -> dict[str, Any]:
+    """Return a state dict with what the optimizer keeps for each parameter, as options of it may require more.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        state: Its new state dict.
+        instead: What to return for the states of the parameters if these lack something; None adds zeros.
+    """
+    states = {}
+    for group in state["param_groups"]:
+        entries = _entries(optimizer, group)
+        for number in group["params"]:
+            known = state["state"].get(number)
+            if known is None:
+                continue
+            like = next((one for one in known.values() if isinstance(one, torch.Tensor) and one.dim()), None)
+            missing = {name: one for name, one in entries.items() if name not in known}
+            if missing and instead is not None:
+                return {**state, "state": instead}
+            for name, one in missing.items():
+                is_full = isinstance(one, torch.Tensor) and one.dim() > 0
+                known = {**known, name: torch.zeros_like(like) if is_full and like is not None else one}
+            states[number] = known
+    return {**state, "state": {**state["state"], **states}}
+
+
+def _entries(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer with these options keeps for a parameter, by a step of a copy; {} if it cannot."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    try:
+        probe = copy.copy(optimizer)
+        probe.state, probe.param_groups = defaultdict(dict), [{**options, "params": [parameter]}]
+        probe.step()
+        return dict(probe.state[parameter])
+    except Exception:  # one that needs a closure, or other tensors
+        return {}
 
 
 def _scheduler_values(label: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
@@ -265,6 +313,6 @@ def _moved_state(
     names = [name for group in now for name in group]
     return {
         number: saved["state"][by_name[name]]
-        for number, name in zip(new_numbers, names, strict=True)
+        for number, name in zip(new_numbers, names, strict=False)  # hooks may have added groups
         if name and name in by_name and by_name[name] in saved["state"]
     }

@@ -11,7 +11,6 @@ from lightning_tricks.auto_resume.core.configuration import Configuration, argum
 
 _SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
 _OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed"})  # arguments of samplers
-_ADDED_BY_LIGHTNING = frozenset({"DistributedSamplerWrapper"})
 
 
 def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
@@ -20,6 +19,8 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
     for number, loader in enumerate(loaders):
         label = name if len(loaders) == 1 else f"{name}[{number}]"
         batch_sampler, sampler = (getattr(loader, part, None) for part in ("batch_sampler", "sampler"))
+        # Lightning wraps samplers to split them among ranks
+        sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         owner = batch_sampler if isinstance(batch_sampler, BatchSampler) else loader
         for option in ("batch_size", "drop_last"):
             value = plain(getattr(owner, option, None))
@@ -31,12 +32,20 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
             found.values[f"{label}.shuffle"] = shuffle
         for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
             kind = type(value).__name__
-            if value is None or kind.startswith("_") or kind in {*_SHUFFLES, *_ADDED_BY_LIGHTNING, "BatchSampler"}:
+            if value is None or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
                 continue
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
-            size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-            options = {name: plain(one) for name, one in arguments_of(value).items() if name not in _OF_THE_DATA}
-            options = {name: one for name, one in options.items() if one != size}
-            found.values |= {f"{label}.{part}.{option}": one for option, one in options.items() if option != "shuffle"}
+            size = _size(getattr(loader, "dataset", None))
+            for option, one in arguments_of(value).items():
+                is_of_the_data = option in _OF_THE_DATA or isinstance(plain(one), list | dict) or one == size
+                if not is_of_the_data and option != "shuffle":
+                    found.values[f"{label}.{part}.{option}"] = plain(one)
     return found
+
+
+def _size(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # not every data set has one
+        return None
