@@ -136,7 +136,11 @@ class ValueDigest:
         if is_subclass(base, set, frozenset):
             self._feed_set(value, base, step, location)
             return
-        if base in (list, tuple) and self._same_process and self._feed_rows(base.__getitem__(value, slice(0, None, step))):
+        if (
+            base in (list, tuple)
+            and self._same_process
+            and self._feed_rows(base.__getitem__(value, slice(0, None, step)))
+        ):
             return
         for key, part in itertools.islice(container_items(value, base), 0, None, step):
             inner = (*location, key_label(key))
@@ -321,18 +325,18 @@ def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
         return "scalars", column
     if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
         return None
-    size, limit = first.nbytes, _WHOLE_TENSOR if type(first) is Tensor else _WHOLE_ARRAY
-    if size > limit or size * len(column) > max_bytes:
-        return None
     if type(first) is np.ndarray:
-        is_data = first.dtype.kind in ARRAY_KINDS and not first.dtype.hasobject
+        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject or first.nbytes * len(column) > max_bytes:
+            return None
         data = np.frombuffer(b"".join([one.tobytes() for one in column]), np.uint8)
-        return (f"arrays {first.dtype.descr} {first.shape}", data) if is_data else None
+        return f"arrays {first.dtype.descr} {first.shape}", data
     if first.requires_grad or first.is_nested or first.layout is not torch.strided or first.device.type == "meta":
         return None
-    try:  # of another shape, or quantized
+    if first.nbytes > _WHOLE_TENSOR or first.nbytes * len(column) > max_bytes:
+        return None
+    try:
         data = torch.stack(list(column)).reshape(-1).cpu().view(torch.uint8).numpy()
-    except RuntimeError:
+    except RuntimeError:  # of other shapes, or quantized
         return None
     return f"tensors {first.dtype} {tuple(first.shape)}", data
 
