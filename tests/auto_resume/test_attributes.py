@@ -880,6 +880,12 @@ ROWS = {
         lambda rows: set_in_place(rows, 5, 0),
     ),
     "another order": (tensor_rows, swap),
+    "of several lengths": (lambda: list(torch.arange(9.0).split([2, 3, 4])), lambda rows: set_in_place(rows, 2)),
+    "other lengths of the same numbers": (
+        lambda: list(torch.zeros(9).split([2, 3, 4])),
+        lambda rows: rows.__setitem__(slice(None), torch.zeros(9).split([3, 2, 4])),
+    ),
+    "arrays of several lengths": (lambda: [np.zeros(2), np.zeros(3)], lambda rows: rows[1].__setitem__(2, 1)),
     "another dtype": (tensor_rows, as_double),
     "another shape": (tensor_rows, longer),
     "a bool for a number": (lambda: [(one, 1) for one in torch.zeros(6, 2)], as_bool),

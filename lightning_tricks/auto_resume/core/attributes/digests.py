@@ -46,10 +46,11 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
 _BUFFERS = (memoryview, mmap.mmap, np.memmap)
 _NO_PATHS: Mapping[int, str] = {}
-# what has to be the same for values to be joined; the shapes of tensors are compared where they are
+_SIZE, _SHAPE = operator.attrgetter("nbytes"), operator.attrgetter("shape")
+# what has to be the same for values to be joined
 _TRAITS: Mapping[type, Callable[[Any], Any]] = {
     Tensor: operator.attrgetter("dtype", "layout", "device", "requires_grad", "is_nested"),
-    np.ndarray: operator.attrgetter("dtype", "shape"),
+    np.ndarray: operator.attrgetter("dtype"),
 }
 _never_twice = itertools.count()
 
@@ -325,20 +326,27 @@ def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
         return "scalars", column
     if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
         return None
+    if type(first) is Tensor and (
+        first.requires_grad or first.is_nested or first.layout is not torch.strided or first.device.type == "meta"
+    ):
+        return None
+    sizes, shapes = list(map(_SIZE, column)), list(map(_SHAPE, column))
+    limit = _WHOLE_TENSOR if type(first) is Tensor else _WHOLE_ARRAY
+    if max(sizes) > limit or sum(sizes) > max_bytes:
+        return None
+    are_equal = shapes.count(shapes[0]) == len(shapes)
+    text = f"{first.dtype} {tuple(shapes[0]) if are_equal else list(map(tuple, shapes))}"
     if type(first) is np.ndarray:
-        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject or first.nbytes * len(column) > max_bytes:
+        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject:
             return None
-        data = np.frombuffer(b"".join([one.tobytes() for one in column]), np.uint8)
-        return f"arrays {first.dtype.descr} {first.shape}", data
-    if first.requires_grad or first.is_nested or first.layout is not torch.strided or first.device.type == "meta":
-        return None
-    if first.nbytes > _WHOLE_TENSOR or first.nbytes * len(column) > max_bytes:
-        return None
+        return f"arrays {first.dtype.descr} {text}", np.frombuffer(
+            b"".join([one.tobytes() for one in column]), np.uint8
+        )
     try:
-        data = torch.stack(list(column)).reshape(-1).cpu().view(torch.uint8).numpy()
-    except RuntimeError:  # of other shapes, or quantized
+        joined = torch.stack(list(column)) if are_equal else torch.cat([one.reshape(-1) for one in column])
+        return f"tensors {text}", joined.reshape(-1).cpu().view(torch.uint8).numpy()
+    except RuntimeError:  # such as quantized ones
         return None
-    return f"tensors {first.dtype} {tuple(first.shape)}", data
 
 
 def _sample(data: Tensor, step: int) -> Tensor:
