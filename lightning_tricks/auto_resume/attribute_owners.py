@@ -81,10 +81,13 @@ class AttributeOwners:
         is_module = issubclass(type(owner), nn.Module)
         return (*dir(type(owner)), *vars(owner)) if is_module else self.skipped_names(owner)
 
-    def called_in_steps(self) -> list[object]:
+    def walk(self) -> ObjectWalk:
+        """Return a walk over the module, the datamodule and the callbacks."""
+        return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
+
+    def called_in_steps(self, walk: ObjectWalk) -> list[object]:
         """Return what a training step may call: the objects with attributes, others of the Trainer, and functions."""
         trainer = self.trainer
-        walk = ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
         found = [slot.value for slot in walk.slots.values() if is_callable_with_state(type(slot.value))]
         found += [hook for part in self.module.modules() for hook in hooks_of(part)]
         for optimizer in trainer.optimizers:

@@ -266,7 +266,7 @@ class AutoResume(TrickCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note what this run writes: it is never resumed in place of a checkpoint of this callback."""
         if self._fit is not None and self._run_files is not None and trainer.is_global_zero:
-            self._run_files.record_state()
+            self._run_files.record_state(flush=not self._fit.writer.is_saving)  # its own manifest tells of it
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return where and how often the fit is saved."""

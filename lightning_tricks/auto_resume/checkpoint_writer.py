@@ -37,11 +37,13 @@ class CheckpointWriter:
 
     Attributes:
         final_manifest: The manifest of the checkpoint at the end of this fit, None before; on rank zero.
+        is_saving: Whether the state of the Trainer is asked for, to be saved here.
     """
 
     def __init__(self, settings: AutoResume, trainer: Trainer, module: LightningModule, run_files: RunFiles) -> None:
         self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
         self.final_manifest: Manifest | None = None
+        self.is_saving = False
         self._saved_step = -1
         self._saved_at = time.monotonic()
         self._reported: set[str] = set()
@@ -90,8 +92,12 @@ class CheckpointWriter:
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         ranks = gather_objects(rank_state)
         self._warn_unsaved(ranks)
-        with isolated_rng():  # hooks of a save must not change the random numbers of the run
-            checkpoint = dump_checkpoint(trainer)
+        self.is_saving = True
+        try:
+            with isolated_rng():  # hooks of a save must not change the random numbers of the run
+                checkpoint = dump_checkpoint(trainer)
+        finally:
+            self.is_saving = False
         failure = ""
         if trainer.is_global_zero:
             checkpoint[CHECKPOINT_KEY] = {

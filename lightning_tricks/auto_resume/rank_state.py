@@ -33,7 +33,7 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import (
     restore_pruning_masks,
 )
 from lightning_tricks.auto_resume.core.attributes.module_lists import module_list_types, restore_module_lists
-from lightning_tricks.auto_resume.core.attributes.object_walk import AttributeSlot, ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.unsaved_states import optimizer_extras, restore_optimizer_extras
@@ -143,9 +143,13 @@ class RankState:
         values = all_values(owners, skipped=skipped, with_code=False)["values"]
         return {path: one for path, one in values.items() if path.startswith("optimizers.")}
 
-    def capture(self) -> dict[str, Any]:
-        """Return the state as tensors on the CPU and plain values; all ranks have to call it."""
-        rng = capture_rng_state()
+    def capture(self, datasets: Sequence[object] = ()) -> dict[str, Any]:
+        """Return the state as tensors on the CPU and plain values; all ranks have to call it.
+
+        Args:
+            datasets: The data sets of the training loaders: which attributes hold them is part of the state.
+        """
+        rng, walk = capture_rng_state(), self._owners.walk()
         modules, is_distributed = self._modules(), self.trainer.world_size > 1
         digests = {name: buffer_digests(module) for name, module in modules.items()} if is_distributed else {}
         rank_zero_digests = self.trainer.strategy.broadcast(digests)
@@ -159,9 +163,10 @@ class RankState:
                 for name, module in modules.items()
             },
             "syncs_buffers": getattr(self.trainer.model, _SYNC_ATTRIBUTE, None),
-            "gradients": capture_gradients(self.module, self._cleared()),
+            "gradients": capture_gradients(self.module, self._cleared(walk)),
             "callbacks": capture_callback_states(self.trainer, per_rank=is_distributed),
             "outline": self.outline(),
+            "data_held_by": [[path for path, slot in walk.slots.items() if slot.value is one] for one in datasets],
         }
         attributes = {"attributes": self.attribute_changes(), "drawable": self._drawable_values()}
         return {**move_to_device(state, "cpu"), **attributes}
@@ -201,26 +206,18 @@ class RankState:
 
         return drawable_values(self._owners.module_and_callbacks(), skipped=skipped)
 
-    def holders(self, objects: Sequence[object]) -> list[list[str]]:
-        """Return for each object the paths of the attributes that hold it."""
-        slots = self._attribute_slots()
-        return [[path for path, slot in slots.items() if slot.value is one] for one in objects]
-
     def detach(self, objects: Sequence[object], holders: Sequence[Sequence[str]]) -> None:
         """Give a copy to each attribute that holds one of the objects, but did not hold it in the stopped run.
 
         It was set to another object after the loaders had been created. What is restored in it must not change what
         the loaders read.
         """
-        slots = self._attribute_slots()
+        slots = self._owners.walk().slots
         for one, known in zip(objects, holders, strict=False):
             others = [slot for path, slot in slots.items() if slot.value is one and path not in known]
             replacement = copy.copy(one) if others else one
             for slot in others:
                 set_attribute(slot.owner, slot.name, replacement)
-
-    def _attribute_slots(self) -> dict[str, AttributeSlot]:
-        return ObjectWalk.from_roots(self._owners.module_and_callbacks(), self._owners.skipped_names).slots
 
     def restore_attributes(self, changes: Mapping[str, Any], *, before_hooks: bool = False) -> None:
         """Restore attributes.
@@ -273,7 +270,7 @@ class RankState:
         restore_callback_states(self.trainer, state["callbacks"], self.module.device)
         restore_rng_state(state["rng"])
 
-    def _keeps_gradients(self) -> bool:
+    def _keeps_gradients(self, walk: ObjectWalk) -> bool:
         """Whether the next step may read the gradients, or add to them, before it clears them."""
         if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
             return True
@@ -282,14 +279,14 @@ class RankState:
         # optimizers of torch call the closure first, which clears gradients; another one may climb along them before
         is_unknown = any(not type(one).__module__.startswith("torch.optim.") for one in self.trainer.optimizers)
         self._reads_gradients = (
-            self._reads_gradients or is_unknown or reads_gradients(self._owners.called_in_steps(), self._known_code)
+            self._reads_gradients or is_unknown or reads_gradients(self._owners.called_in_steps(walk), self._known_code)
         )
         return self._reads_gradients
 
-    def _cleared(self) -> set[int]:
+    def _cleared(self, walk: ObjectWalk) -> set[int]:
         """Return the ids of the parameters whose gradients the next step clears."""
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        return set() if self._keeps_gradients() else {id(one) for group in groups for one in group["params"]}
+        return set() if self._keeps_gradients(walk) else {id(one) for group in groups for one in group["params"]}
 
     def _modules(self) -> dict[str, nn.Module]:
         """Return the module that is trained, and the modules that callbacks hold, such as metrics."""

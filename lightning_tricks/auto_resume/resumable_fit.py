@@ -409,12 +409,11 @@ class ResumableFit(FitObserver):
     def _save(self, save_point: SavePoint) -> None:
         trainer = self.trainer
         at_end = save_point is SavePoint.FIT_END or (save_point is SavePoint.AFTER_BATCH and is_last_batch(trainer))
-        state = self.rank.capture()
+        state = self.rank.capture(self.loaders.datasets())
         state |= {
             "made": self._loader_origins,
             "epoch": self._epoch_start,
             "loaders": self.loaders.state(trainer, at_end),
-            "data_held_by": self.rank.holders(self.loaders.datasets()),
         }
         state["not_saved"] = self.rank.unsaved_names(state)
         self.writer.save(save_point, state, self._shared_state, self.selection.identity)

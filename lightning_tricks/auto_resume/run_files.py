@@ -218,10 +218,10 @@ class RunFiles:
         """Note the digest of a checkpoint that the Trainer is about to write."""
         self._journal.record_digest(_absolute_path(path), digest)
 
-    def record_state(self) -> None:
+    def record_state(self, *, flush: bool = True) -> None:
         """Note that somebody else is about to write the present state to a file, or may do so."""
         with suppress(OSError):
-            self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step)
+            self._journal.record_state(self.trainer.current_epoch, self.trainer.global_step, flush=flush)
 
     def written_states(self, *, of_all_fits: bool) -> set[tuple[Any, Any]]:
         """Return epoch and step of all checkpoints that this fit wrote, or any fit of the run, also by others."""

@@ -44,6 +44,7 @@ from torchmetrics.wrappers import (
 
 from lightning_tricks.auto_resume.core.attributes.attribute_snapshots import fingerprints
 from lightning_tricks.auto_resume.core.attributes.decoding import decode
+from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import EncodeBudget, encode
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
@@ -822,3 +823,128 @@ def test_methods_are_never_set(name):
     assert fresh.size == 3
     assert type(fresh) is Does
     assert Does.twice(2) == 4
+
+
+SHARED = np.arange(12.0).reshape(6, 2)
+
+
+def tensor_rows(kind=tuple):
+    return [kind((torch.full((2,), float(number)), torch.tensor(number))) for number in range(6)]
+
+
+def set_in_place(value, *keys):
+    for key in keys:
+        value = value[key]
+    value.data[...] = 9  # which no version counts
+
+
+def change_array(rows):
+    rows[5][0][1] = 9
+
+
+def swap(rows):
+    rows[2], rows[4] = rows[4], rows[2]
+
+
+def as_double(rows):
+    rows[3] = (rows[3][0].double(), rows[3][1])
+
+
+def longer(rows):
+    rows[3] = (torch.full((3,), 3.0), rows[3][1])
+
+
+def as_bool(rows):
+    rows[1] = (rows[1][0], True)
+
+
+# rows that are alike -> a change of one of them
+ROWS = {
+    "tensors in tuples": (tensor_rows, lambda rows: set_in_place(rows, 4, 0)),
+    "labels of no dimension": (tensor_rows, lambda rows: set_in_place(rows, 4, 1)),
+    "tensors in lists": (lambda: tensor_rows(list), lambda rows: set_in_place(rows, 0, 0)),
+    "tensors alone": (lambda: list(torch.zeros(6, 2)), lambda rows: set_in_place(rows, 5)),
+    "complex": (
+        lambda: [torch.zeros(2, dtype=torch.complex64).conj() for _ in range(3)],
+        lambda rows: set_in_place(rows, 1),
+    ),
+    "dicts": (lambda: [{"x": one, "y": 1} for one in torch.zeros(6, 2)], lambda rows: set_in_place(rows, 2, "x")),
+    "number in a dict": (lambda: [{"x": one, "y": 1} for one in torch.zeros(6, 2)], lambda rows: rows[2].update(y=2)),
+    "key of a dict": (
+        lambda: [{"x": 1, "y": 2} for _ in range(3)],
+        lambda rows: [one.update(z=one.pop("y")) for one in rows],
+    ),
+    "arrays": (lambda: [(one.copy(), 1) for one in SHARED], change_array),
+    "memory of an array": (
+        lambda: [(torch.from_numpy(one), 1) for one in SHARED.copy()],
+        lambda rows: set_in_place(rows, 5, 0),
+    ),
+    "another order": (tensor_rows, swap),
+    "of several lengths": (lambda: list(torch.arange(9.0).split([2, 3, 4])), lambda rows: set_in_place(rows, 2)),
+    "other lengths of the same numbers": (
+        lambda: list(torch.zeros(9).split([2, 3, 4])),
+        lambda rows: rows.__setitem__(slice(None), torch.zeros(9).split([3, 2, 4])),
+    ),
+    "arrays of several lengths": (lambda: [np.zeros(2), np.zeros(3)], lambda rows: rows[1].__setitem__(2, 1)),
+    "another dtype": (tensor_rows, as_double),
+    "another shape": (tensor_rows, longer),
+    "a bool for a number": (lambda: [(one, 1) for one in torch.zeros(6, 2)], as_bool),
+    "requires grad": (tensor_rows, lambda rows: rows[0][0].requires_grad_()),
+    "lengths": (tensor_rows, lambda rows: rows.__setitem__(0, (*rows[0], 1))),
+    "types of rows": (tensor_rows, lambda rows: rows.__setitem__(0, list(rows[0]))),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_change_in_rows_that_are_alike_is_found_without_reading_them_one_by_one(tmp_path, monkeypatch, name):
+    make, act = ROWS[name]
+    read = []
+    for one in ("_feed_tensor", "_feed_array"):
+        plain = getattr(ValueDigest, one)
+        monkeypatch.setattr(ValueDigest, one, lambda *args, plain=plain: (read.append(args[1]), plain(*args))[1])
+    rows, fresh = make(), make()
+    tracker = AttributeTracker({"rows": rows})
+    assert tracker.changes() == {"values": {}, "lost": {}}
+    assert not read
+    act(rows)
+    changes = tracker.changes()
+    assert list(changes["values"]) == ["rows"]
+    holder = Holder(rows=fresh)
+    tracker = AttributeTracker({"it": holder})
+    act(holder.rows)
+    assert restore_changes({"it": holder}, through_a_file(tracker.changes(), tmp_path / "rows.ckpt")) == {}
+    digests = [ValueDigest(), ValueDigest()]
+    for digest, value in zip(digests, (rows, holder.rows), strict=True):
+        digest.feed(value)
+    assert int(digests[0]) == int(digests[1])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.zeros(2).to_sparse(), torch.zeros(2)],
+        [torch.zeros(2).to_sparse(), torch.zeros(2).to_sparse()],
+        [torch.zeros(2, device="meta"), torch.zeros(2, device="meta")],
+        [(), ()],
+        [{1: 2}, {True: 2}],
+        [np.array([None]), np.array([None])],
+        [torch.zeros(2**17), torch.zeros(2**17)],
+        [Colour.RED, Colour.RED],
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_joined_are_digested_one_by_one(rows):
+    digests = [ValueDigest(), ValueDigest()]
+    digests[0].feed(rows)
+    digests[1]._feed_rows = lambda rows: False
+    digests[1].feed(rows)
+    assert int(digests[0]) == int(digests[1])
+
+
+def test_a_buffer_among_rows_stays_a_reference():
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(2))
+    module.rows = [module.table, torch.zeros(2)]
+    tracker = AttributeTracker({"module": module})
+    module.table.add_(1)
+    assert tracker.changes()["values"] == {}

@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -124,7 +124,7 @@ class CheckpointFolder:
                 )
             )
             # tells after a kill that the file, which then lacks only its manifest, was written here
-            self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", asdict(made[0]), flush=("file",))
+            self._write_json(f"{PRIVATE_DIR}/{_WRITING_RECORD}", vars(made[0]), flush=("file",))
 
         write_atomically(
             self.path / name, lambda stream: torch.save(dict(checkpoint), stream), write_record, flush=("file",)
@@ -139,7 +139,7 @@ class CheckpointFolder:
 
     def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest again, with new values in some fields."""
-        self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", asdict(replace(manifest, **known)))
+        self._write_json(f"{manifest.file}{_MANIFEST_SUFFIX}", vars(replace(manifest, **known)))
 
     def _next_name(self, epoch: int, step: int) -> str:
         names = {path.name for path in self.path.iterdir()}

@@ -82,9 +82,12 @@ class FileJournal:
             if path.parent == folder and (folder_key, path.name) in self._backups:
                 self._add({_FOLDER_KEY: folder_key, "name": path.name, "sha256": digest})
 
-    def record_state(self, epoch: int, step: int) -> None:
-        """Record the position of a fit whose state is about to be written to a file, whichever that is."""
-        self._add({"epoch": epoch, "step": step})
+    def record_state(self, epoch: int, step: int, *, flush: bool = True) -> None:
+        """Record the position of a fit whose state is about to be written to a file, whichever that is.
+
+        Without `flush` a killed process leaves the record, and a power failure may not.
+        """
+        self._add({"epoch": epoch, "step": step}, flush=flush)
 
     @property
     def states(self) -> set[tuple[Any, Any]]:
@@ -118,9 +121,11 @@ class FileJournal:
                 (folder / backup).replace(path)
         return problems
 
-    def _add(self, entry: Mapping[str, Any]) -> None:
+    def _add(self, entry: Mapping[str, Any], *, flush: bool = True) -> None:
         with self.path.open("ab") as file:
             file.write(_json_line(entry))
+            if not flush:
+                return
             file.flush()
             os.fsync(file.fileno())
         if not self._is_flushed:

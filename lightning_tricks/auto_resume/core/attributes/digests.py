@@ -10,7 +10,7 @@ import mmap
 import operator
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -46,6 +46,12 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
 _BUFFERS = (memoryview, mmap.mmap, np.memmap)
 _NO_PATHS: Mapping[int, str] = {}
+_SIZE, _SHAPE = operator.attrgetter("nbytes"), operator.attrgetter("shape")
+# what has to be the same for values to be joined
+_TRAITS: Mapping[type, Callable[[Any], Any]] = {
+    Tensor: operator.attrgetter("dtype", "layout", "device", "requires_grad", "is_nested"),
+    np.ndarray: operator.attrgetter("dtype"),
+}
 _never_twice = itertools.count()
 
 
@@ -122,6 +128,7 @@ class ValueDigest:
             f"{type_name(type(value))} {size} {getattr(value, 'maxlen', '') if base.__name__ == 'deque' else ''}"
         )
         step = 1
+        with_keys = is_subclass(base, dict)
         if size > MAX_ENTRIES or self._parts + size > _MAX_PARTS:
             self._mark_sampled(value, size)
             if self._parts > 2 * _MAX_PARTS:
@@ -130,12 +137,40 @@ class ValueDigest:
         if is_subclass(base, set, frozenset):
             self._feed_set(value, base, step, location)
             return
-        with_keys = is_subclass(base, dict)
+        if (
+            base in (list, tuple)
+            and self._same_process
+            and self._feed_rows(base.__getitem__(value, slice(0, None, step)))
+        ):
+            return
         for key, part in itertools.islice(container_items(value, base), 0, None, step):
             inner = (*location, key_label(key))
             if with_keys:
                 self.feed(key, inner)
             self.feed(part, inner)
+
+    def _feed_rows(self, rows: Sequence[Any]) -> bool:
+        """Add rows of tensors, arrays and numbers, or dicts of them, if they are alike: at once, which costs less."""
+        found = _columns(rows) if len(rows) > 1 else None
+        if found is None or self._parts + len(rows) * (len(found[1]) + 1) > _MAX_PARTS:
+            return False
+        head, columns = found
+        joined, bytes_left = list[tuple[str, Any]](), self._whole_bytes_left
+        for column in columns:
+            if self._paths and not self._paths.keys().isdisjoint(map(id, column)):
+                return False
+            text, data = _joined(column, bytes_left) or ("", None)
+            if data is None:
+                return False
+            joined.append((text, data))
+            bytes_left -= 0 if data is column else data.nbytes
+        self._update(head)
+        for (text, data), column in zip(joined, columns, strict=True):
+            self._update(text, b"" if data is column else data)
+            for one in column if data is column else ():
+                self._feed_scalar(type(one), one)
+        self._parts, self._whole_bytes_left = self._parts + len(rows) * (len(columns) + 1), bytes_left
+        return True
 
     def _feed_set(self, value: Any, base: type, step: int, location: tuple[str, ...]) -> None:
         numbers = []
@@ -267,6 +302,51 @@ class ValueDigest:
     def _is_expected(self, value: Any, kind: type) -> bool:
         """Whether a fresh process has a value at any rate, or it is tracked elsewhere."""
         return is_subclass(kind, *IGNORED_TYPES) or id(value) in self._paths or self._is_walkable(value)
+
+
+def _columns(rows: Sequence[Any]) -> tuple[str, list[Any]] | None:
+    """Return of what kind rows are, and their columns; None if they are not alike. No method of them is called."""
+    kinds = set(map(type, rows))
+    kind = type(rows[0])
+    if kinds not in ({tuple}, {list}, {dict}):
+        return "entries", [rows]
+    if len(set(map(len, rows))) > 1 or not rows[0]:
+        return None
+    if kind is not dict:
+        return kind.__name__, list(zip(*rows, strict=True))
+    if set(map(type, itertools.chain.from_iterable(rows))) != {str} or len(set(map(tuple, rows))) > 1:
+        return None
+    return f"dict {list(rows[0])}", list(zip(*map(dict.values, rows), strict=True))
+
+
+def _joined(column: Sequence[Any], max_bytes: int) -> tuple[str, Any] | None:
+    """Return what the values of a column are, and all of them as one array; the column itself if it holds scalars."""
+    kinds, first = set(map(type, column)), column[0]
+    if kinds <= SCALARS:
+        return "scalars", column
+    if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_TRAITS[type(first)], column))) > 1:
+        return None
+    if type(first) is Tensor and (
+        first.requires_grad or first.is_nested or first.layout is not torch.strided or first.device.type == "meta"
+    ):
+        return None
+    sizes, shapes = list(map(_SIZE, column)), list(map(_SHAPE, column))
+    limit = _WHOLE_TENSOR if type(first) is Tensor else _WHOLE_ARRAY
+    if max(sizes) > limit or sum(sizes) > max_bytes:
+        return None
+    are_equal = shapes.count(shapes[0]) == len(shapes)
+    text = f"{first.dtype} {tuple(shapes[0]) if are_equal else list(map(tuple, shapes))}"
+    if type(first) is np.ndarray:
+        if first.dtype.kind not in ARRAY_KINDS or first.dtype.hasobject:
+            return None
+        return f"arrays {first.dtype.descr} {text}", np.frombuffer(
+            b"".join([one.tobytes() for one in column]), np.uint8
+        )
+    try:
+        joined = torch.stack(list(column)) if are_equal else torch.cat([one.reshape(-1) for one in column])
+        return f"tensors {text}", joined.reshape(-1).cpu().view(torch.uint8).numpy()
+    except RuntimeError:  # such as quantized ones
+        return None
 
 
 def _sample(data: Tensor, step: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
@@ -51,6 +52,8 @@ from lightning_tricks.auto_resume.core.attributes.walkable_types import (
 MAX_OBJECTS = 20_000
 MAX_OBJECT_DEPTH = 40  # attributes of attributes
 MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
+
+_LEAVES = SCALARS | {Tensor, np.ndarray, bytes}  # they hold no objects that are walked
 
 SkippedNames = Callable[[Any], Collection[str]]
 
@@ -268,7 +271,9 @@ class ObjectWalk:
             return
         for key, part in list(container_items(value, base)):
             kind = type(part)
-            if kind in SCALARS or is_subclass(kind, Tensor):
+            if kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part))):
+                continue
+            if is_subclass(kind, Tensor):
                 continue
             if is_walkable(kind):
                 inner = f"{path}.{key_label(key)}"

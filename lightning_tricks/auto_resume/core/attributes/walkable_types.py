@@ -54,6 +54,7 @@ _FOREIGN_NAMES = (
     "tensorflow rich tqdm loguru triton cv2 grpc boto3 botocore fsspec s3fs requests urllib3 sqlalchemy redis"
 )
 _FOREIGN_PACKAGES = frozenset(_FOREIGN_NAMES.split())
+_FOREIGN_MODULES = _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}
 _walkable_types: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
@@ -97,7 +98,7 @@ def is_user_module(name: str) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    return name.partition(".")[0] in _FOREIGN_PACKAGES | sys.stdlib_module_names - {"__main__"}
+    return name.partition(".")[0] in _FOREIGN_MODULES
 
 
 def is_known_library(name: object) -> bool:
