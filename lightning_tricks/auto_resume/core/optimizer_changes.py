@@ -229,8 +229,10 @@ def _with_all_entries(optimizer: Any, state: Mapping[str, Any], instead: Any = N
             if missing and instead is not None:
                 return {**state, "state": instead}
             for name, one in missing.items():
-                is_full = like is not None and isinstance(one, torch.Tensor) and one.dim()
-                known = {**known, name: torch.zeros_like(like) if is_full else one}
+                value = one
+                if like is not None and isinstance(one, torch.Tensor) and one.dim():
+                    value = torch.zeros_like(like)
+                known = {**known, name: value}
             states[number] = known
     return {**state, "state": {**state["state"], **states}}
 
