@@ -632,8 +632,8 @@ def test_old_values_are_kept_or_it_is_said_which_cannot_be(name, stopped, tmp_pa
     epochs = {"epochs": edit.now["epochs"]} if edit.old == "extended" else {}
     whole = run(None, **{**edit.before, **epochs})[1]
     assert same(module.state_dict(), whole.state_dict())
-    again = run(folder, **{**edit.before, **epochs})[1]  # as it was before the edit
-    assert same(module.state_dict(), again.state_dict())
+    if edit.line:  # the script as it was before the edit goes on as well
+        assert same(module.state_dict(), run(folder, **{**edit.before, **epochs})[1].state_dict())
 
 
 def test_samples_are_seen_once_though_batches_are_larger(stopped, tmp_path):
