@@ -154,7 +154,9 @@ class RunConfiguration:
         for label, value in self._began.items():
             owner, name, _ = self._places[label]
             with suppress(Exception):  # not hashable, or gone
-                _LEFT.setdefault(owner, {})[name] = value, plain(getattr(owner, name))
+                left = plain(getattr(owner, name))
+                if left != plain(value):
+                    _LEFT.setdefault(owner, {})[name] = value, left
 
     def _arguments(self) -> Iterator[tuple[str, Any]]:
         for prefix, owner in (("hparams", self.module), ("datamodule.hparams", datamodule_of(self.trainer))):
@@ -427,7 +429,9 @@ class RunConfiguration:
         return False
 
     def is_known_change(self, path: str) -> bool:
-        """Whether the attribute at a path, such as "module.net.2.p", is among the changes."""
+        """Whether the attribute at a path, such as "module.net.2.p", is among the changes, or what a Tuner found."""
+        if self._was_searched() and _SEARCHED.fullmatch(path.rpartition(".")[2]):
+            return True
         names = [change.name for change in self.changes]
         return any(path.endswith(f".{name}") or path == f"module.{name.partition('.')[2]}" for name in names)
 

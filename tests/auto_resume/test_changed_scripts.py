@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -229,6 +229,54 @@ def _warm_up(optimizer: Any, gamma: float) -> Any:
     return lr_scheduler.SequentialLR(optimizer, parts, [4])
 
 
+def _milestone(step: int) -> tuple[Any, dict[str, Any], str]:
+    def make(optimizer: Any) -> Any:
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 100), lr_scheduler.ExponentialLR(optimizer, 0.5 + step / 100)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [step])
+
+    return make, {}, "step"
+
+
+def _backwards(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """Give the parameters in another order, as a set of them does in another process."""
+    return torch.optim.SGD(parameters[::-1], **options)
+
+
+class Wrapper(torch.optim.SGD):
+    """An optimizer around another one, whose groups it shares."""
+
+    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
+        super().__init__(parameters, lr, **options)
+        self.base = torch.optim.SGD(self.param_groups, lr, **options)
+        self.param_groups = self.base.param_groups
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def _machine(one: bool) -> dict[str, Any]:
+    here, name = ("/a", "fox") if one else ("/b", "dog")
+    return {
+        "cpu_count": 2 + one,
+        "env": {"SHLVL": str(2 + one)},
+        "exp_name": name,
+        "git_sha": "abc1234" if one else "def5678",
+        "machine": name,
+        "name": name,
+        "train_files": [f"{here}/{number}.png" for number in range(3 + one)],
+        "use_cuda": one,
+        "version": 1 + one,
+        "world_size": 1 + one,
+    }
+
+
 def _namespace(rate: float) -> dict[str, Any]:
     return {
         "args": argparse.Namespace(mixup=rate, output_dir=f"runs/{rate}", started="2026-11-2" + str(int(10 * rate)))
@@ -289,6 +337,25 @@ EDITS = {
         line=r"Adam.betas: \[0.9, 0.999\] -> \[0.5, 0.9\]",
         by_hand=_set_option("betas", (0.5, 0.9)),
     ),
+    "an option with another moment": Edit(
+        {"options": {"amsgrad": True}},
+        {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {}},
+        line="Adam.amsgrad: False -> True",
+    ),
+    "an optimizer with the same moments": Edit(
+        {"optimizer": torch.optim.AdamW},
+        {"optimizer": torch.optim.Adam, "lr": 0.01, "options": {"weight_decay": 0.0}},
+        line="optimizer 0: Adam -> AdamW",
+        old="refused",
+        by_hand=lambda *_: None,
+    ),
+    "lr in a wrapper": Edit(
+        {"lr": 0.01}, {"optimizer": Wrapper}, line="Wrapper.lr: 0.1 -> 0.01", by_hand=_set_option("lr", 0.01)
+    ),
+    "kernels of an optimizer": Edit(
+        {"options": {"momentum": 0.9, "foreach": True}}, {"options": {"momentum": 0.9, "foreach": False}}
+    ),
+    "order of the parameters": Edit({"optimizer": _backwards}),
     "another optimizer": Edit(
         {"optimizer": torch.optim.Adam, "options": {}}, line="optimizer 0: SGD -> Adam", old="refused"
     ),
@@ -338,6 +405,14 @@ EDITS = {
         {"schedule": (_warm_up, {"gamma": 0.5}, "step")},
         {"schedule": (_warm_up, {"gamma": 0.9}, "step")},
         line=r"SequentialLR.schedulers\[1\].gamma: 0.9 -> 0.5",
+    ),
+    "milestone of a schedule": Edit(
+        {"schedule": _milestone(20)}, {"schedule": _milestone(10)}, line=r"SequentialLR.schedulers\[1\].gamma"
+    ),
+    "what a schedule adds to groups": Edit(
+        {"schedule": (torch.optim.swa_utils.SWALR, {"swa_lr": 0.02}, "step")},
+        {"schedule": (torch.optim.swa_utils.SWALR, {"swa_lr": 0.05}, "step")},
+        line="SGD.swa_lr: 0.05 -> 0.02",
     ),
     "factor on a plateau": Edit(
         {"schedule": _plateau(0.1)},
@@ -447,6 +522,12 @@ EDITS = {
         line="hparams.args.mixup: 0.2 -> 0.3",
         old="nevertheless",
     ),
+    "a fraction with a path in its name": Edit(
+        {"hparams": {"drop_path_rate": 0.3}},
+        {"hparams": {"drop_path_rate": 0.1}},
+        line="hparams.drop_path_rate: 0.1 -> 0.3",
+    ),
+    "another machine": Edit({"hparams": _machine(True)}, {"hparams": _machine(False)}),
     "a path and a date": Edit(
         {"hparams": {"out_dir": "/b", "name": "run of 2026-11-25", "num_workers": 8, "started": 1795600000.5}},
         {"hparams": {"out_dir": "/a", "name": "run of 2026-11-24", "num_workers": 2, "started": 1795500000.5}},
@@ -551,6 +632,8 @@ def test_old_values_are_kept_or_it_is_said_which_cannot_be(name, stopped, tmp_pa
     epochs = {"epochs": edit.now["epochs"]} if edit.old == "extended" else {}
     whole = run(None, **{**edit.before, **epochs})[1]
     assert same(module.state_dict(), whole.state_dict())
+    if edit.line:  # the script as it was before the edit goes on as well
+        assert same(module.state_dict(), run(folder, **{**edit.before, **epochs})[1].state_dict())
 
 
 def test_samples_are_seen_once_though_batches_are_larger(stopped, tmp_path):
@@ -628,17 +711,85 @@ def test_another_rank_of_lora_is_refused(tmp_path):
         run(tmp_path, callbacks=lambda: [LoRA(2, target_modules="linear")], on_change="new")
 
 
+class Growing(LightningDataModule):
+    def train_dataloader(self):
+        x = torch.randn(44, 6, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4 + self.trainer.current_epoch)
+
+
+def test_batches_that_a_hook_makes_larger_are_no_change(tmp_path):
+    def fit(folder: Any, *callbacks: Callback) -> tuple[Trainer, Any]:
+        seed_everything(7, verbose=False)
+        module = Net(1.0, 0.5, SCRIPT)
+        guard = [AutoResume(folder, every_n_train_steps=2)] if folder else []
+        trainer = Trainer(
+            accelerator="cpu",
+            callbacks=[*guard, *callbacks],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=False,
+            max_epochs=4,
+            reload_dataloaders_every_n_epochs=1,
+        )
+        trainer.fit(module, datamodule=Growing())
+        return trainer, module
+
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(tmp_path, Crash())
+    assert same(fit(tmp_path)[1].state_dict(), fit(None)[1].state_dict())
+
+
+class Annealed(Callback):
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rate *= 0.9
+        pl_module.net[2].p = self.rate
+
+
+def test_what_hooks_set_in_a_fit_is_no_change_when_its_objects_are_fitted_again(tmp_path):
+    seed_everything(7, verbose=False)
+    module, annealed = Net(1.0, 0.5, SCRIPT), Annealed(0.5)
+    x = torch.randn(44, 6)
+    data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
+
+    def fit(*callbacks: Callback) -> None:
+        trainer = Trainer(
+            accelerator="cpu",
+            callbacks=[AutoResume(tmp_path, every_n_train_steps=2), annealed, *callbacks],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=False,
+            max_epochs=3,
+        )
+        trainer.fit(module, data)
+
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(Crash())
+    annealed.rate, left = 0.4, annealed.rate
+    with pytest.raises(MisconfigurationException, match=r"Annealed\.rate: 0\.5 -> 0\.4"):
+        fit()
+    annealed.rate = left
+    fit()
+    assert annealed.rate == pytest.approx(0.5 * 0.9**33)
+
+
 class Searched(Net):
     def __init__(self, script: dict[str, Any]) -> None:
-        super().__init__(1.0, 0.5, script)
+        super().__init__(1.0, 0.5, script, lr=0.1)
         self.lr = 0.1
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=100)]
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers|.*logging interval")
-def test_what_a_tuner_finds_is_no_change(tmp_path):
+@pytest.mark.parametrize("by_another_trainer", [False, True])
+def test_what_a_tuner_finds_is_no_change(by_another_trainer, tmp_path):
     for number in (1, 2):
         seed_everything(number, verbose=False)  # it finds another rate each time
         seed_everything(7, verbose=False)
@@ -654,7 +805,15 @@ def test_what_a_tuner_finds_is_no_change(tmp_path):
         )
         x = torch.randn(44, 6, generator=torch.Generator().manual_seed(number))
         data = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), 4)
-        Tuner(trainer).lr_find(module, data, num_training=10 * number)
+        searching = Trainer(
+            accelerator="cpu",
+            default_root_dir=tmp_path / "root",
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            logger=False,
+            max_epochs=1,
+        )
+        Tuner(searching if by_another_trainer else trainer).lr_find(module, data, num_training=10 * number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other data
             trainer.fit(module, data)

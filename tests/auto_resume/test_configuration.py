@@ -130,3 +130,18 @@ def test_limits():
 def test_a_path_is_text():
     assert plain(Path("a")) == "a PosixPath"
     assert numbered([1, "a", 2]) == ["int", "str", "int[1]"]
+
+
+def test_configs_that_contain_themselves_and_tensors_without_data_have_an_end():
+    config: dict = {"lr": 0.1, "meta": torch.empty(1, device="meta")}
+    config["parent"] = config
+    assert changes(dict(flatten("x", config)), dict(flatten("x", config))) == []
+    point = Point()
+    point.x = point
+    assert dict(flatten("x", point))
+
+
+def test_a_long_value_is_shown_where_it_changed():
+    before, now = ([0.5 + number / 1000 for number in range(50)] for _ in range(2))
+    now[40] = 0.25
+    assert "0.25" in str(Change("x", before, now))
