@@ -117,8 +117,9 @@ class ResumableFit(FitObserver):
             return None
         self.resumed, path = newest
         self._checkpoint = checkpoint = self.selection.load(path)
-        before = checkpoint[CHECKPOINT_KEY]["shared"].get("configuration")
-        self.configuration.resume_from(before, self.resumed, str(path.parent))
+        part = checkpoint[CHECKPOINT_KEY]
+        before, ranks = part["shared"].get("configuration"), len(part["ranks"])
+        self.configuration.resume_from(before, self.resumed, str(path.parent), ranks)
         self.rank = RankState(self.trainer, self.module)
         pending = PendingResume.from_checkpoint(self.resumed, path, checkpoint, self.trainer, self.module)
         self._pending, self._loader_origins = pending, dict(pending.rank_state["made"])

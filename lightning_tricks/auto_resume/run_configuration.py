@@ -113,6 +113,8 @@ class RunConfiguration:
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._began: dict[str, Any] = {}
         self._ignored: list[Change] = []
+        self._created: Sequence[Any] = ()  # the optimizers
+        self._other_ranks = False
         self._has_loaders = self._has_optimizers = self._said_incidental = False
         self._now = Configuration(arguments=dict(self._arguments()))
         seed = os.environ.get("PL_GLOBAL_SEED", "")
@@ -128,6 +130,7 @@ class RunConfiguration:
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration, with the old values of what is ignored."""
         record = asdict(self._now)
+        record["exchanged"] = list(map(id, self.trainer.optimizers)) != list(map(id, self._created))
         for change in self._ignored:
             part = "arguments" if change.name in self._now.arguments else "values"
             record[part][change.name] = change.before
@@ -194,15 +197,17 @@ class RunConfiguration:
 
     # -- what a later start changed
 
-    def resume_from(self, saved: Mapping[str, Any] | None, manifest: Manifest, folder: str) -> None:
+    def resume_from(self, saved: Mapping[str, Any] | None, manifest: Manifest, folder: str, ranks: int) -> None:
         """Compare with what the run was started with; with `on_change="old"`, set back what can be set.
 
         Args:
             saved: What `saved` returned in the stopped run; None where an older release wrote the checkpoint.
             manifest: The manifest of the checkpoint.
             folder: Its directory, in words.
+            ranks: The number of ranks that wrote it.
         """
         self._manifest, self._folder = manifest, folder
+        self._other_ranks = ranks != self.trainer.world_size
         if saved is None:
             return
         self._before = Configuration(**saved)
@@ -226,13 +231,21 @@ class RunConfiguration:
         known = {f"Trainer.{name}" for name in extensions}
         found, incidental = self._before.changes_to(self._now, self._is_default)
         was_searched = self._was_searched()
+        schedules = numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
+        states = {*numbered(self.trainer.optimizers), *schedules}
         changes = []
         for one in found:
             leaf = one.name.rpartition(".")[2]
             is_length = ("epoch" in leaf or "step" in leaf) and (one.before, one.now) in pairs
-            if one.name in known or is_length or (was_searched and _SEARCHED.fullmatch(leaf)):
+            label = one.name.partition(".")[0]
+            if self._before.exchanged and (label in states or label.startswith(("optimizer ", "scheduler "))):
                 continue
-            changes.append(replace(one, why=self._reason(one)))
+            if self._other_ranks and label in schedules:
+                incidental.append(one)  # they may be as long as the run, which has another number of steps
+            elif one.name in known or is_length or (was_searched and _SEARCHED.fullmatch(leaf)):
+                continue
+            else:
+                changes.append(replace(one, why=self._reason(one)))
         labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
         return [one for one in changes if "._" not in one.name or one.name.partition(".")[0] not in labels], incidental
 
@@ -268,10 +281,12 @@ class RunConfiguration:
         Raises:
             MisconfigurationException: If something changed, and it is not said what is to be done.
         """
+        if self._has_optimizers:
+            return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         with isolated_rng():  # functions of users are called
             found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
-        self._now.groups = found.groups
+        self._now.groups, self._created = found.groups, list(optimizers)
         for label, config in zip(numbered([config.scheduler for config in configs]), configs, strict=True):
             for option in SCHEDULE_OPTIONS:
                 self._places[f"{label}.{option}"] = config, option, getattr(config, option)
@@ -279,7 +294,7 @@ class RunConfiguration:
         self._add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
         self._has_optimizers = True
         self._decide()
-        if checkpoint is None or self._before is None:
+        if checkpoint is None or self._before is None or self._before.exchanged:
             return
         names = [change.name for change in self.changes] if self.settings.on_change == "new" else []
         if not names and self._before.groups == self._now.groups:

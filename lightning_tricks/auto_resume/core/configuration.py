@@ -77,12 +77,14 @@ class Configuration:
         values: Their settings. One that only one of two starts knows is none of the user's: libraries add defaults.
         arguments: Hyper-parameters, of which one that only one of two starts has counts.
         groups: For each optimizer, the names of the parameters in its groups.
+        exchanged: Whether the fit exchanged the optimizers, so that a later start cannot be compared with them.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     groups: list[list[list[str]]] = field(default_factory=list)
+    exchanged: bool = False
 
     def changes_to(
         self, now: Configuration, is_default: Callable[[str, Any], bool] = lambda *_: False

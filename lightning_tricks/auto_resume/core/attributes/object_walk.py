@@ -209,7 +209,7 @@ class ObjectWalk:
             value, inner = own[name], f"{path}.{name}"
             if name in skipped or name.startswith("__") or inner in self.slots:
                 continue
-            if type(value) is ModuleType:
+            if is_subclass(type(value), ModuleType):  # packages that import their parts later are subclasses
                 if is_user_module(value.__name__) and id(value) not in self._open_owners:
                     self._visit_variables(value, names, "", depth)
             elif type(value) is FunctionType:

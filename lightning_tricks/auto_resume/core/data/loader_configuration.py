@@ -32,7 +32,8 @@ def describe_loaders(loaders: Sequence[Any], name: str) -> Configuration:
             found.values[f"{label}.shuffle"] = shuffle
         for part, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
             kind = type(value).__name__
-            if value is None or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
+            is_ours = type(value).__module__.startswith("lightning_tricks.")  # it depends on the stage of the fit
+            if value is None or is_ours or kind.startswith("_") or kind in {*_SHUFFLES, "BatchSampler"}:
                 continue
             if not isinstance(shuffle, bool) or part == "batch_sampler":
                 found.kinds[f"{label}.{part}"] = kind
