@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -113,6 +113,7 @@ class RunConfiguration:
         self._places: dict[str, tuple[Any, str, Any]] = {}
         self._began: dict[str, Any] = {}
         self._ignored: list[Change] = []
+        self._set_back = ExitStack()  # the Trainer's settings
         self._created: Sequence[Any] = ()  # the optimizers
         self._other_ranks = False
         self._has_loaders = self._has_optimizers = self._said_incidental = False
@@ -153,7 +154,8 @@ class RunConfiguration:
         self._began[label] = copy.copy(value) if isinstance(value, list | dict) else value
 
     def close(self) -> None:
-        """Note what the fit leaves in the attributes that are compared."""
+        """Note what the fit leaves in the attributes that are compared, and leave the Trainer as it was."""
+        self._set_back.close()
         for label, value in self._began.items():
             owner, name, _ = self._places[label]
             with suppress(Exception):  # not hashable, or gone
@@ -240,10 +242,11 @@ class RunConfiguration:
             label = one.name.partition(".")[0]
             if self._before.exchanged and (label in states or label.startswith(("optimizer ", "scheduler "))):
                 continue
-            if self._other_ranks and label in schedules:
-                incidental.append(one)  # they may be as long as the run, which has another number of steps
-            elif one.name in known or is_length or (was_searched and _SEARCHED.fullmatch(leaf)):
+            if one.name in known or is_length:
                 continue
+            is_found = was_searched and _SEARCHED.fullmatch(leaf)
+            if is_found or (self._other_ranks and label in schedules):  # another number of ranks makes other steps
+                incidental.append(one)
             else:
                 changes.append(replace(one, why=self._reason(one)))
         labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
@@ -428,6 +431,7 @@ class RunConfiguration:
         limit = change.name.removeprefix("Trainer.")
         if limit in self._limits():
             set_loop_limits(self.trainer, {limit: change.before})
+            self._set_back.callback(set_loop_limits, self.trainer, {limit: change.now})
             return True
         if change.name not in self._places or change.name == "Trainer.precision" or change.before == ABSENT:
             return False
@@ -440,6 +444,8 @@ class RunConfiguration:
                 owner[name] = before  # type: ignore[index]
             else:
                 setattr(owner, name, before)
+            if owner is self.trainer:
+                self._set_back.callback(setattr, owner, name, value)
             return True
         return False
 

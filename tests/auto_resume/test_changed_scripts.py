@@ -820,6 +820,14 @@ def test_what_a_tuner_finds_is_no_change(by_another_trainer, tmp_path):
     assert trainer.current_epoch == 2
 
 
+def test_the_trainer_keeps_what_it_was_given(stopped, tmp_path):
+    folder = stopped("accumulation", tmp_path / "run")
+    limits = {"accumulate_grad_batches": 2, "max_steps": 20}
+    trainer, _ = run(folder, on_change="old", trainer=limits)
+    assert trainer.global_step == 33
+    assert (trainer.accumulate_grad_batches, trainer.max_steps) == (2, 20)
+
+
 def test_a_drawn_seed_is_no_change(stopped, tmp_path):
     run(tmp_path / "drawn", Crash(), seed=2_034_556_911)
     assert run(tmp_path / "drawn", seed=1_783_226_004)[0].current_epoch == 3
