@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -68,7 +68,7 @@ def restore_changes(
         if _kind(change) == "module" and _try_restore(_restore_module_copy, path, change, walk, failed):
             walk = fresh_walk()
     later = ("same", "module")
-    for path, change in values.items():
+    for path, change in sorted(values.items(), key=lambda item: _refers(item[1]["value"], values)):
         if change["name"] != STATE_KEY and _kind(change) not in later:
             num_before = walk.num_built
             _try_restore(_restore_value, path, change, walk, failed)
@@ -80,6 +80,14 @@ def restore_changes(
         if change["name"] == STATE_KEY:
             _try_restore(_restore_state, path, change, walk, failed)
     return failed
+
+
+def _refers(encoded: Any, paths: Collection[str]) -> bool:
+    """Whether a container shares an entry with an attribute of some paths, which has to be restored before it."""
+    if isinstance(encoded, Mapping):
+        is_reference = encoded.get("kind") == "same" and encoded["path"] in paths
+        return is_reference or any(_refers(part, paths) for part in encoded.values())
+    return isinstance(encoded, list | tuple) and any(_refers(part, paths) for part in encoded)
 
 
 def _kind(change: Mapping[str, Any]) -> str:
