@@ -139,12 +139,11 @@ class ResumableFit(FitObserver):
         if checkpoint is None:
             self.configuration.check_optimizers(None)
             return
-        names = ("optimizer_states", "lr_schedulers")
         self.configuration.check_optimizers(checkpoint)
         pending = self._pending
         if pending is None or not self.configuration.changed_states:
             return
-        self._changed_states = copy.deepcopy({name: checkpoint[name] for name in names})
+        self._changed_states = copy.deepcopy({name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")})
         outline = {**pending.rank_state.get("outline", {})}
         outline |= {name: self.rank.outline()[name] for name in ("optimizers", "schedulers")}
         rank_state = {**pending.rank_state, "outline": outline}

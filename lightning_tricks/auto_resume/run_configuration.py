@@ -12,19 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Checkpoint,
-    DeviceStatsMonitor,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    ThroughputMonitor,
-    Timer,
-)
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric, MetricCollection
@@ -48,34 +36,24 @@ from lightning_tricks.auto_resume.core.configuration import (
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
 from lightning_tricks.auto_resume.core.manifests import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, ChangedOptimizers, describe_optimizers
+from lightning_tricks.auto_resume.trainer_settings import SHAPING_SETTINGS
 
 if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
 
-_TRAINER_SETTINGS = (
-    "accumulate_grad_batches",
-    "check_val_every_n_epoch",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "limit_train_batches",
-    "limit_val_batches",
-    "overfit_batches",
-    "precision",
-    "reload_dataloaders_every_n_epochs",
-    "val_check_interval",
-)
+_TRAINER_SETTINGS = (*SHAPING_SETTINGS, "precision")
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
 _OBSERVERS = (
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Checkpoint,
-    DeviceStatsMonitor,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    ThroughputMonitor,
-    Timer,
+    callbacks.BasePredictionWriter,
+    callbacks.BatchSizeFinder,
+    callbacks.Checkpoint,
+    callbacks.DeviceStatsMonitor,
+    callbacks.LearningRateFinder,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
 )
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
@@ -185,8 +163,8 @@ class RunConfiguration:
                     self._add_value(f"{name}.{argument}", layer, argument)
 
     def _add_callbacks(self) -> None:
-        callbacks = [one for one in callbacks_of(self.trainer) if one is not self.settings and _may_change(one)]
-        for label, callback in zip(numbered(callbacks), callbacks, strict=True):
+        changers = [one for one in callbacks_of(self.trainer) if one is not self.settings and _may_change(one)]
+        for label, callback in zip(numbered(changers), changers, strict=True):
             if isinstance(callback, TrickCallback):
                 self._now.kinds[label] = "in use"
                 values = {name: plain(getattr(callback, name)) for name in callback.training_arguments}
@@ -233,7 +211,7 @@ class RunConfiguration:
         known = {f"Trainer.{name}" for name in extensions}
         found, incidental = self._before.changes_to(self._now, self._is_default)
         was_searched = self._was_searched()
-        schedules = numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
+        schedules = self._schedule_labels()
         states = {*numbered(self.trainer.optimizers), *schedules}
         changes = []
         for one in found:
@@ -252,6 +230,9 @@ class RunConfiguration:
         labels = {one.name.partition(".")[0] for one in changes if "._" not in one.name}
         return [one for one in changes if "._" not in one.name or one.name.partition(".")[0] not in labels], incidental
 
+    def _schedule_labels(self) -> list[str]:
+        return numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
+
     def _was_searched(self) -> bool:
         """Whether a Tuner, of this Trainer or another one, has set a hyper-parameter."""
         initial = self.module.hparams_initial
@@ -263,7 +244,7 @@ class RunConfiguration:
         label = change.name.partition(".")[0]
         if label.startswith("optimizer ") and ABSENT not in (change.before, change.now):
             return "moments continue where both keep the same ones"
-        is_schedule = label in numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
+        is_schedule = label in self._schedule_labels()
         numbers = all(isinstance(one, int | float) for one in (change.before, change.now))
         if not (self.extended and is_schedule) or (numbers and change.now <= change.before):
             return ""
@@ -290,7 +271,7 @@ class RunConfiguration:
         with isolated_rng():  # functions of users are called
             found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
         self._now.groups, self._created = found.groups, list(optimizers)
-        for label, config in zip(numbered([config.scheduler for config in configs]), configs, strict=True):
+        for label, config in zip(self._schedule_labels(), configs, strict=True):
             for option in SCHEDULE_OPTIONS:
                 self._places[f"{label}.{option}"] = config, option, getattr(config, option)
         self._add(found)
@@ -399,14 +380,11 @@ class RunConfiguration:
                 f"AutoResume(on_change='old'): the saved state does not fit {_listed(refused, '; ')}. Set the old "
                 "values in the script, continue with the new ones by on_change='new', or choose another dirpath."
             )
-        labels = (
-            numbered([*self.trainer.optimizers]),
-            numbered([one.scheduler for one in self.trainer.lr_scheduler_configs]),
-        )
-        states = {label for part in labels for label in part}
+        restored = {*numbered(self.trainer.optimizers), *self._schedule_labels(), "seed"}
         for one in changes:
-            label = one.name.partition(".")[0]
-            is_restored = label in {*states, "seed"} and not one.name.endswith("()")  # a function is not saved
+            is_restored = one.name.partition(".")[0] in restored and not one.name.endswith(
+                "()"
+            )  # a function is not saved
             if one not in self._ignored and (self._set(one) or is_restored):
                 self._ignored.append(one)
         ignored = [one for one in changes if one in self._ignored]

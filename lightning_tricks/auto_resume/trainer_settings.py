@@ -10,20 +10,21 @@ from lightning.pytorch import Trainer
 from lightning_tricks._lightning_compat.fit import LOADER_LIMITS, loop_limits, set_loop_limits
 from lightning_tricks._lightning_compat.guards import set_private
 from lightning_tricks.auto_resume.core.changed_values import ChangedValues
+from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS
 
-_SETTINGS = (
+# Those that shape the training
+SHAPING_SETTINGS = (
     "accumulate_grad_batches",
     "check_val_every_n_epoch",
     "gradient_clip_algorithm",
     "gradient_clip_val",
     "limit_train_batches",
     "limit_val_batches",
-    "log_every_n_steps",
     "overfit_batches",
     "reload_dataloaders_every_n_epochs",
     "val_check_interval",
 )
-_SCHEDULER_SETTINGS = ("interval", "frequency", "monitor", "strict")
+_SETTINGS = (*SHAPING_SETTINGS, "log_every_n_steps")
 
 
 class TrainerSettings:
@@ -67,7 +68,7 @@ class TrainerSettings:
         schedulers = changes.get("schedulers", {})
         self._schedulers.note(schedulers)
         for number, config in enumerate(self._trainer.lr_scheduler_configs):
-            for name in _SCHEDULER_SETTINGS:
+            for name in SCHEDULE_OPTIONS:
                 if f"{number}.{name}" in schedulers:
                     setattr(config, name, schedulers[f"{number}.{name}"])
         for name, (before, after) in changes.get("limits", {}).items():
@@ -107,5 +108,5 @@ class TrainerSettings:
         return {
             f"{number}.{name}": getattr(config, name)
             for number, config in enumerate(configs)
-            for name in _SCHEDULER_SETTINGS
+            for name in SCHEDULE_OPTIONS
         }

@@ -24,22 +24,8 @@ _COUNTERS = re.compile(
 )
 _GROUP_ENTRIES = frozenset({"params", "param_names", "initial_lr", "name"})
 _OF_THE_MACHINE = frozenset({"capturable", "foreach", "fused"})  # which kernels make the same step
-_SAMPLED_STEPS = (
-    0,
-    1,
-    2,
-    3,
-    5,
-    8,
-    13,
-    21,
-    55,
-    144,
-    377,
-    987,
-    10_000,
-    100_000,
-)  # at which functions of steps are compared
+# At which functions of steps are compared
+_SAMPLED_STEPS = (0, 1, 2, 3, 5, 8, 13, 21, 55, 144, 377, 987, 10_000, 100_000)
 
 
 def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names: Sequence[Any]) -> Configuration:
@@ -134,9 +120,8 @@ class ChangedOptimizers:
         if _is_replayable(scheduler):
             count = _num_steps(saved) if saved is not None else None
             if count is None:
-                count = (epochs if self._configs[number].interval == "epoch" else steps) // self._configs[
-                    number
-                ].frequency
+                config = self._configs[number]
+                count = (epochs if config.interval == "epoch" else steps) // config.frequency
             _replay(scheduler, count)
             return copy.deepcopy(scheduler.state_dict())
         state = scheduler.state_dict()
@@ -177,7 +162,7 @@ class ChangedOptimizers:
             saved = {**saved, "state": {**saved["state"], **_moved_state(saved, before, now, saved)}}
         if not self._changed:
             return saved
-        prefixes = _prefixes(numbered(self._optimizers)[number], optimizer.param_groups)
+        prefixes = _prefixes(label, optimizer.param_groups)
         groups = [dict(group) for group in saved["param_groups"]]  # hooks may have added some
         for prefix, group, created in zip(prefixes, groups, present["param_groups"], strict=False):
             names = {name for name in created if f"{prefix}.{name}" in self._changed} - {"lr"}
