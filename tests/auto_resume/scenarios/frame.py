@@ -50,9 +50,10 @@ class Scenario:
     since: tuple[int, int] = (2, 5)
 
     def __call__(self, folder: Path, options: dict[str, Any]) -> None:
-        """Run it in a folder, as a new process does: with random numbers that are others at each start."""
+        """Run it in a folder, as a new process does: with random numbers that are others at each start that resumes."""
         starts = folder / "starts"
-        number = len(starts.read_text()) if starts.exists() else 0
+        resumes = any((folder / "resume").glob("*.ckpt"))  # else it begins anew, as the undisturbed run did
+        number = len(starts.read_text()) if resumes else 0
         starts.write_text("." * (number + 1))
         random.seed(number)
         np.random.seed(number)
