@@ -241,9 +241,9 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return False
 
     def member_rows(self, size: int) -> Sequence[Tensor] | None:
-        """Return the rows of a data set of `size` samples that each member is trained on; None for all rows.
+        """Return which of the `size` rows that the loader's sampler yields each member is trained on; None for all.
 
-        Rows are indices, as many for each member; they may repeat.
+        Rows are indices below `size`, as many for each member; they may repeat.
         """
         return None
 
