@@ -39,6 +39,9 @@ class BootstrappedMembers(Ensemble):
 class BaggingClassifier(BootstrappedMembers, VotingClassifier):
     """Train classifiers on bootstrap samples, drawn once for each member, and average their probabilities.
 
+    A bootstrap sample is drawn from the rows that the loader's sampler yields; a sampler that draws with replacement,
+    such as a `WeightedRandomSampler`, draws that of each member itself.
+
     Members differ more than those of `VotingClassifier` and each one is worse, as it sees 63 % of the samples: with
     networks, voting is the better default.
 

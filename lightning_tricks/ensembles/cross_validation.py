@@ -64,7 +64,8 @@ def cross_validate(
         make_module: Makes a new LightningModule; a class without arguments, for example. Its validation, if it has one,
             gives the scores; its `predict_step` gives the predictions, a tensor (B, ...) for each batch.
         data: A data set with a length; a tuple of tensors (x, ..., y); or a DataLoader, whose settings are kept: the
-            batches to train with are shuffled if it shuffles.
+            batches to train with are shuffled if it shuffles, and the rows are those that its sampler yields, in
+            ascending order.
         trainer_factory: Makes a new Trainer for each fold.
         cv: The number of folds >= 2, not shuffled; a list of (train, test) indices, whose test parts hold each row
             once; or an object with `split(X, y)`, which gets row numbers as X.
@@ -99,7 +100,7 @@ def cross_validate(
     cv = check_cv(cv)
     if cv == "prefit":
         raise ValueError('cv="prefit" is for StackingClassifier: give a number of folds or a list of them.')
-    loader = _as_loader(data, batch_size)
+    loader = check_row_loader(_as_loader(data, batch_size))
     folds = _make_folds(cv, loader, stratified)
     parts = [
         _run_fold(make_module, trainer_factory, loader, fold, purpose_seed(seed, CROSS_VALIDATION, index))
@@ -176,7 +177,6 @@ def _as_loader(data: Any, batch_size: int | None) -> DataLoader[Any]:
 
 
 def _make_folds(cv: Any, loader: DataLoader[Any], stratified: bool | None) -> list[Fold]:
-    check_row_loader(loader)
     size = len(loader.dataset)  # type: ignore[arg-type]
     targets = None if isinstance(cv, list) or (isinstance(cv, int) and stratified is False) else read_targets(loader)
     if stratified is None:

@@ -9,6 +9,7 @@ from inspect import currentframe
 from typing import IO, Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleIn
 from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
 from lightning_tricks.ensembles.prediction import CombinedPrediction
 from lightning_tricks.ensembles.training_data import TrainingData
-from lightning_tricks.gradient_clipping.core.methods import AGC
+from lightning_tricks.gradient_clipping.core.methods import AGC, METHODS, ClipMethod
 
 
 class Ensemble(TorchensembleInterchange, CombinedPrediction):
@@ -165,10 +166,15 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         if self.uses_member_steps:
             lightning_members.check_import_style(self, members)
         self._has_lightning_members = self.uses_member_steps and lightning_members.have_training_steps(members)
-        why_not = optimizers.why_not_step_stacked(self.optimizer)
         if self._has_lightning_members:
             why_not = f"{type(members[0]).__name__} has a training_step of its own"
-        elif self.uses_member_steps and any(lightning_members.have_training_steps([one]) for one in members):
+        else:
+            why_not = optimizers.why_not_step_stacked(self.optimizer, members)
+        if (
+            not self._has_lightning_members
+            and self.uses_member_steps
+            and any(lightning_members.have_training_steps([one]) for one in members)
+        ):
             self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
 
@@ -241,9 +247,9 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return False
 
     def member_rows(self, size: int) -> Sequence[Tensor] | None:
-        """Return the rows of a data set of `size` samples that each member is trained on; None for all rows.
+        """Return which of the `size` rows that the loader's sampler yields each member is trained on; None for all.
 
-        Rows are indices, as many for each member; they may repeat.
+        Rows are indices below `size`, as many for each member; they may repeat.
         """
         return None
 
@@ -307,9 +313,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
             lightning_members.refuse_manual_optimization(self, self.estimators_)
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
-        callbacks: list[Any] = callbacks_of(self.trainer)
-        if any(isinstance(getattr(callback, "method", None), AGC) for callback in callbacks):
-            self.estimators_ = as_sequential(self.estimators_, "AGC clips the units of each layer by itself")
+        if self._is_stacked() and (reason := _why_not_stack_beside(callbacks_of(self.trainer))):
+            self.estimators_ = as_sequential(self.estimators_, reason)
         stacked = any(isinstance(layer, StackedBatchNorm) for layer in self.estimators_.modules())
         if stacked and syncs_batchnorm(self.trainer):
             self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
@@ -362,7 +367,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Choose the optimizer by torch's name, as in torchensemble."""
         self.optimizer, self.has_given_optimizer = optimizers.parse_optimizer((optimizer_name, kwargs)), True
         self.hparams["optimizer"] = self.optimizer
-        if why_not := optimizers.why_not_step_stacked(self.optimizer):
+        if why_not := optimizers.why_not_step_stacked(self.optimizer, list(self.estimators_)):
             self.estimators_ = as_sequential(self.estimators_, why_not)
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
@@ -404,3 +409,24 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
     def _log_info(self, *messages: str) -> None:
         for message in filter(None, messages):
             rank_zero_info(f"{type(self).__name__}: {message}.")
+
+
+def _why_not_stack_beside(callbacks: Sequence[Any]) -> str:
+    """Return why members cannot be stacked beside these callbacks, or nothing.
+
+    Raises:
+        MisconfigurationException: If one has found the stacked layers already, and takes them for those of one model.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} prunes whole tensors, which hold all members that run at once: give the "
+                "ensemble vectorize=False."
+            )
+        for method in (getattr(callback, "method", None), *(getattr(callback, "groups", None) or {}).values()):
+            if isinstance(method, ClipMethod) and type(method) not in _ELEMENTWISE_CLIPPING:
+                return f"{type(method).__name__} clips the units of each layer by itself"
+    return ""
+
+
+_ELEMENTWISE_CLIPPING = {*METHODS.values()} - {AGC}

@@ -19,6 +19,7 @@ from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._shared.step_signatures import step_arguments
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.members import Members
+from lightning_tricks.ensembles.optimizers import merge_optimizers
 
 
 def have_training_steps(members: Sequence[nn.Module]) -> bool:
@@ -110,17 +111,12 @@ def merge_member_optimizers(members: Members) -> Optimizer:
             f"{type(modules[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
             f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."
         )
-    merged, *others = cast(Sequence[Optimizer], made)
-    if others and isinstance(merged, LBFGS):
+    if len(made) > 1 and isinstance(made[0], LBFGS):
         raise MisconfigurationException(
             f"{type(modules[0]).__name__}.configure_optimizers returns LBFGS, which cannot step several members by one "
             "loss: give the ensemble another optimizer=."
         )
-    for other in others:  # not made anew of `defaults`: AdamW has some there that it does not take
-        for group in other.param_groups:
-            merged.add_param_group(group)
-        merged.state.update(other.state)  # which Adagrad makes at once
-    return merged
+    return merge_optimizers(cast(Sequence[Optimizer], made))
 
 
 def _log_of_member(ensemble: LightningModule, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_tricks._shared.checks import check_choice
@@ -126,28 +126,45 @@ def to_plain(choice: Any) -> Any:
     return choice if isinstance(choice, str | tuple | list | dict) else None
 
 
-def why_not_step_stacked(choice: Any) -> str:
-    """Return why the optimizer cannot step stacked parameters, or nothing."""
+def why_not_step_stacked(choice: Any, members: Sequence[nn.Module]) -> str:
+    """Return why the optimizer of these members cannot step stacked parameters, or nothing."""
     if isinstance(choice, OptimizerSpec):
         kind = choice.optimizer()
     elif isinstance(choice, tuple):
         kind = _OPTIMIZERS[choice[0]]
     else:
-        kind = type(choice([nn.Parameter(torch.zeros(2, 2))]))
+        parameters = [_trainable([member]) for member in members]
+        if not all(parameters) or any(map(nn.parameter.is_lazy, parameters[0])):
+            return ""  # such members are not stacked, or not trained
+        made = [_optimizer_of(choice, own) for own in parameters]
+        kind = type(made[0])
+        first, *others = (_groups_by_place(*pair) for pair in zip(made, parameters, strict=True))
+        for index, other in enumerate(others, start=1):
+            if len(first) != len(other) or not all(map(_are_equal, first, other)):
+                return f"the function optimizer= makes other parameter groups of member {index} than of member 0"
     return "" if kind in _ELEMENTWISE else f"{kind.__name__} does not treat each element of a parameter for itself"
 
 
+def _groups_by_place(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    return [
+        {**group, "params": [places[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+
+
 def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Optimizer:
-    """Make the optimizer of all members."""
+    """Make the optimizer of all members; a function is applied to each member alone."""
     modules = [members.net] if isinstance(members, StackedMembers) else list(members.children())
     if isinstance(choice, OptimizerSpec):
         return build_optimizer(modules, choice)
-    # once, where members share some
-    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+    parameters = _trainable(modules)
     if not parameters:
         raise ValueError("the members have no trainable parameters (requires_grad=True).")
     if not isinstance(choice, tuple):
-        return cast(Optimizer, choice(parameters))
+        if isinstance(members, StackedMembers):
+            return _of_stacked(members, choice)
+        of_members = [own for module in modules if (own := _trainable([module]))]
+        return merge_optimizers([_optimizer_of(choice, own) for own in of_members])
     name, options = choice
     clips = trainer is not None and trainer.gradient_clip_val  # which Lightning refuses beside a fused step under AMP
     fused = "fused" in inspect.signature(_OPTIMIZERS[name]).parameters and not clips
@@ -157,6 +174,75 @@ def make_optimizer(members: Members, choice: Any, trainer: Trainer | None) -> Op
     return cast(Optimizer, _OPTIMIZERS[name](parameters, **options))
 
 
+def merge_optimizers(made: Sequence[Optimizer]) -> Optimizer:
+    """Merge optimizers of one type into the first: groups of one place with equal options become one.
+
+    A parameter that several of them have is updated as the first of them says.
+    """
+    merged, *others = made
+    known = {parameter for group in merged.param_groups for parameter in group["params"]}
+    first = list(merged.param_groups)
+    for other in others:  # not made anew of `defaults`: AdamW has some there that it does not take
+        for place, group in enumerate(other.param_groups):
+            new = [index for index, parameter in enumerate(group["params"]) if parameter not in known]
+            own: dict[str, Any] = {name: [group[name][index] for index in new] for name in _LISTS & group.keys()}
+            known.update(own["params"])
+            if place < len(first) and _are_equal(first[place], group, group.keys() - _LISTS):
+                for name, values in own.items():
+                    first[place][name].extend(values)  # in place: LBFGS keeps the list
+            elif new:
+                merged.add_param_group({**group, **own})
+        merged.state.update({key: value for key, value in other.state.items() if key not in merged.state})
+    return merged
+
+
+def _are_equal(group: dict[str, Any], other: dict[str, Any], names: Set[str] | None = None) -> bool:
+    """Whether groups have equal values; a learning rate may be a tensor."""
+    names = group.keys() if names is None else names
+    return group.keys() == other.keys() and all(bool(torch.as_tensor(group[name] == other[name])) for name in names)
+
+
+def _of_stacked(members: StackedMembers, choice: Any) -> Optimizer:
+    """Make the optimizer that a function makes of one member, and put the stacked parameters in the places of its."""
+    member, stacks = members.member(0), members.stacked_parameters()
+    names = {parameter: name for name, parameter in member.named_parameters() if stacks[name][1].requires_grad}
+    made = _optimizer_of(choice, list(names))
+    for group in made.param_groups:
+        group["params"][:] = [stacks[names[parameter]][1] for parameter in group["params"]]
+    for parameter, name in names.items():
+        layer, stack = stacks[name]
+        # Adagrad has a state from the beginning
+        for key, value in made.state.pop(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value = torch.stack([layer.to_stored(name.rpartition(".")[2], value)] * len(members))
+            made.state[stack][key] = value
+    return made
+
+
+def _optimizer_of(choice: Any, parameters: list[nn.Parameter]) -> Optimizer:
+    """Call a function with the parameters of one member.
+
+    Raises:
+        TypeError: If it does not return an optimizer.
+        ValueError: If the optimizer has other parameters.
+    """
+    made = choice(parameters)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"optimizer must be a function that returns a torch.optim.Optimizer, it returned {made!r}.")
+    if others := {parameter for group in made.param_groups for parameter in group["params"]} - set(parameters):
+        raise ValueError(
+            f"optimizer must be a function of parameters: its optimizer has {len(others)} other parameters than the "
+            f"{len(parameters)} of a member that it was called with. Let it use those that it gets."
+        )
+    return made
+
+
+def _trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that are trained, once, where modules share some."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+
+_LISTS = {"params", "param_names"}  # of a group, in one order
 _KERNELS = {"fused", "foreach", "differentiable", "capturable"}
 
 

@@ -27,8 +27,8 @@ class StackingClassifier(StackedGeneralization, ClassifierEnsemble):
     linear meta-learner is fitted before the refit, another one is trained after it. Until the meta-learner is there,
     validation evaluates the mean of the members; a run that ends before, such as by EarlyStopping, predicts this mean
     and warns. A checkpoint of a fold, such as the one that ModelCheckpoint finds the best, holds the members of that
-    fold. The data set must have the same rows in each epoch; random augmentation also applies to the held-out ones. All
-    targets are read when the fit starts.
+    fold. The rows are those that the loader yields, in ascending order, which must be the same in each epoch; random
+    augmentation also applies to the held-out ones. All targets are read when the fit starts.
 
     Args:
         estimators: The members, in any of the forms that `VotingClassifier` takes, or a list of (name, module) pairs.

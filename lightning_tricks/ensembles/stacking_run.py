@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_tricks._lightning_compat.loaders import request_train_loaders, uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_classes, folds_digest, make_folds
-from lightning_tricks.ensembles.core.sampling import is_shuffled, tensors_in_memory, why_not_reorder
+from lightning_tricks.ensembles.core.sampling import fixed_rows, is_shuffled, tensors_in_memory, why_not_reorder
 from lightning_tricks.ensembles.training_data import unpack
 
 
@@ -178,25 +178,20 @@ def _epochs(ensemble: Any) -> int:
 
 
 def check_row_loader(loader: Any) -> DataLoader[Any]:
-    """Return a loader whose data set has rows that can be held out.
+    """Return a loader of the rows that a given one yields, each of which can be held out.
 
     Raises:
-        ValueError: If it is not such a one, with the reason.
+        ValueError: If it has no such rows, with the reason.
     """
-    reason = why_not_reorder(loader)
-    if not reason:
-        sampler = loader.batch_sampler.sampler
-        replaces = type(sampler) is RandomSampler and (sampler.replacement or sampler._num_samples is not None)
-        if replaces or type(sampler) not in (RandomSampler, SequentialSampler):
-            reason = f"a {type(sampler).__name__} may draw rows that are held out"
-    if reason:
+    rows = why_not_reorder(loader) or fixed_rows(loader)
+    if isinstance(rows, str):
         raise ValueError(
-            "folds need a DataLoader(dataset, shuffle=...) whose dataset has a length, without a sampler of its own; "
-            f"{reason}."
+            "folds need a DataLoader whose dataset has a length, with shuffle=... or a sampler that yields the same "
+            f"rows in each epoch, each of them once; {rows}."
         )
-    if not len(loader.dataset):
+    if not len(rows):
         raise ValueError("the training data have no samples.")
-    return loader  # type: ignore[no-any-return]
+    return subset_loader(loader, rows, is_shuffled(loader))
 
 
 def _folds(ensemble: Any, loader: DataLoader[Any]) -> list[Fold]:
@@ -239,21 +234,22 @@ def read_targets(loader: DataLoader[Any]) -> Tensor:
 
 def subset_loader(given: DataLoader[Any], rows: Tensor, shuffle: bool, seed: int | None = None) -> DataLoader[Any]:
     """Return a loader of some rows with the settings of the given one; with a seed, of all of them in their order."""
-    generator = getattr(given.batch_sampler.sampler, "generator", None) or given.generator  # type: ignore[union-attr]
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed)
+    batches: Any = given.batch_sampler
+    generator = getattr(batches.sampler, "generator", None) if seed is None else torch.Generator().manual_seed(seed)
+    dataset: Any = given.dataset
+    is_whole = hasattr(dataset, "__len__") and torch.equal(rows, torch.arange(len(dataset)))
     return DataLoader(
-        Subset(given.dataset, rows.tolist()),
-        given.batch_size,
+        dataset if is_whole else Subset(dataset, rows.tolist()),
+        batches.batch_size,
         shuffle,
         num_workers=given.num_workers,
         collate_fn=given.collate_fn,
         pin_memory=given.pin_memory,
-        drop_last=given.drop_last and seed is None,
+        drop_last=batches.drop_last and seed is None,
         timeout=given.timeout,
         worker_init_fn=given.worker_init_fn,
         multiprocessing_context=given.multiprocessing_context,
-        generator=generator,
+        generator=generator if isinstance(generator, torch.Generator) else given.generator,
         prefetch_factor=given.prefetch_factor,
         persistent_workers=given.persistent_workers and seed is None,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_tricks._lightning_compat.loaders import uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
@@ -15,6 +15,7 @@ from lightning_tricks.ensembles.core.sampling import (
     MemberLoader,
     is_shuffled,
     member_orders,
+    sampler_of,
     why_not_reorder,
 )
 
@@ -43,7 +44,7 @@ class TrainingData:
         if reason := why_not_reorder(loaders):
             ensemble.on_shared_batches(reason if wants_own else "")
             return loaders
-        rows = ensemble.member_rows(len(loaders.dataset))
+        rows = ensemble.member_rows(len(sampler_of(loaders)))
         # a loader that does not shuffle has the order that the user wants
         self.has_member_rows = wants_own and (is_shuffled(loaders) or rows is not None)
         n = ensemble.n_estimators if self.has_member_rows else 1
@@ -93,9 +94,9 @@ def unpack(batch: Any) -> Sequence[Tensor]:
 
 
 def _check_not_empty(ensemble: Any, loaders: Any) -> None:
-    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset) and not len(loaders):
-        size = len(loaders.dataset)  # type: ignore[arg-type]
+    if isinstance(loaders, DataLoader) and not why_not_reorder(loaders) and not len(loaders):
+        batches: Any = loaders.batch_sampler
         raise ValueError(
-            f"{type(ensemble).__name__} has nothing to train with: the DataLoader has no batches ({size} samples, "
-            f"batch_size={loaders.batch_size}, drop_last={loaders.drop_last})."
+            f"{type(ensemble).__name__} has nothing to train with: the DataLoader has no batches "
+            f"({len(batches.sampler)} samples, batch_size={batches.batch_size}, drop_last={batches.drop_last})."
         )

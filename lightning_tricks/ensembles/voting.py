@@ -110,9 +110,10 @@ class VotingClassifier(IndependentMembers, ClassifierEnsemble):
             own `training_step`; of their other hooks `setup` alone is called.
         n_estimators: Number of members, >= 1.
         estimator_args: Arguments of the class or factory.
-        optimizer: An `OptimizerSpec`, a function of parameters, a name of `torch.optim`, or such a name with a dict of
-            options. By default LightningModules train by their own `configure_optimizers`, which must return one
-            optimizer and no schedule; other members by Adam with a learning rate of 1e-3.
+        optimizer: An `OptimizerSpec`, a function of the parameters of one member, which is called for each, a name of
+            `torch.optim`, or such a name with a dict of options. By default LightningModules train by their own
+            `configure_optimizers`, which must return one optimizer and no schedule; other members by Adam with a
+            learning rate of 1e-3.
         lr_scheduler: A `ScheduleSpec`, a function of the optimizer, a name of torch's, or such a name with a dict.
         criterion: Loss of logits (B, n_outputs) and targets; or the name of one of torch.nn's, or such a name with a
             dict of options. Cross-entropy by default.

@@ -39,7 +39,7 @@ def as_sequential(members: Members, reason: str = "") -> SequentialMembers:
     """Return the same members, with their values, to be run one after another."""
     if isinstance(members, SequentialMembers):
         return members
-    return SequentialMembers(list(members), reason)
+    return SequentialMembers([members.member(index) for index in range(len(members))], reason)
 
 
 def why_not_stack(members: Sequence[nn.Module]) -> str:

@@ -26,10 +26,11 @@ class Members(nn.Module):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> nn.Module:
+        """Return a member: itself where members run one after another, or else one that shares memory with it."""
         return self.member(range(len(self))[index])
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return map(self.member, range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def member(self, index: int) -> nn.Module:
         """Return one member as a module of its own: itself where members run one after another, or else a copy."""

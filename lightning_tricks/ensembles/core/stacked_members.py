@@ -48,11 +48,26 @@ class StackedMembers(Members):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": []}
 
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return a member as a module that shares memory with the stack."""
+        view = copy.deepcopy(self._skeleton[0])
+        for name, tensor in self.member_tensors(range(len(self))[index]).items():
+            _set_tensor(view, name, tensor.detach())
+        return view.train(self.training)
+
     def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
         """Yield the layers with parameters, by their names in a member."""
         for name, layer in self.net.named_modules():
             if isinstance(layer, StackedLayer):
                 yield name, layer
+
+    def stacked_parameters(self) -> dict[str, tuple[StackedLayer, nn.Parameter]]:
+        """Return the layer and the stacked parameter for each parameter's name in a member."""
+        return {
+            _key(path, name): (layer, parameter)
+            for path, layer in self.stacked_layers()
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
 
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
@@ -119,10 +134,7 @@ class StackedMembers(Members):
         """Return members that share memory with the stack, made anew where it has moved."""
         first = next(self.net.parameters())
         if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
-            self._views = [copy.deepcopy(self._skeleton[0]) for _ in range(self.n_members)]
-            for index, view in enumerate(self._views):
-                for name, tensor in self.member_tensors(index).items():
-                    _set_tensor(view, name, tensor.detach())
+            self._views = list(self)
         if self._views[0].training != self.training:
             for view in self._views:
                 view.train(self.training)
