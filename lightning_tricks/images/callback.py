@@ -160,16 +160,19 @@ class ImageLogger(StepsCallback):
         log_image(trainer.loggers, f"{stage}/images", np.asarray(grid), trainer.global_step)
 
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
-        """Return the images of the last epoch of each stage."""
-        return [
-            Pictures(
-                title=f"Most confident mistakes ({stage})",
-                note=f"Epoch {epoch}.",
-                captions=captions,
-                pictures=png_texts(images),
+        """Return the mistakes, or of values the largest errors, of the last epoch of each stage."""
+        parts = []
+        for stage, (epoch, captions, images) in self._reported.items():
+            of_values = self._prediction_kinds[stage]["values"]
+            count = len(captions) if of_values else sum(caption.startswith("!") for caption in captions)
+            when = "" if stage == "test" else f"Epoch {epoch}. "
+            some = "" if count == len(captions) else f"There are no {'more' if count else 'mistakes'}."
+            title = f"{'Largest errors' if of_values else 'Most confident mistakes'} ({stage})"
+            pictures = png_texts(images[:count])
+            parts.append(
+                Pictures(title=title, note=(when + some).strip(), captions=captions[:count], pictures=pictures)
             )
-            for stage, (epoch, captions, images) in self._reported.items()
-        ]
+        return parts
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the images."""

@@ -34,7 +34,7 @@ class RunReport(TrickCallback):
     and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and
     validation together, learning rates, norms of gradients; and what other callbacks of this package know: clipped and
     skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes. What there
-    is no data for is left out. Sentences with numbers come first, such as "38 % of 1,200 steps were clipped". A
+    is no data for is left out. Sentences with numbers come first, such as "62 % of 1,200 steps were clipped". A
     `trainer.test` after the fit, in the same process, adds what it finds.
 
     In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
@@ -103,7 +103,7 @@ class RunReport(TrickCallback):
             if self._position_to_keep is None:
                 writer.start()
             else:
-                now = Resume(trainer.global_step, trainer.current_epoch, time.time())
+                now = Resume(_steps_done(trainer), trainer.current_epoch, time.time())
                 writer.resume(*self._position_to_keep, now)
             if writer.said:
                 rank_zero_info(f"RunReport: {writer.said}.")
@@ -209,7 +209,7 @@ class RunReport(TrickCallback):
         writer = self._writer
         if writer is None:
             return
-        writer.record.step, writer.record.epochs = trainer.global_step, trainer.current_epoch
+        writer.record.step, writer.record.epochs = _steps_done(trainer), trainer.current_epoch
         with self._stops_on_error():
             writer.write(status, self._parts(trainer), message)
             self._position = writer.position()
@@ -244,3 +244,8 @@ class RunReport(TrickCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack(), "_writer": None, "_rates": {}}
+
+
+def _steps_done(trainer: Trainer) -> int:
+    """Return the steps done as loggers count them: batches, where a batch may have several."""
+    return trainer.global_step if trainer.lightning_module.automatic_optimization else logger_step(trainer)

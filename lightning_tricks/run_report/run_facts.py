@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
 from lightning_tricks._lightning_compat.trainer import callbacks_of
@@ -94,14 +96,19 @@ def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    for name, loaders, batches in (
-        ("training", trainer.train_dataloader, trainer.num_training_batches),
-        ("validation", trainer.val_dataloaders, trainer.num_val_batches),
+    for name, loaders, batches, limit in (
+        ("training", trainer.train_dataloader, trainer.num_training_batches, trainer.limit_train_batches),
+        ("validation", trainer.val_dataloaders, trainer.num_val_batches, trainer.limit_val_batches),
     ):
         total: Any = sum(batches) if isinstance(batches, Sequence) else batches
         if loaders is None or not total:
             continue
-        yield f"{name} batches", f"{total:,}" if total != float("inf") else "unknown"
+        sizes = [sized_len(loader) for loader in CombinedLoader(loaders, "sequential").flattened]
+        known = [size for size in sizes if size is not None]
+        there = sum(known) if name == "validation" else max(known, default=0)
+        whole = f" of {there:,}" if len(known) == len(sizes) else " of unknown"
+        is_limited = isinstance(limit, int) or limit != 1
+        yield f"{name} batches", f"{total:,}{whole * is_limited}" if total != float("inf") else "unknown"
         batch_size = getattr(loaders, "batch_size", None)
         if isinstance(batch_size, int):
             yield f"{name} batch size", str(batch_size)

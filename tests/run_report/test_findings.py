@@ -8,7 +8,9 @@ import pytest
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
 from lightning_tricks.run_report import RunRecord, find_all
+from lightning_tricks.run_report.core.findings import CHECKS
 from lightning_tricks.run_report.core.record import GitState, Resume, Row
+from tests.run_report.runs import DESERVING, HEALTHY
 
 
 def record_of(curves, kind="epoch", **known):
@@ -49,10 +51,15 @@ CASES = {
         record_of(NORMS, "step", parts=[clipped(60)]),
         record_of(NORMS, "step", parts=[clipped(10)]),
     ),
-    "clipped above the median": (
-        "40 % of 100 steps were clipped: max_norm=1 is above the median norm of 0.5.",
-        record_of({"grad_norm/pre_clip": [2.0] * 40 + [0.5] * 60}, "step", parts=[clipped(40)]),
-        record_of({}, "step", parts=[clipped(4, steps=10)]),
+    "clipped, without a norm that was logged": (
+        "51 % of 100 steps were clipped. Most updates were rescaled; a larger max_norm clips only what is unusual.",
+        record_of({}, "step", parts=[clipped(51)]),
+        record_of({}, "step", parts=[clipped(50)]),
+    ),
+    "clipped in some of several steps of a batch": (
+        "60 % of 100 optimizer steps were clipped. Most",
+        record_of({}, "step", parts=[clipped(60)], step=50),
+        record_of({}, "step", parts=[clipped(19, steps=19)]),
     ),
     "limit without effect": (
         "No step was clipped: max_norm=100 is far above the largest norm that was logged, 2.",
@@ -65,7 +72,7 @@ CASES = {
         record_of({}, "step", parts=[clipped(0)]),
     ),
     "not finite": (
-        "train/loss was NaN at step 50 (epoch 50), and in 2 of 52 logged values.",
+        "train/loss was NaN at step 50 (epoch 50), and in 2 of 52 recorded values.",
         record_of({"train/loss": FALLS[:50] + [math.nan] * 2}, "step"),
         record_of({"train/loss": FALLS[:52], "other": [math.nan]}, "step"),
     ),
@@ -75,17 +82,19 @@ CASES = {
         record_of({"train/loss": FALLS + [0.011 + 0.002 * (place % 2) for place in range(60)]}, "step"),
     ),
     "overfits": (
-        "val/loss was lowest in epoch 3 (0.3) and ended at 0.9 in epoch 9: the model overfits; use the checkpoint",
-        record_of({"val/loss": [1.0, 0.5, 0.4, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}),
+        "val/loss was lowest in epoch 3 (0.3) and ended at 0.9 in epoch 9: the model overfits; use the checkpoint of "
+        "epoch 3, or stop earlier.",
+        record_of({"val/loss": [1.0, 0.5, 0.4, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], "train/loss": FALLS[:10]}),
         record_of({"val/loss": [1.0, 0.5, 0.4, 0.3, 0.31, 0.3, 0.31, 0.3, 0.31, 0.301]}),
     ),
     "overfits by a metric that should be high": (
-        "val/acc was highest in epoch 1 (0.9)",
+        "val/acc was highest in epoch 1 (0.9) and ended at 0.4 in epoch 5: use the checkpoint of epoch 1, or "
+        "stop earlier.",
         record_of({"val/acc": [0.2, 0.9, 0.7, 0.6, 0.5, 0.4]}),
         record_of({"val/acc": [0.2, 0.4, 0.5, 0.6, 0.7, 0.9]}),
     ),
     "still improving": (
-        "val/loss was best in the last epoch (1), and 22 % of what was gained came in the last quarter: train longer.",
+        "val/loss was best at the end (1), and 22 % of what was gained came in the last quarter: train longer.",
         record_of({"val/loss": [float(value) for value in range(10, 0, -1)]}),
         record_of({"val/loss": GOOD}),
     ),
@@ -95,7 +104,8 @@ CASES = {
         record_of({"learning_rate": [0.01 * (1 - place / 30) for place in range(30)]}, "step"),
     ),
     "learning rate still high": (
-        "The learning rate ended at 71 % of its peak of 0.01: the schedule is longer than the run.",
+        "The learning rate ended at 71 % of its peak of 0.01 and was still falling: the schedule is longer than the "
+        "run.",
         record_of(
             {"learning_rate": [0.01 * (1 - place / 100) for place in range(30)]},
             "step",
@@ -108,7 +118,7 @@ CASES = {
         ),
     ),
     "weak class": (
-        "Class 'cow' has a recall of 30 % in val (3 of 10; the median of all classes is 90 %): 5 were taken for 'dog'.",
+        "Class 'cow' has a recall of 30 % in val (3 of 10; the median of the others is 92 %): 5 were taken for 'dog'.",
         record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [2, 5, 3]])]),
         record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [1, 5, 0]])]),  # too few to say
     ),
@@ -149,7 +159,7 @@ CASES = {
         record_of({"flops/mfu": [0.45] * 10}, "step"),
     ),
     "resumed": (
-        "The run was resumed 2 times, at step 5, 9.",
+        "The run was resumed 2 times, at steps 5, 9.",
         record_of({}, resumes=[Resume(5, 0, 0.0), Resume(9, 0, 0.0)]),
         record_of({}),
     ),
@@ -165,7 +175,7 @@ CASES = {
     ),
     "uncommitted": (
         "1 file differs from commit c0ffeec0ff: the differences are in the section Code.",
-        record_of({}, git=GitState(**GIT, changed=[" M train.py", "?? notes"])),
+        record_of({}, git=GitState(**GIT, diff="+1", changed=[" M train.py", "?? notes"])),
         record_of({}, git=GitState(**GIT, changed=["?? notes"])),
     ),
     "limited": (
@@ -204,7 +214,7 @@ def test_overfitting_is_seen_through_scatter(epochs, noise):
         falls = [0.3 + math.exp(-20 * place / epochs) for place in range(epochs)]
         rises = [max(0, place / epochs - 0.3) + numbers.gauss(0, noise) for place in range(epochs)]
         values = [fall + rise for fall, rise in zip(falls, rises, strict=True)]
-        assert "the model overfits" in str(said(record_of({"val/loss": values})))
+        assert "val/loss was lowest in" in str(said(record_of({"val/loss": values})))
 
 
 def test_learning_rates_of_several_groups_are_all_named():
@@ -235,13 +245,24 @@ def test_one_of_several_losses_may_rise():
     assert "train/loss rose" in str(said(record_of({"train/loss": rises, "train/aux_loss": FALLS}, "step")))
 
 
-def test_nothing_is_said_of_a_run_without_faults():
-    curves = {
-        "train/loss": FALLS,
-        "val/loss": GOOD,
-        "learning_rate": [0.01 * (1 - place / 100) for place in range(101)],
-    }
-    assert said(record_of(curves, "step", parts=[clipped(3)])) == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_said_of_a_healthy_run(name):
+    assert said(HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize("name", DESERVING)
+def test_a_run_that_deserves_a_finding_has_it(name):
+    words, records = DESERVING[name]
+    assert len(records) >= 5
+    for record in records:
+        texts = [text for _, text in said(record)]
+        assert len([text for text in texts if re.search(words, text)]) == 1, texts
+        assert len(texts) <= 2, texts  # what follows from it
+
+
+def test_every_check_has_runs_that_deserve_it():
+    records = [record for _, records in DESERVING.values() for record in records]
+    assert [check.__name__ for check in CHECKS if not any(map(check, records))] == []
 
 
 def test_warnings_come_first():

@@ -12,18 +12,32 @@ from lightning_tricks.run_report.core.record import Point, RunRecord
 
 _STAGES = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("val", "valid", "validation", "validate", "eval", "evaluation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _LOWER_IS_BETTER = re.compile(
-    r"(^|[^a-z])(loss|error|err|mae|mse|rmse|mape|perplexity|ppl|ece|nll|brier|wer|cer)($|[^a-z])"
+    r"(^|[^a-z])(loss|error|err|mae|mse|rmse|mape|perplexity|ppl|ece|nll|brier|wer|cer|fid)($|[^a-z])"
 )
 _HIGHER_IS_BETTER = re.compile(
-    r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d)($|[^a-z])"
+    r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
+    r"|reward|return)($|[^a-z])"
 )
+# `loss_scale` and `kl_loss_weight` are no losses, `std_loss` is one: the last word of a name says what it is
+_NO_METRIC = re.compile(
+    r"[ .-](scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
+    r"( \d+)?($|/)"
+)
+_WEIGHT = re.compile(r"(^|[^a-z])(weight|coef|coeff|coefficient|factor|lambda|beta|anneal(ing)?)s?( \d+)?($|/)")
 NOISY = 60  # points from which a mean is drawn
 LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"
 _DEVICE = re.compile(r"^(gpu\d+|host)/")
+_UNITS = {
+    **dict.fromkeys(("utilization", "data_wait", "throttled", "fan"), "%"),
+    "_gib": "GiB",
+    "temperature": "°C",
+    "_w": "W",
+    "_mhz": "MHz",
+}
 
 
 @dataclass(frozen=True)
@@ -64,12 +78,12 @@ def split_key(key: str) -> KeyParts:
     base, _, loader = key.partition("/dataloader_idx_")
     kind = next((kind for kind in ("step", "epoch") if base.endswith(f"_{kind}")), "")
     base = base.removesuffix(f"_{kind}") if kind else base
-    words = re.split(r"([/_.-])", base)
+    words = re.split(r"([/_. -]|(?<=[a-z])(?=[A-Z]))", base)
     stage = ""
-    for place in dict.fromkeys((0, len(words) - 1)):
+    for place in dict.fromkeys((0, len(words) - 1, *range(0, len(words), 2))):
         if words[place].lower() in _STAGES and len(words) > 1:
             stage = _STAGES[words[place].lower()]
-            words = words[2:] if place == 0 else words[:-2]
+            del words[max(place - 1, 0) : place + 1 + (place == 0)]
             break
     name = "".join(words)
     return KeyParts(f"{name} (loader {loader})" if loader else name, stage, kind)
@@ -78,7 +92,14 @@ def split_key(key: str) -> KeyParts:
 def sign_of_better(name: str) -> int:
     """Return 1 for a metric that should be high, -1 for one that should be low, 0 where that is unknown."""
     name = name.lower().replace("_", " ")
+    if _NO_METRIC.search(name):
+        return 0
     return -1 if _LOWER_IS_BETTER.search(name) else int(bool(_HIGHER_IS_BETTER.search(name)))
+
+
+def is_weight(key: str) -> bool:
+    """Return whether a key is that of the weight of a part of the loss, such as "kl_weight"."""
+    return bool(_WEIGHT.search(key.lower().replace("_", " ")))
 
 
 def topic_of(key: str) -> str:
@@ -90,6 +111,16 @@ def topic_of(key: str) -> str:
     if key.startswith(("flops/", "params/")):
         return COST
     return DEVICES if _DEVICE.match(key) else ""
+
+
+def unit_of(key: str) -> str:
+    """Return the unit of what `DeviceMonitor` logs under a key, or "".
+
+    Examples:
+        >>> unit_of("gpu0/val_power_w"), unit_of("host/ram_used_gib"), unit_of("flops/mfu")
+        ('W', 'GiB', '')
+    """
+    return next((unit for end, unit in _UNITS.items() if topic_of(key) == DEVICES and key.endswith(end)), "")
 
 
 def keys_of_topic(record: RunRecord, topic: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lightning_tricks._shared.report_parts import ClippedSteps
 from lightning_tricks.run_report.core.curves import KeyParts, metric_pictures, sign_of_better
 from lightning_tricks.run_report.core.record import Point, RunRecord
 
@@ -42,6 +43,13 @@ def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def steps_of(record: RunRecord, part: ClippedSteps) -> str:
+    """Return the steps of an optimizer in words, which say so where they are not those of the axes."""
+    kind = "optimizer steps" if 0 < record.step < part.steps else "steps"
+    whose = f" of optimizer {part.optimizer}" * (len(record.parts_of(ClippedSteps)) > 1)
+    return f"{part.steps:,} {kind}{whose}"
 
 
 def finite(points: Sequence[Point]) -> list[Point]:

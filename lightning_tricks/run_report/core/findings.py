@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lightning_tricks.run_report.core.finding import Check, Finding
+from lightning_tricks.run_report.core.loss_findings import LOSS_CHECKS
 from lightning_tricks.run_report.core.record import RunRecord
 from lightning_tricks.run_report.core.training_findings import TRAINING_CHECKS
 from lightning_tricks.run_report.core.usage_findings import USAGE_CHECKS, ended_early
 
-CHECKS: tuple[Check, ...] = (ended_early, *TRAINING_CHECKS, *USAGE_CHECKS)
+CHECKS: tuple[Check, ...] = (ended_early, *LOSS_CHECKS, *TRAINING_CHECKS, *USAGE_CHECKS)
 
 
 def find_all(record: RunRecord) -> list[Finding]:

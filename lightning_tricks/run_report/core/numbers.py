@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 
@@ -19,6 +20,21 @@ def format_number(value: float) -> str:
     if abs(value) >= 1000 and abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def distinct_numbers(values: Sequence[float]) -> list[str]:
+    """Return different numbers with as many digits as tell them apart, four at least.
+
+    Examples:
+        >>> distinct_numbers([1000.0, 2000.0]), distinct_numbers([99.9999, 100.0])
+        (['1,000', '2,000'], ['99.9999', '100'])
+    """
+    texts = [format_number(value) for value in values]
+    for digits in range(5, 18):
+        if len(set(texts)) == len(texts):
+            break
+        texts = [f"{value:,.{digits}g}" for value in values]
+    return texts
 
 
 def format_percent(share: float) -> str:

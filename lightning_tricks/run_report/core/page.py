@@ -18,7 +18,7 @@ from lightning_tricks.run_report.core.curves import (
     metric_pictures,
     sign_of_better,
     smooth,
-    split_key,
+    unit_of,
 )
 from lightning_tricks.run_report.core.findings import find_all
 from lightning_tricks.run_report.core.html import (
@@ -125,7 +125,7 @@ def _topic_figure(record: RunRecord, topic: str, name: str) -> str:
 
 
 def _single_figures(record: RunRecord, keys: Sequence[str]) -> list[str]:
-    return [figure(key, line_chart([Line("", record.curve(key), 0)])) for key in keys[:24]]
+    return [figure(key, line_chart([Line("", record.curve(key), 0)], y_label=unit_of(key))) for key in keys[:24]]
 
 
 def _device_figures(record: RunRecord) -> list[str]:
@@ -136,7 +136,7 @@ def _device_figures(record: RunRecord) -> list[str]:
 
 
 def _header(record: RunRecord) -> str:
-    words = [_STATUS[record.status], format_time(record.started), f"{format_seconds(record.seconds)} of training"]
+    words = [_STATUS[record.status], format_time(record.started), f"the fit took {format_seconds(record.seconds)}"]
     if record.message:
         words[0] = f"{words[0]}: {record.message}"
     tiles = [("steps", f"{record.step:,}"), ("epochs", f"{record.epochs:,}"), *_best_values(record)]
@@ -162,13 +162,14 @@ def values_table(record: RunRecord) -> str:
     """Return a table of the last and the best value of each metric, or ""."""
     rows = []
     for picture in metric_pictures(record):
-        for _, key in picture.curves:
+        for parts, key in picture.curves:
             points = [point for point in record.curve(key) if not math.isnan(point.value)]
             if points:
-                best = best_point(points, sign_of_better(split_key(key).name))
+                of_epochs = parts.stage != "test" and parts.kind != "step" and not _is_of_steps(record, key)
+                best = best_point(points, sign_of_better(picture.name)) if of_epochs else None
                 shown = f"{format_number(best.value)} (epoch {best.epoch})" if best is not None else ""
                 rows.append((key, format_number(points[-1].value), shown))
-    return folded("Last and best values", table(("value", "last", "best"), rows)) if rows else ""
+    return folded("Last and best values", table(("value", "last", "best (epochs count from 0)"), rows)) if rows else ""
 
 
 def _note_of_left_out(record: RunRecord) -> str:

@@ -16,6 +16,7 @@ from lightning_tricks._shared.report_parts import (
     Reliability,
 )
 from lightning_tricks.run_report.core.curves import GRADIENTS, keys_of_topic
+from lightning_tricks.run_report.core.finding import steps_of
 from lightning_tricks.run_report.core.html import (
     facts_table,
     figure,
@@ -42,7 +43,7 @@ def gradient_figures(record: RunRecord) -> list[str]:
     keys = keys_of_topic(record, GRADIENTS)
     clipped = {part.optimizer: part for part in record.parts_of(ClippedSteps)}
     figures = []
-    for key in [key for key in keys if key.endswith("/pre_clip")]:
+    for key in sorted(key for key in keys if key.endswith("/pre_clip")):
         prefix = key.removesuffix("pre_clip")
         number = prefix.removeprefix("grad_norm/").strip("/")
         part = clipped.get(int(number) if number.isdecimal() else 0)
@@ -54,12 +55,12 @@ def gradient_figures(record: RunRecord) -> list[str]:
         marks = [(point.step, f"not finite at step {point.step:,}") for point in skips[:200]]
         picture = line_chart(lines, y_label="norm", rule=rule, marks=marks, may_be_log=True)
         title = "gradient norm" + (f" of optimizer {number}" if number else "")
-        figures.append(figure(title, picture, lines, _clip_note(part) if part is not None else ""))
+        figures.append(figure(title, picture, lines, _clip_note(record, part) if part is not None else ""))
     return figures
 
 
-def _clip_note(part: ClippedSteps) -> str:
-    words = f"{part.clipped:,} of {part.steps:,} steps clipped"
+def _clip_note(record: RunRecord, part: ClippedSteps) -> str:
+    words = f"{part.clipped:,} of {steps_of(record, part)} clipped"
     return words + (f", {part.skipped:,} skipped." if part.skipped else ".")
 
 
@@ -81,9 +82,14 @@ def class_sections(record: RunRecord) -> list[str]:
     return sections
 
 
+def _epoch(part: ConfusionMatrix | Reliability | ClassValues) -> str:
+    """Return the epoch of an evaluation; a test is in none."""
+    return "" if part.stage.endswith("test") else f", epoch {part.epoch}"
+
+
 def _matrix(part: ConfusionMatrix) -> str:
     if len(part.counts) <= _MOST_MATRIX and part.is_square:
-        return figure(f"confusion matrix, epoch {part.epoch}", matrix_chart(part.counts, part.classes))
+        return figure("confusion matrix" + _epoch(part), matrix_chart(part.counts, part.classes))
     wrong = [
         (count, target, predicted)
         for target, row in enumerate(part.counts)
@@ -101,7 +107,7 @@ def _matrix(part: ConfusionMatrix) -> str:
 def _reliability(part: Reliability) -> str:
     picture = reliability_chart(part.confidence, part.share, part.weight, part.label)
     note = f"Expected calibration error {part.calibration_error:.3f}. Bars: the share of the samples."
-    return figure(f"reliability, epoch {part.epoch}", picture, note=note)
+    return figure("reliability" + _epoch(part), picture, note=note)
 
 
 def _classes(part: ClassValues) -> str:
@@ -110,7 +116,7 @@ def _classes(part: ClassValues) -> str:
         for name, values in zip(part.classes, part.values, strict=False)
         if len(values) == len(part.metrics)
     ]
-    return figure(f"metrics of each class, epoch {part.epoch}", _table_of_classes(("class", *part.metrics), rows))
+    return figure("metrics of each class" + _epoch(part), _table_of_classes(("class", *part.metrics), rows))
 
 
 def _table_of_classes(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,7 +132,7 @@ def _recalls(part: ConfusionMatrix) -> str:
         (name, f"{sum(row):,}", *("" if math.isnan(share) else format_percent(share) for share in shares))
         for name, row, *shares in zip(part.classes, part.counts, part.recalls, columns.recalls, strict=False)
     ]
-    return figure(f"classes, epoch {part.epoch}", _table_of_classes(("class", "samples", "recall", "precision"), rows))
+    return figure("classes" + _epoch(part), _table_of_classes(("class", "samples", "recall", "precision"), rows))
 
 
 def picture_sections(record: RunRecord) -> list[str]:

@@ -57,7 +57,7 @@ class Resume:
     """A moment at which the run was resumed.
 
     Attributes:
-        step: The optimizer steps done by then.
+        step: The steps done by then, as loggers count them: of several in one batch, as of several optimizers, one.
         epoch: The epoch, counted from 0.
         time: The time, in seconds since 1970.
         not_restored: What was not restored as it was saved, as far as `AutoResume` says so.
@@ -99,7 +99,7 @@ class RunRecord:
         started: When it started, in seconds since 1970.
         written: When this was written.
         seconds: How long it trained, over all resumes.
-        step: The optimizer steps done.
+        step: The steps done, as loggers count them.
         epochs: The epochs done.
         is_seeded: Whether a seed was set by Lightning or by `SeedEverything`.
         arguments: Name and text of each hyper-parameter.

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from lightning_tricks.run_report.core.axes import Scale, make_scale
 from lightning_tricks.run_report.core.curves import thin_points
-from lightning_tricks.run_report.core.numbers import format_number
+from lightning_tricks.run_report.core.numbers import distinct_numbers, format_number
 from lightning_tricks.run_report.core.record import Point
 
 _WIDTH, _HEIGHT = 540, 240
@@ -94,13 +94,14 @@ def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = ""
 
 def _frame(x: Scale, y: Scale, x_ticks: Sequence[float], x_label: str, y_label: str) -> str:
     parts = []
-    for value in y.ticks(5):
+    y_ticks = y.ticks(5)
+    for value, words in zip(y_ticks, distinct_numbers(y_ticks), strict=True):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(_text(_LEFT - 7, y(value) + 4, format_number(value), "end"))
-    for value in x_ticks:
+        parts.append(_text(_LEFT - 7, y(value) + 4, words, "end"))
+    for value, words in zip(x_ticks, distinct_numbers(x_ticks), strict=True):
         where = f'x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"'
         parts.append(f'<line class="axis" {where}/>')
-        parts.append(_text(x(value), _BOTTOM + 17, format_number(value)))
+        parts.append(_text(x(value), _BOTTOM + 17, words))
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
     parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 4, x_label))
     if y_label:

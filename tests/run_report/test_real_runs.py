@@ -1,0 +1,205 @@
+"""What the report of real fits says, and what it leaves unsaid."""
+
+import re
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
+
+from lightning_tricks import AGC, GradientClipping, ImageLogger, RunReport
+from lightning_tricks._shared.report_parts import ClippedSteps, Pictures
+from lightning_tricks.run_report import find_all, read_record
+from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
+from tests.run_report.test_callback import train
+
+CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
+HALVES = {"step_size": 2, "gamma": 0.5}
+SCHEDULES = {
+    "halved once": (lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, **HALVES), "epoch", ""),
+    "halved after half of the steps": (lambda it: torch.optim.lr_scheduler.StepLR(it, 20), "step", ""),
+    "too long": (
+        lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, 100),
+        "step",
+        "schedule is longer than the run",
+    ),
+    "too long, by epochs": (lambda it: torch.optim.lr_scheduler.LinearLR(it, 1, 0.1, 9), "epoch", "schedule is longer"),
+    "never": (lambda it: torch.optim.lr_scheduler.StepLR(it, 1000), "epoch", "StepLR never changed it"),
+}
+
+
+class Scheduled(Net):
+    """Steps a schedule."""
+
+    schedule, interval = None, "step"
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = self.schedule(optimizer)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+
+def fit(module, *callbacks, **options):
+    """Train without validation."""
+    seed_everything(0, verbose=False)
+    Trainer(**{"max_epochs": 4, "log_every_n_steps": 1, **QUIET, **options}, callbacks=list(callbacks)).fit(
+        module, loader()
+    )
+
+
+def sentences(folder):
+    """The findings, without those about the checkout that the tests run in."""
+    return [finding.text for finding in find_all(read_record(folder)) if "from commit" not in finding.text]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_only_a_schedule_that_is_cut_off_is_called_too_long(tmp_path, name):
+    schedule, interval, words = SCHEDULES[name]
+    module = Scheduled()
+    module.schedule, module.interval = schedule, interval
+    fit(module, RunReport(tmp_path), max_epochs=6 if interval == "epoch" and words else 4)
+    said = sentences(tmp_path)
+    assert [bool(re.search(words, text)) for text in said] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit_train_batches": 1000, "limit_val_batches": 10}, []),
+        ({"limit_train_batches": 9}, ["Only a part of the data was used in training (limit_train_batches=9 batches)."]),
+        ({"limit_val_batches": 0.5}, ["Only a part of the data was used in validation (limit_val_batches=0.5)."]),
+        ({"limit_val_batches": 0}, []),
+        ({"overfit_batches": 3}, ["Only a part of the data was used in training and validation (overfit_batches=3)."]),
+    ],
+)
+def test_a_limit_that_took_nothing_away_is_none(tmp_path, options, words):
+    train([RunReport(tmp_path)], **options)
+    assert [text for text in sentences(tmp_path) if not text.startswith(CONSTANT)] == words
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self):
+        yield from (digits()[place] for place in range(40))
+
+
+def test_a_limit_of_a_stream_is_how_long_an_epoch_is(tmp_path):
+    module = Net()
+    module.train_dataloader = lambda: DataLoader(Stream(), 4)
+    seed_everything(0, verbose=False)
+    Trainer(max_epochs=1, limit_train_batches=5, log_every_n_steps=1, callbacks=[RunReport(tmp_path)], **QUIET).fit(
+        module
+    )
+    assert dict(read_record(tmp_path).data)["training batches"] == "5 of unknown"
+    assert sentences(tmp_path) == []
+
+
+class Gan(LightningModule):
+    """Steps the discriminator in each batch, and the generator in every second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = nn.Linear(8, 64), nn.Linear(64, 1)
+
+    def training_step(self, batch, batch_idx):
+        both, (images, _) = self.optimizers(), batch
+        made, ones = self.generator(torch.randn(len(images), 8)), torch.ones(len(images), 1)
+        for number in (1, 0)[: 1 + (batch_idx % 2 == 0)]:
+            loss = binary_cross_entropy_with_logits(self.discriminator(made), ones * (1 - number))
+            if number:
+                loss = loss + binary_cross_entropy_with_logits(self.discriminator(images), ones)
+            both[number].zero_grad()
+            self.manual_backward(loss, retain_graph=bool(number))
+            both[number].step()
+            self.log(f"loss_{number}", loss.detach())
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.generator, self.discriminator)], []
+
+
+def test_steps_of_two_optimizers_agree_with_the_axes(tmp_path):
+    fit(Gan(), RunReport(tmp_path), GradientClipping(1e-3))
+    record, page = read_record(tmp_path), (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert {part.optimizer: part.steps for part in record.parts_of(ClippedSteps)} == {0: 20, 1: 40}
+    assert record.step == 40 == 1 + max(row.step for row in record.rows if row.kind == "step")
+    assert "<b>40</b><span>steps</span>" in page
+    for number, steps in ((0, 20), (1, 40)):
+        assert f"{steps} of {steps} steps of optimizer {number} clipped." in page
+        assert f"100 % of {steps} steps of optimizer {number} were clipped: max_norm=0.001 is below" in page
+
+
+def test_clipping_that_adapts_is_no_finding(tmp_path):
+    train([RunReport(tmp_path), GradientClipping(method=AGC(1e-4))], max_epochs=3)
+    (part,) = read_record(tmp_path).parts_of(ClippedSteps)
+    assert part.clipped == part.steps == 30
+    assert [text for text in sentences(tmp_path) if not text.startswith(CONSTANT)] == []
+
+
+@pytest.mark.parametrize("name", ["loss", "train/loss", "total_loss"])
+def test_loss_that_diverges_is_said_and_a_weight_that_grows_is_not(tmp_path, name):
+    class Grows(Net):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            step = self.global_step
+            annealed = 20.0 * (step - 10) / 30 if step > 10 else 0.0
+            self.log_dict(
+                {
+                    name: outputs["loss"].detach() / (1 + step) + annealed,
+                    "kl_loss_weight": annealed,
+                    "loss_scale": 2.0**step,
+                }
+            )
+            return outputs
+
+    class Diverges(Net):
+        def training_step(self, batch, batch_idx):
+            outputs = super().training_step(batch, batch_idx)
+            step = self.global_step
+            self.log_dict(
+                {name: outputs["loss"].detach() / (1 + step) + 1.3 ** max(0, step - 15), "loss_scale": 2.0**-step}
+            )
+            return outputs
+
+    for module, count in ((Grows(), 0), (Diverges(), 1)):
+        fit(module, RunReport(tmp_path))
+        assert sum("training diverged" in text for text in sentences(tmp_path)) == count
+
+
+class Knows(EvaluatedNet):
+    """Predicts all but some digits rightly."""
+
+    wrong = 0
+
+    def validation_step(self, batch, batch_idx):
+        preds = nn.functional.one_hot(batch[1], 10).float() * 0.6 + 0.04
+        if batch_idx == 0:
+            preds[: self.wrong] = preds[: self.wrong].roll(1, 1)
+        return {"preds": preds, "target": batch[1]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "note"), [(0, "Epoch 1. There are no mistakes."), (3, "Epoch 1. There are no more.")]
+)
+def test_mistakes_are_mistakes(tmp_path, wrong, note):
+    module = Knows()
+    module.wrong = wrong
+    train([RunReport(tmp_path), ImageLogger(6, shape=[1, 8, 8])], module)
+    (part,) = read_record(tmp_path).parts_of(Pictures)
+    assert (part.title, part.note) == ("Most confident mistakes (val)", note)
+    assert len(part.pictures) == len(part.captions) == wrong
+    assert all(re.fullmatch(r"!\d at 64%, is \d", caption) for caption in part.captions)
+
+
+def test_of_values_the_largest_errors_are_shown(tmp_path):
+    class Regresses(EvaluatedNet):
+        def validation_step(self, batch, batch_idx):
+            values = batch[1].float()
+            return {"preds": values + 0.1 * batch_idx, "target": values}
+
+    train([RunReport(tmp_path), ImageLogger(4, shape=[1, 8, 8])], Regresses())
+    (part,) = read_record(tmp_path).parts_of(Pictures)
+    assert (part.title, part.note, len(part.pictures)) == ("Largest errors (val)", "Epoch 1.", 4)
