@@ -79,6 +79,7 @@ class GitState:
         changed: The names of changed files, as `git status --short` prints them.
         diff: The differences to the commit.
         is_cut: Whether the differences are longer than what is kept.
+        not_compared: Files whose changes git tells only by running another program; "." where it did not answer.
     """
 
     commit: str
@@ -86,6 +87,7 @@ class GitState:
     changed: list[str] = field(default_factory=list)
     diff: str = ""
     is_cut: bool = False
+    not_compared: list[str] = field(default_factory=list)
 
 
 @dataclass
