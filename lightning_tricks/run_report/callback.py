@@ -45,9 +45,9 @@ class RunReport(TrickCallback):
     Values are recorded as the Trainer sends them to loggers, every `log_every_n_steps`. They stay on the device until
     an epoch ends, a checkpoint is saved or 256 of them wait. Records of more than 20,000 logged steps are thinned:
     neighbours are merged into their mean, minimum and maximum. Under DDP rank zero writes. Values that are sent to a
-    logger directly, by `self.logger.log_metrics`, are not seen. Texts of hyper-parameters whose name says that they are
-    secret, such as `api_key`, are left out, but the differences to the git commit of the working folder are shown:
-    read the page before you publish it.
+    logger directly, by `self.logger.log_metrics`, are not seen. The page and the record have the differences to the git
+    commit of the working folder. Values whose name says that they are secret, such as `api_key`, and passwords in
+    addresses are left out, in texts too; a secret that nothing names stays: read the page before you publish it.
 
     Args:
         path: The folder of the report; it is created if it does not exist.

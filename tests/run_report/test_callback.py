@@ -31,11 +31,11 @@ class Logs(Net):
     def __init__(self, fails_at=None, **arguments):
         super().__init__(**arguments)
         self.save_hyperparameters({"width": 16, "api_key": "hush", "<b>": "<script>alert(1)</script>"})
-        self.fails_at = fails_at
+        self.fails_at, self.failure = fails_at, ZeroDivisionError("<i>never</i>")
 
     def training_step(self, batch, batch_idx):
         if self.fails_at == self.global_step:
-            raise ZeroDivisionError("<i>never</i>")
+            raise self.failure
         outputs = super().training_step(batch, batch_idx)
         self.log("train/loss", outputs["loss"].detach(), on_step=True, on_epoch=True, sync_dist=True)
         self.log("<img src=x>", 1.0)

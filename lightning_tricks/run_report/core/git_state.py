@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_tricks.run_report.core.record import GitState
+from lightning_tricks.run_report.core.secret_values import hide_in_text
 
 _LONGEST_DIFF = 64_000  # characters
 _MOST_FILES = 200
@@ -76,7 +77,7 @@ def _compare(state: GitState, top: Path, paths: Mapping[str, Path], settings: Ma
     diff = _git(top, variables, *before, "diff", state.commit, *same, *plainly, "--", *without)
     state.changed = [name[:500] for name in changed[:_MOST_FILES]]
     state.not_compared = [name[:500] for name in unknown[:_MOST_FILES]] if diff is not None else [_EVERYTHING]
-    state.diff = (diff or "")[:_LONGEST_DIFF]
+    state.diff = hide_in_text((diff or "")[: 2 * _LONGEST_DIFF])[:_LONGEST_DIFF]  # no secret is cut in two
     state.is_cut = len(diff or "") > _LONGEST_DIFF or max(len(changed), len(unknown)) > _MOST_FILES
 
 

@@ -19,6 +19,7 @@ from lightning_tricks.run_report.core.record_file import (
     write_rows,
     write_run,
 )
+from lightning_tricks.run_report.core.secret_values import hide_in_text
 from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
 
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
@@ -126,7 +127,7 @@ class RunWriter:
         begun = time.perf_counter()
         self.values.flush()
         record = self.record
-        record.status, record.message, record.written = status, message[:2000], time.time()
+        record.status, record.message, record.written = status, hide_in_text(message[:4000])[:2000], time.time()
         if self._started is not None:
             record.seconds = self._seconds_before + begun - self._started
         record.add_parts(parts)
