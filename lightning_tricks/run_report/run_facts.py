@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks.run_report.core.environment import torch_settings, versions
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.setting_texts import SettingTexts, text_of
 
-_LONGEST_TEXT = 300
-_MOST_ARGUMENTS = 300
-_SECRET = re.compile(r"(pass(word|wd|phrase)|secret|token$|api_?key|credential|auth$)", re.IGNORECASE)
 _TRAINER = (
     *("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps"),
     *("check_val_every_n_epoch", "val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches"),
@@ -32,10 +29,13 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     """Return the record of a run that starts: all that does not depend on training."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     settings = torch_settings()
+    arguments = SettingTexts()
+    for name, value in hyperparameters_for_loggers(trainer).items():
+        arguments.add(str(name), value)
     return RunRecord(
         module=type(module).__name__,
         is_seeded=seed is not None,
-        arguments=list(_flat(hyperparameters_for_loggers(trainer)))[:_MOST_ARGUMENTS],
+        arguments=arguments.pairs(),
         trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *settings, *_seed_facts(seed)],
         data=list(_data_facts(trainer)),
         versions=versions(),
@@ -47,26 +47,6 @@ def _seed_facts(seed: str | None) -> list[tuple[str, str]]:
     return [] if seed is None else [("seed", seed)]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple) and len(value) > _LONGEST_TEXT:  # its `repr` may take long
-        value = value[:_LONGEST_TEXT]
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"[:_LONGEST_TEXT]
-        if isinstance(value, Mapping) and value and depth < 4:
-            yield from _flat(value, f"{key}.", depth + 1)
-        elif _SECRET.search(str(name)) and isinstance(value, str):
-            yield key, "(not shown)"
-        elif value is None or isinstance(value, str | int | float | bool | list | tuple | Mapping | os.PathLike):
-            yield key, _text(os.fspath(value) if isinstance(value, os.PathLike) else value)
-        else:
-            yield key, f"a {type(value).__name__}"  # its `repr` may take long, and may read from a device
-
-
 def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     yield "strategy", f"{type(trainer.strategy).__name__}, {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
     device = trainer.strategy.root_device
@@ -76,7 +56,7 @@ def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         value = getattr(trainer, argument, None)
         if value is not None:
             is_count = argument.startswith("limit_") and isinstance(value, int)
-            yield argument, f"{value} batches" if is_count else _text(value)
+            yield argument, f"{value} batches" if is_count else text_of(value)
     yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
 
 
@@ -89,7 +69,7 @@ def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
             if isinstance(value, int | float | bool | tuple) and name != "initial_lr" and value is not False
         }
         yield f"optimizer{suffix}", type(optimizer).__name__
-        yield f"optimizer{suffix} defaults", ", ".join(f"{name}={_text(value)}" for name, value in plain.items())
+        yield f"optimizer{suffix} defaults", ", ".join(f"{name}={text_of(value)}" for name, value in plain.items())
     schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
     if schedulers:
         yield "schedulers", ", ".join(schedulers)

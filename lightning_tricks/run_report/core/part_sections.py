@@ -189,6 +189,9 @@ def code_section(record: RunRecord) -> str:
         return ""
     facts = [("commit", git.commit), *([("branch", git.branch)] if git.branch else [])]
     facts.append(("changed files", f"{len(git.changed):,}" if git.changed else "none"))
+    if git.not_compared:
+        files = ", ".join(git.not_compared[:20]) + (", ..." if len(git.not_compared) > 20 else "")
+        facts.append(("not compared", files if files != "." else "the checkout: git did not answer"))
     changed = preformatted("\n".join(git.changed)) if git.changed else ""
     cut = paragraph("Only the beginning was kept.", "soft") if git.is_cut else ""
     diff = folded(f"Differences to the commit ({git.diff.count(chr(10)):,} lines)", preformatted(git.diff) + cut)

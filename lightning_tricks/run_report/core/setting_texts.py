@@ -1,0 +1,76 @@
+"""Settings of a run as texts: one for each name, short, without secrets, and what of them was not recorded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_tricks.auto_resume.core.configuration import flatten, is_comparable, plain
+from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
+
+_LONGEST_TEXT = 300
+_MOST_ITEMS = 100_000  # of a list whose content is recorded
+_MOST_SETTINGS = 3000
+
+
+@dataclass
+class SettingTexts:
+    """Gathers names and texts of settings.
+
+    Attributes:
+        texts: Name -> text.
+        types_only: The names of those of which only the type was recorded.
+        secrets: The names of those whose values were left out, as they may be secret.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    types_only: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
+        is_long = isinstance(value, list | tuple) and len(value) > 1000  # `plain` leaves out what is in it
+        parts = [(name, [plain(item) for item in value[:_MOST_ITEMS]])] if is_long else list(flatten(name, value))
+        for path, part in parts:
+            words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]
+            secret = next((place for place, word in enumerate(words) if is_secret(word)), None)
+            path = path if secret is None else ".".join(words[: secret + 1])
+            shown = hidden(words[-1 if secret is None else secret], part)
+            if shown == HIDDEN:
+                self.secrets += [path] if path not in self.secrets else []
+            elif not is_comparable(shown):
+                self.types_only.append(path)
+            if self.texts.get(path) != HIDDEN:
+                self.texts[path[:_LONGEST_TEXT]] = text_of(shown)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return names and texts; of those beyond the first 3,000 a digest."""
+        pairs = list(self.texts.items())
+        return pairs[:_MOST_SETTINGS] + (
+            [(f"{len(pairs) - _MOST_SETTINGS:,} more", digest(map(repr, pairs[_MOST_SETTINGS:])))]
+            if len(pairs) > _MOST_SETTINGS
+            else []
+        )
+
+
+def text_of(value: Any) -> str:
+    """Return a plain value as text; of a long one the beginning, and a digest of the whole.
+
+    Examples:
+        >>> text_of(0.1), text_of("sgd"), text_of([1, "a"])
+        ('0.1', 'sgd', "[1, 'a']")
+    """
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_LONGEST_TEXT]}… ({len(text):,} characters, SHA-256 {digest([text])})"
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Return the first 12 digits of a digest of texts."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return found.hexdigest()[:12]
