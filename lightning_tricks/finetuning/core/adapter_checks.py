@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
-from lightning_tricks.finetuning.core.adapter_contents import Place, attention_of, registered_or_computed
+from lightning_tricks.finetuning.core.adapter_contents import (
+    Place,
+    computed_otherwise,
+    has_own_forward,
+    layer_for_peft,
+    registered_or_computed,
+)
+from lightning_tricks.finetuning.core.class_extension import class_below
+from lightning_tricks.finetuning.core.injection import kind_of_layer
 from lightning_tricks.finetuning.core.lora_plan import owners_of_parameters, weights_of
 from lightning_tricks.finetuning.core.low_rank import LowRank
 
@@ -19,8 +28,19 @@ def check_places(
     model: nn.Module, modules: Mapping[str, nn.Module], pairs: Mapping[Place, Mapping[str, Tensor]]
 ) -> None:
     """Refuse files with layers that the model has not."""
-    unknown = [layer for layer, weight in pairs if layer not in modules or weight not in weights_of(modules[layer])]
+    unknown = [layer for layer, _ in pairs if layer not in modules]
     if not unknown:
+        without = [
+            f"{layer} ({kind_of_layer(modules[layer])})"
+            for layer, weight in pairs
+            if weight not in weights_of(modules[layer])
+        ]
+        if without:
+            raise ValueError(
+                f"{len(without)} of {len(pairs)} layers have no such matrix of floating-point numbers in "
+                f"{type(model).__name__}: {list_names(without)}. If they are quantized, load the adapter before they "
+                "are, or with peft; otherwise it is the adapter of another model."
+            )
         return
     inner = [child for child, _ in model.named_children() if all(f"{child}.{layer}" in modules for layer in unknown)]
     remedy = f" Pass {inner[0]} of the model, which has them." if inner else ""
@@ -28,6 +48,25 @@ def check_places(
         f"it is the adapter of another model: {len(unknown)} of {len(pairs)} layers are not in "
         f"{type(model).__name__}: {list_names(unknown)}.{remedy}"
     )
+
+
+def check_computed_alike(modules: Mapping[str, nn.Module], places: Iterable[Place]) -> None:
+    """Refuse layers beside which peft puts what is no change of their weight, and name those that are not known."""
+    layers = dict.fromkeys(layer for layer, _ in places)
+    otherwise = {layer: why for layer in layers if (why := computed_otherwise(modules[layer]))}
+    if otherwise:
+        listed = list_names([f"{layer} ({why})" for layer, why in otherwise.items()])
+        raise ValueError(
+            f"what peft adds to the outputs of {len(otherwise)} layers is no change of their weights: {listed}. Load "
+            "it with peft."
+        )
+    own = [f"{layer} ({class_below(modules[layer]).__name__})" for layer in layers if has_own_forward(modules[layer])]
+    if own:
+        warnings.warn(
+            f"load_adapter: peft may compute {len(own)} layers otherwise than with a change of their weights, as they "
+            f"have a forward pass of their own: {list_names(own)}. Compare the outputs with those of peft.",
+            stacklevel=4,  # of the caller of load_adapter, which torch.no_grad wraps
+        )
 
 
 def check_shapes(
@@ -50,7 +89,7 @@ def check_shapes(
     ]
     for (layer, weight), (left, right) in factors.items():
         shape = registered_or_computed(modules[layer], weight).shape
-        if (len(left), right.shape[-1]) != (shape[0], shape[1:].numel()) or left.shape[-1] != len(right):
+        if (*left.shape, *right.shape) != (shape[0], len(right), len(right), shape[1:].numel()) or not len(right):
             changed = f"{tuple(left.shape)} @ {tuple(right.shape)}"
             wrong.append(f"{layer}.{weight} is {tuple(shape)} in the model, and its change is {changed}")
     if wrong:
@@ -121,7 +160,7 @@ def check_present(
         there = (change.rank, change.alpha, change.use_rslora)
         here = (
             len(factors[place][1]),
-            config.alpha_of(attention_of(place[0], modules) or place[0]),
+            config.alpha_of(layer_for_peft(place, factors, modules)),
             config.use_rslora,
         )
         if there != here:

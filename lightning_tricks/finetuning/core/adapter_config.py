@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from lightning_tricks._shared.checks import check_count, check_dropout, check_number, did_you_mean
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.patterns import check_repeats
 from lightning_tricks._shared.read_budget import Budget, parse_json
@@ -60,8 +60,9 @@ class AdapterConfig:
         use_rslora: Whether a scale is divided by the square root of the rank.
         dropout: The dropout of the inputs of the changes.
         modules_to_save: The ends of names of modules that are stored whole.
-        doubles_out_proj: Whether the adapter was trained by a peft that adds the change of the `out_proj` of an
-            `nn.MultiheadAttention` twice (huggingface/peft#3774).
+        by_peft: Whether peft wrote the file.
+        is_old: Whether its peft adds the change of the `out_proj` of an `nn.MultiheadAttention` that is wrapped as a
+            whole twice (huggingface/peft#3774).
     """
 
     alpha: float
@@ -69,7 +70,8 @@ class AdapterConfig:
     use_rslora: bool
     dropout: float
     modules_to_save: Sequence[str]
-    doubles_out_proj: bool = False
+    is_old: bool
+    by_peft: bool = True
 
     def alpha_of(self, layer: str) -> float:
         """Return the scale of a layer, before it is divided by its rank."""
@@ -133,14 +135,12 @@ def _checked(config: Any) -> AdapterConfig:
             f"init_lora_weights={initial!r} has changed the weights of the base: save the adapter with "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=...) of peft."
         )
-    known = _WITHOUT_EFFECT | _USED
-    unknown = [name for name, value in config.items() if name not in known and value]
+    unknown = [name for name, value in config.items() if name not in _WITHOUT_EFFECT | _USED and value]
     unknown += ["bias"] * (config.get("bias", "none") != "none")
     if unknown:
-        hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
         raise ValueError(
             f"{', '.join(f'{name}={config[name]!r:.60}' for name in unknown)}: LoRA of this package has no such "
-            f"setting, and without it the outputs would differ. Load the adapter with peft.{hint}"
+            f"setting, and without it the outputs would differ. Load the adapter with peft."
         )
     alphas = _mapping(config, "alpha_pattern")
     for text in alphas:

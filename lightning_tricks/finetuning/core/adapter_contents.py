@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,12 @@ def attention_of(layer: str, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the name of the `nn.MultiheadAttention` whose `out_proj` a layer is."""
     parent, _, name = layer.rpartition(".")
     return parent if name == "out_proj" and isinstance(modules.get(parent), nn.MultiheadAttention) else None
+
+
+def layer_for_peft(place: Place, places: Container[Place], modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the layer that peft replaces: an attention and its `out_proj` are one, if both are changed."""
+    attention = attention_of(place[0], modules)
+    return attention if attention is not None and (attention, "in_proj_weight") in places else place[0]
 
 
 def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
@@ -95,8 +101,8 @@ def single_parameters(modules: Mapping[str, nn.Module], saved: Mapping[str, nn.M
 def config_of(changes: Mapping[Place, LowRank], modules: Mapping[str, nn.Module], saved: list[str]) -> dict[str, Any]:
     """Return the `adapter_config.json` of a model's LoRA, which makes peft build the same."""
     of_layers: dict[str, LowRank] = {}
-    for (layer, _), change in changes.items():
-        of_layers.setdefault(attention_of(layer, modules) or layer, change)
+    for place, change in changes.items():
+        of_layers.setdefault(layer_for_peft(place, changes, modules), change)
     rank, ranks = values_and_patterns({layer: change.rank for layer, change in of_layers.items()})
     alpha, alphas = values_and_patterns({layer: _number(change.alpha) for layer, change in of_layers.items()})
     first = next(iter(of_layers.values()))
@@ -165,11 +171,21 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
         return f"{class_below(around).__name__} reads its weight without calling it"
     if weight != "weight" or registered_tensor(module, "weight") is None:
         return f"{weight} of {kind}"
-    if any(isinstance(module, plain) and class_below(module).forward is not plain.forward for plain in _PLAIN):
+    if has_own_forward(module):
         return f"{kind} with a forward pass of its own"
+    is_known = isinstance(module, (nn.Linear, *_PLAIN)) or is_transposed_linear(module)
+    return computed_otherwise(module) if is_known else kind
+
+
+def computed_otherwise(module: nn.Module) -> str | None:
+    """Return for what peft puts something else beside a layer than a change of its weight, or None."""
+    kind = class_below(module).__name__
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
         return None if plain else f"{kind} with groups, dilation or padding_mode"
-    if isinstance(module, nn.Embedding):
-        return None if module.max_norm is None else f"{kind} with max_norm"
-    return None if isinstance(module, nn.Linear) or is_transposed_linear(module) else kind
+    return f"{kind} with max_norm" if isinstance(module, nn.Embedding) and module.max_norm is not None else None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a layer computes otherwise than the class of torch that peft takes it for."""
+    return any(isinstance(module, plain) and class_below(module).forward is not plain.forward for plain in _PLAIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ from lightning_tricks._shared.added_parameters import added_names
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.core.adapter_checks import (
+    check_computed_alike,
     check_modules_to_save,
     check_places,
     check_present,
@@ -24,10 +24,10 @@ from lightning_tricks.finetuning.core.adapter_checks import (
 from lightning_tricks.finetuning.core.adapter_config import AdapterConfig
 from lightning_tricks.finetuning.core.adapter_contents import (
     Place,
-    attention_of,
     changed_weights,
     config_of,
     factors_of,
+    layer_for_peft,
     modules_to_save,
     not_for_peft,
     peft_matrices,
@@ -40,9 +40,9 @@ from lightning_tricks.finetuning.core.adapter_format import (
     write_adapter,
 )
 from lightning_tricks.finetuning.core.injection import InjectionReport
-from lightning_tricks.finetuning.core.lora_injection import add_lora, describe_lora
-from lightning_tricks.finetuning.core.lora_plan import LoRASettings, weights_of
-from lightning_tricks.finetuning.core.targets import plain_names
+from lightning_tricks.finetuning.core.lora_injection import describe_lora, put_changes
+from lightning_tricks.finetuning.core.lora_plan import LoRASettings, changes_at, weights_of
+from lightning_tricks.finetuning.core.targets import plain_names, refuse_compiled
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -81,7 +81,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     single = single_parameters(modules, saved)
     tensors: dict[str, Tensor] = {}
     for (layer, weight), change in changes.items():
-        names = names_of_matrices(layer, modules[layer], weight, attention_of(layer, modules) is not None)
+        is_wrapped = layer_for_peft((layer, weight), changes, modules) != layer
+        names = names_of_matrices(layer, modules[layer], weight, is_wrapped)
         tensors.update(zip(names, peft_matrices(change, modules[layer], weight), strict=True))
     inside = tuple(f"{name}." for name in saved)
     for name, value in model.state_dict().items():
@@ -140,8 +141,8 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionR
     modules = {"": model, **plain_names(model)}
     try:
         pairs, values, frozen = parse_names(tensors, modules)
-        for (layer, _), pair in pairs.items():
-            if config.doubles_out_proj and attention_of(layer, modules) is not None:
+        for place, pair in pairs.items():
+            if config.by_peft and config.is_old and layer_for_peft(place, pairs, modules) != place[0]:
                 pair["B"] = 2 * pair["B"]
         added = added_names(model)
         state = {
@@ -150,7 +151,11 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionR
             if name not in added and isinstance(value, Tensor)
         }
         check_places(model, modules, pairs)
-        factors = {place: factors_of(pair, modules[place[0]]) for place, pair in pairs.items()}
+        if config.by_peft:
+            check_computed_alike(modules, pairs)
+        order = {name: number for number, name in enumerate(modules)}  # of tied weights, the first has the change
+        places = sorted(pairs, key=lambda place: order[place[0]])
+        factors = {place: factors_of(pairs[place], modules[place[0]]) for place in places}
         check_shapes(modules, factors, state, values)
         check_modules_to_save(config, modules, state, values)
         check_shared(modules, factors)
@@ -182,30 +187,13 @@ def _add(
     config: AdapterConfig,
 ) -> None:
     """Add LoRA of the layers, ranks and scales of a file."""
-    layers = list(dict.fromkeys(layer for layer, _ in factors))
-    own = [(layer, weight) for layer in layers for weight in weights_of(modules[layer])]
+    targets = {layer: modules[layer] for layer, _ in factors}
+    own = [(layer, weight) for layer in targets for weight in weights_of(modules[layer])]
     missing = [".".join(place) for place in own if place not in factors]
     if missing:
         raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
-    ranks = {layer: len(right) for (layer, _), (_, right) in factors.items()}
-    differing = [layer for (layer, _), (_, right) in factors.items() if len(right) != ranks[layer]]
-    if differing:
-        raise ValueError(f"the weights of a layer have changes of several ranks: {list_names(differing)}.")
-    others = [name for name in modules if attention_of(name, modules) in layers and name not in layers]
-    settings = LoRASettings(
-        rank=1,
-        target_modules=list(map(_exactly, layers)),
-        exclude=list(map(_exactly, others)),
-        modules_to_save=[],
-        dropout=config.dropout,
-        rank_pattern={_exactly(layer): rank for layer, rank in ranks.items()},
-        use_rslora=config.use_rslora,
-    )
-    add_lora(model, settings)
-    for (layer, _), change in changed_weights(modules):
-        change.set_alpha(config.alpha_of(attention_of(layer, modules) or layer), config.use_rslora)
-
-
-def _exactly(name: str) -> str:
-    """Return a pattern that matches one name."""
-    return f"re:^{re.escape(name)}$"
+    refuse_compiled(model, targets, "the adapter")
+    settings = LoRASettings(dropout=config.dropout, use_rslora=config.use_rslora)
+    put_changes(model, changes_at(modules, {place: len(right) for place, (_, right) in factors.items()}), settings)
+    for place, change in changed_weights(modules):
+        change.set_alpha(config.alpha_of(layer_for_peft(place, factors, modules)), config.use_rslora)

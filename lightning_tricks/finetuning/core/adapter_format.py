@@ -23,9 +23,9 @@ _WRITER = "lightning_tricks"
 _MATRIX = re.compile(r"^(?:(.+)\.)?lora_(?:embedding_)?([AB])(?:\.(\w+))?$")
 
 
-def names_of_matrices(layer: str, module: nn.Module, weight: str, is_out_proj: bool) -> tuple[str, str]:
+def names_of_matrices(layer: str, module: nn.Module, weight: str, is_wrapped: bool) -> tuple[str, str]:
     """Return the names of A and B of a layer's weight: those of peft, where it has any for such a layer."""
-    if is_out_proj:  # of an nn.MultiheadAttention, which peft wraps
+    if is_wrapped:  # the out_proj of an nn.MultiheadAttention
         layer = ".base_layer.".join(layer.rpartition(".")[::2])
     front = f"{PREFIX}{layer}." if layer else PREFIX
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -49,7 +49,7 @@ def parse_names(
         names that belong to the base of a layer.
 
     Raises:
-        ValueError: If a name does not begin as peft's do, or a layer has one of the two matrices.
+        ValueError: If a name does not begin as peft's do, or a layer has one of the two matrices, or two changes.
     """
     changes: dict[tuple[str, str], dict[str, Tensor]] = {}
     values: dict[str, Tensor] = {}
@@ -69,7 +69,13 @@ def parse_names(
             layer = layer.replace(".base_layer.", ".")
         if weight == "weight" and isinstance(modules.get(layer), nn.MultiheadAttention):
             weight = "in_proj_weight"
-        changes.setdefault((layer, weight), {})[matrix] = tensor
+        pair = changes.setdefault((layer, weight), {})
+        if matrix in pair:
+            raise ValueError(
+                f"it changes {layer}.{weight} twice: as a layer, and as a part of the attention around it. The outputs "
+                "of peft are other ones before merge_and_unload than after it: load it with peft."
+            )
+        pair[matrix] = tensor
     halves = [
         f"{'.'.join(place)}: lora_{'B' if 'A' in pair else 'A'}" for place, pair in changes.items() if len(pair) < 2
     ]
@@ -110,7 +116,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> tuple[AdapterConfig, dict[st
     tensors, writer = _read_tensors(path / WEIGHTS_FILE)
     try:
         config = read_config(path / CONFIG_FILE)
-        return (replace(config, doubles_out_proj=False) if writer == _WRITER else config), tensors
+        return replace(config, by_peft=writer != _WRITER), tensors
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path / CONFIG_FILE}: {error}") from error
 

@@ -57,8 +57,20 @@ def add_lora(
             "the model anew."
         )
     changes, saved = plan_lora(model, settings)
+    put_changes(model, changes, settings, saved.values(), generator)
+    return describe_lora(model, trained_whole(saved))
+
+
+def put_changes(
+    model: nn.Module,
+    changes: Iterable[Change],
+    settings: LoRASettings,
+    saved: Iterable[nn.Module] = (),
+    generator: torch.Generator | None = None,
+) -> None:
+    """Freeze a model but for some modules, and put changes beside its weights."""
     generator = generator_or_new(generator)
-    freeze_base(model, saved.values())
+    freeze_base(model, saved)
     changed: dict[nn.Module, list[str]] = {}
     for change in changes:
         low_rank = _make_low_rank(change, settings, generator)
@@ -70,7 +82,6 @@ def add_lora(
             changed.setdefault(owner, []).append(weight)
     for module, weights in changed.items():
         extend(module, kind_for(module), tuple(weights))
-    return describe_lora(model, trained_whole(saved))
 
 
 def lora_report(model: nn.Module, settings: LoRASettings) -> InjectionReport | None:

@@ -65,6 +65,11 @@ class Change:
     rank: int
     places: list[tuple[str, nn.Module, str]]
 
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that a change of the weight can have."""
+        return min(self.weight.shape[0], self.weight.shape[1:].numel())
+
 
 def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], dict[str, nn.Module]]:
     """Return the weights to change, each once, and the modules to train whole, without changing anything."""
@@ -74,27 +79,39 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
     refuse_compiled(model, targets, "LoRA")
     ranks = {Pattern(text): rank for text, rank in (settings.rank_pattern or {}).items()}
     select_modules("rank_pattern", list(ranks), targets, what="targets")
-    owners = owners_of_parameters({"": model, **modules})
-    changes: dict[int, Change] = {}
-    misfits: dict[str, str] = {}  # name of a weight -> why its rank is too large
-    for name, module in targets.items():
-        for weight in weights_of(module):
-            registered = registered_tensor(module, weight)
-            if id(registered) in changes:
-                continue
-            tensor = getattr(module, weight) if registered is None else registered
-            rank = value_for(ranks, name, settings.rank)
-            most = min(tensor.shape[0], tensor.shape[1:].numel())
-            if rank > most:
-                misfits.setdefault(f"{name}.{weight}", _misfit(rank, most, name, weight, tensor))
-            places = [(name, module, weight)]
-            places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
-            changes[id(tensor)] = Change(tensor, rank, places)
+    places = {
+        (name, weight): value_for(ranks, name, settings.rank)
+        for name, module in targets.items()
+        for weight in weights_of(module)
+    }
+    changes = changes_at({"": model, **modules}, places)
+    misfits = [change for change in changes if change.rank > change.largest_rank]
     if misfits:
-        first, *others = misfits
+        others = [".".join(change.places[0][::2]) for change in misfits[1:]]
         more = f" So it does in {len(others)} more: {list_names(others)}." if others else ""
-        raise ValueError(f"{misfits[first]}{more}")
-    return list(changes.values()), saved
+        raise ValueError(f"{_too_large(misfits[0])}{more}")
+    return changes, saved
+
+
+def changes_at(modules: Mapping[str, nn.Module], ranks: Mapping[tuple[str, str], int]) -> list[Change]:
+    """Return the changes of some weights, each once, without changing anything.
+
+    Args:
+        modules: All modules by qualified name.
+        ranks: Name of a module and of its weight -> the rank of the change.
+    """
+    owners = owners_of_parameters(modules)
+    changes: dict[int, Change] = {}
+    for (name, weight), rank in ranks.items():
+        module = modules[name]
+        registered = registered_tensor(module, weight)
+        if id(registered) in changes:
+            continue
+        tensor = getattr(module, weight) if registered is None else registered
+        places = [(name, module, weight)]
+        places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
+        changes[id(tensor)] = Change(tensor, rank, places)
+    return list(changes.values())
 
 
 def _targets(
@@ -159,9 +176,10 @@ def owners_of_parameters(modules: Mapping[str, nn.Module]) -> dict[int, list[tup
     return owners
 
 
-def _misfit(rank: int, most: int, name: str, weight: str, tensor: Tensor) -> str:
+def _too_large(change: Change) -> str:
+    (name, _, weight), most = change.places[0], change.largest_rank
     return (
-        f"rank={rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape {tuple(tensor.shape)}): "
-        f"give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, or modules_to_save={name!r} to "
-        "train it whole."
+        f"rank={change.rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape "
+        f"{tuple(change.weight.shape)}): give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, or "
+        f"modules_to_save={name!r} to train it whole."
     )

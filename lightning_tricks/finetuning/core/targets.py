@@ -83,7 +83,7 @@ def refuse_compiled(model: nn.Module, targets: Mapping[str, nn.Module], what: st
         if any(id(target) in inside for target in targets.values()):
             raise ValueError(
                 f"{strip_compile_prefix(name) or type(module).__name__} is compiled: add {what} first, and call "
-                "torch.compile on the model that has them."
+                "torch.compile on the result."
             )
 
 

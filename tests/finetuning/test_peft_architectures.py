@@ -1,0 +1,138 @@
+"""Adapters that peft saves for many architectures, loaded by `load_adapter`: what peft merges, or an error in words."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks.finetuning import load_adapter, merge
+from tests.finetuning.peft_models import ARCHITECTURES
+
+peft = pytest.importorskip("peft")
+
+_WORDS = (
+    "is no change of their weights",  # convolutions with groups and the like
+    "twice: as a layer, and as a part of the attention",
+    "which share a weight in the model",
+    "which are one tensor in the model",
+    "LoRA of this package has no such setting",
+    "has changed the weights of the base",
+)
+_OPTIONS = {
+    "use_rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.1},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "DoRA": {"use_dora": True},
+    "biases": {"bias": "all"},
+    "biases of layers": {"bias": "lora_only"},
+    "a bias of its own": {"lora_bias": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+}
+_REFUSED = {"DoRA", "biases", "biases of layers", "a bias of its own", "PiSSA", "OLoRA"}
+
+
+def build(name):
+    torch.manual_seed(3)
+    return ARCHITECTURES[name][0]().eval()
+
+
+def of_each_kind(name):
+    """Name the first layer of each kind of layers that have weights of their own, or attention."""
+    kinds = {}
+    for full, part in build(name).named_modules():
+        has_matrix = any(one.ndim > 1 for one in part.parameters(recurse=False))
+        if full and (has_matrix or isinstance(part, nn.MultiheadAttention)):
+            kinds.setdefault((type(part), full.rpartition(".")[2]), full)
+    return list(kinds.values())
+
+
+def adapt_by_peft(name, **config):
+    """Return a model with an adapter of peft, all of whose values are random; None if peft has none for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = peft.get_peft_model(build(name), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **config})).eval()
+        except (AttributeError, TypeError, ValueError):
+            return None
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def merged_by_peft(model):
+    """Return what peft makes of its adapter; None if it cannot merge it."""
+    try:
+        merged = model.merge_and_unload().state_dict()
+    except RuntimeError:  # or a NotImplementedError
+        return None
+    named = {name.replace(".modules_to_save.default", ""): value for name, value in merged.items()}
+    return {name: value for name, value in named.items() if ".original_module." not in name}
+
+
+def verdict(name, folder, **config):
+    """Return what becomes of an adapter: None if peft has none, the words of a refusal, or an empty text."""
+    if (model := adapt_by_peft(name, **config)) is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+        truth = merged_by_peft(model)
+    plain, batch = build(name), ARCHITECTURES[name][1]
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    try:
+        load_adapter(plain, folder)
+    except ValueError as error:
+        assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
+        return str(error)
+    with torch.no_grad():
+        side = plain(batch)
+        assert truth is not None, f"{name}, {config}: loaded, and peft cannot merge it"
+        merged = merge(plain).state_dict()
+        assert merged.keys() == truth.keys()
+        assert merged.keys() == before.keys()
+        wrong = [key for key in merged if not torch.allclose(merged[key], truth[key], rtol=1e-4, atol=1e-5)]
+        assert not wrong, f"{name}, {config}: {wrong}"
+        whole = plain(batch)
+    first = side if isinstance(side, torch.Tensor) else side[0]
+    torch.testing.assert_close(first, whole if isinstance(whole, torch.Tensor) else whole[0], rtol=1e-3, atol=1e-4)
+    return ""
+
+
+def loadable(name, folder):
+    """Name the layers whose adapters are loaded, and make sure that those of the others are refused in words."""
+    found = {kind: verdict(name, folder / kind, target_modules=[kind]) for kind in of_each_kind(name)}
+    assert not [text for text in found.values() if text and not any(words in text for words in _WORDS)]
+    return [kind for kind, text in found.items() if text == ""]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_targets(name, tmp_path):
+    kinds = loadable(name, tmp_path)
+    found = verdict(name, tmp_path / "all", target_modules="all-linear")
+    assert found == "" or "target_parameters=[" in found or "share a weight" in found  # experts in one tensor; ties
+    several = {
+        "target_modules": kinds[::2],
+        "modules_to_save": kinds[1:2],
+        "rank_pattern": dict.fromkeys(kinds[::3], 2),
+        "alpha_pattern": {f"^{kind}": number + 2 for number, kind in enumerate(kinds)},
+    }
+    assert verdict(name, tmp_path / "several", **several) == ""
+
+
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_options(option, tmp_path):
+    for name in ("attentions", "GPT-2"):
+        found = verdict(name, tmp_path / name, **{"target_modules": "all-linear", **_OPTIONS[option]})
+        assert bool(found) == (option in _REFUSED)
+        assert not found or any(words in found for words in _WORDS), found
+
+
+def test_a_part_of_an_attention_beside_the_whole(tmp_path):
+    found = verdict("attentions", tmp_path, target_modules=["cross", "out_proj"])
+    assert "it changes cross.out_proj.weight twice: as a layer, and as a part of the attention" in found
