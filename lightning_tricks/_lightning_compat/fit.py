@@ -45,13 +45,6 @@ def override_resume_checkpoint(
         yield
 
 
-@needs_private("GradientClipping")
-def is_in_batch(trainer: Trainer) -> bool:
-    """Whether a training batch is processed now, between the hooks of its start and its end."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return bool(progress.started > progress.processed)
-
-
 @needs_private("AutoResume")
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return what `Trainer.save_checkpoint` would write; every rank has to call it."""

@@ -17,6 +17,11 @@ def takes_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes the scale itself, and does not merely show the attributes of one that it wraps."""
+    return takes_scale(optimizer) and "_step_supports_amp_scaling" in vars(optimizer)
+
+
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether a scaler has unscaled the gradients of an optimizer since its last step."""
     with needs_private("GradientClipping", KeyError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.fit import is_in_batch, is_last_batch
+from lightning_tricks._lightning_compat.fit import is_last_batch
 from lightning_tricks._lightning_compat.logged_values import log_step_values, logs_at_this_step
 from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
@@ -30,8 +30,7 @@ from lightning_tricks.gradient_clipping.core.clipping import (
     gradient_norms,
 )
 from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, check_groups, check_method
-from lightning_tricks.gradient_clipping.core.step_skipping import call_after_step
-from lightning_tricks.gradient_clipping.errors import lbfgs_error, nonfinite_error, unseen_step_error
+from lightning_tricks.gradient_clipping.errors import nonfinite_error, repeated_closure_error
 from lightning_tricks.gradient_clipping.trainer_settings import (
     active_scaler,
     on_any_rank,
@@ -39,6 +38,7 @@ from lightning_tricks.gradient_clipping.trainer_settings import (
     scale_may_have_overflowed,
     unscales_in_step,
 )
+from lightning_tricks.gradient_clipping.unseen_steps import refuse_unseen_steps
 
 
 class GradientClipping(TrickCallback):
@@ -146,7 +146,7 @@ class GradientClipping(TrickCallback):
         self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the patterns match, and hook the optimizers to detect steps without Lightning."""
+        """Log what the patterns match, and start to look for steps without Lightning."""
         self._names = _names(pl_module)
         if not self._clip_groups.is_single:
             sizes = {name: parameter.numel() for parameter, name in self._names.items()}
@@ -154,10 +154,14 @@ class GradientClipping(TrickCallback):
                 rank_zero_info(f"GradientClipping clips by group: {self._clip_groups.report(sizes)}.")
             except ValueError as error:
                 raise MisconfigurationException(f"GradientClipping: {error}") from error
-        for index, optimizer in enumerate(trainer.optimizers):
+        for optimizer in trainer.optimizers:
             if self.on_nonfinite == "skip" and isinstance(optimizer, LBFGS):
-                raise lbfgs_error()
-            self._installed.enter_context(call_after_step(optimizer, self._refuse_unseen_step(trainer, index)))
+                raise repeated_closure_error(optimizer)
+        self._installed.enter_context(
+            refuse_unseen_steps(
+                trainer, lambda index: self._states[index].end_skip(), refuse_repeated=self.on_nonfinite == "skip"
+            )
+        )
         if active_scaler(trainer) is None:
             self.skip_hooks("on_train_batch_start", "on_after_backward")
         if not self.hold_lr_on_skip:
@@ -175,7 +179,6 @@ class GradientClipping(TrickCallback):
         """Clip the gradients of an optimizer, log their norms, and handle those that are not finite."""
         index = trainer.optimizers.index(optimizer)
         state = self._states[index]
-        state.is_announced = True
         state.restore_schedulers()
         scaler = active_scaler(trainer)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
@@ -270,19 +273,6 @@ class GradientClipping(TrickCallback):
         if any(parameter not in self._names for parameter in parameters):
             self._names = _names(pl_module)  # some were added during the fit
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
-
-    def _refuse_unseen_step(self, trainer: Trainer, index: int) -> Callable[..., None]:
-        """Return a hook that raises an error after a step of the optimizer that Lightning did not announce."""
-
-        def refuse(*_: Any) -> None:
-            if not is_in_batch(trainer):
-                return  # torch.distributed.checkpoint makes a step, of zeros, where an optimizer has no state yet
-            state = self._states[index]
-            if not state.is_announced:
-                raise unseen_step_error(index)
-            state.is_announced = False
-
-        return refuse
 
     def _log_norms(
         self,

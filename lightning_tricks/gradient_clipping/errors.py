@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_tricks._shared.text import list_names
 
@@ -32,11 +33,12 @@ def nonfinite_error(trainer: Trainer, names: Sequence[str], finite: Tensor, reas
     )
 
 
-def lbfgs_error() -> MisconfigurationException:
-    """Return the error for an LBFGS whose steps should be skipped."""
+def repeated_closure_error(optimizer: Optimizer) -> MisconfigurationException:
+    """Return the error for an optimizer, such as LBFGS, whose steps should be skipped."""
+    name = type(optimizer).__name__
     return MisconfigurationException(
-        'GradientClipping(on_nonfinite="skip") cannot skip a step of LBFGS: it has moved the weights by the time it '
-        'computes the gradient. Use "raise" or "ignore".'
+        f'GradientClipping(on_nonfinite="skip") cannot skip a step of {name}: its step computes the gradients several '
+        'times, and moves the weights in between. Use "raise" or "ignore".'
     )
 
 
@@ -45,4 +47,13 @@ def unseen_step_error(index: int) -> MisconfigurationException:
     return MisconfigurationException(
         f"GradientClipping cannot clip optimizer {index}: it was stepped past Lightning, which then calls no hook. "
         "Step what `self.optimizers()` returns (use_pl_optimizer=True), or the `optimizer` that `optimizer_step` gets."
+    )
+
+
+def forgotten_closure_error(index: int, optimizer: Optimizer) -> MisconfigurationException:
+    """Return the error for an optimizer that did not call its closure."""
+    return MisconfigurationException(
+        f"GradientClipping cannot clip optimizer {index}: {type(optimizer).__name__}.step did not call its `closure`, "
+        "in which gradients are clipped. Call it in that method, before the gradients are used, or hand it on: "
+        "`super().step(closure)`."
     )

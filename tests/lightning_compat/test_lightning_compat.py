@@ -954,35 +954,3 @@ def test_log_step_values_logs_what_log_dict_logs(tmp_path, accumulate):
         runs.append((callback.seen, rows.read_text()))
     assert runs[0] == runs[1]
     assert runs[0][0][-1]["a/step"] == trainer.global_step - 1
-
-
-class _AsksInBatches(lightning.pytorch.Callback):
-    def __init__(self):
-        self.answers = set()
-
-    def ask(self, hook, trainer):
-        self.answers.add((hook, fit.is_in_batch(trainer)))
-
-    def on_train_start(self, trainer, pl_module):
-        self.ask("start", trainer)
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.ask("step", trainer)
-
-    def on_train_batch_end(self, trainer, *_):
-        self.ask("end", trainer)
-
-    def on_validation_start(self, trainer, pl_module):
-        self.ask("validation", trainer)
-
-
-@pytest.mark.parametrize("optimization", ["adamw", "manual"])
-def test_is_in_batch(tmp_path, optimization):
-    asks = _AsksInBatches()
-    trainer = Trainer(max_epochs=2, callbacks=[asks], val_check_interval=4, **QUIET)
-    trainer.fit(EvaluatedNet(optimization), loader(), loader())
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    Trainer(max_epochs=3, callbacks=[asks], **QUIET).fit(
-        EvaluatedNet(optimization), loader(), loader(), ckpt_path=tmp_path / "end.ckpt"
-    )
-    assert asks.answers == {("start", False), ("step", True), ("end", False), ("validation", False)}

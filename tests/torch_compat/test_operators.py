@@ -110,8 +110,10 @@ def test_tensors_without_data():
 def test_a_fused_optimizer_unscales_by_itself():
     weight = nn.Parameter(torch.ones(1))
     assert optimizers.takes_scale(torch.optim.AdamW([weight], fused=True))
+    assert optimizers.is_fused(torch.optim.AdamW([weight], fused=True))
     optimizer = torch.optim.AdamW([weight])
     assert not optimizers.takes_scale(optimizer)
+    assert not optimizers.is_fused(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(weight.sum()).backward()
     assert optimizers.scale_of(scaler).item() == 4

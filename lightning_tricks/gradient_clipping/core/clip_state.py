@@ -79,9 +79,7 @@ class ClipState:
     Attributes:
         counts: The counts of its steps.
         thresholds: Label of a group -> the threshold that follows its norms.
-        is_announced: Whether Lightning has announced the optimizer's next step.
         held_schedulers: The schedulers to restore after a skipped step, or None.
-        close_skip: Removes the hook that skips the optimizer's next step.
         finite_at_skip: Which gradients were finite when a step was last skipped; shape (n,).
     """
 
@@ -91,19 +89,23 @@ class ClipState:
         self._forget_fit()
 
     def _forget_fit(self) -> None:
-        self.is_announced = False
         self.held_schedulers: HeldSchedulers | None = None
-        self.close_skip: Callable[[], None] | None = None
+        self._end_skip: Callable[[], None] | None = None
         self.finite_at_skip: Tensor | None = None
         self._parameter_ids: list[int] = []
         self._groups: list[ClipGroup] = []
 
     def close(self) -> None:
         """Remove the hook of a skipped step that never came, and forget parameters and schedulers of the fit."""
-        if self.close_skip is not None:
-            self.close_skip()
+        self.end_skip()
         self.counts.count_waiting()
         self._forget_fit()
+
+    def end_skip(self) -> None:
+        """End the skipping of a step, if one was skipped: it is over, or never came."""
+        end, self._end_skip = self._end_skip, None
+        if end is not None:
+            end()
 
     def skip_step_(
         self, optimizer: Optimizer, nonfinite: Tensor, *, by_scaler: bool, schedulers: list[Any] | None
@@ -122,14 +124,14 @@ class ClipState:
         on_device = by_scaler or skips_on_device(optimizer)
         if on_device and schedulers is None:
             if not by_scaler:
-                self.close_skip = skip_step_on_device_(optimizer, nonfinite)
+                self._end_skip = skip_step_on_device_(optimizer, nonfinite)
             return False
         if not nonfinite:
             return False
         if schedulers is not None:
             self.held_schedulers = HeldSchedulers(optimizer, schedulers)
         if not by_scaler:
-            self.close_skip = skip_step_(optimizer)
+            self._end_skip = skip_step_(optimizer)
         return True
 
     def restore_schedulers(self) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from lightning_tricks._torch_compat.optimizers import takes_scale
+from lightning_tricks._torch_compat.optimizers import is_fused
 
 
 def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
@@ -26,7 +24,8 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
             closure more than once (LBFGS does).
 
     Returns:
-        A function for a step that never comes: it removes the hook that waits for it. After the step it does nothing.
+        A function that ends the skipping at once, for a step that never comes. After the step it restores once more
+        what the optimizer has changed since, or nothing.
 
     Examples:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -40,22 +39,26 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-    options = copy_group_options(optimizer)
+    options, depth, hooks = copy_group_options(optimizer), 0, ExitStack()
 
-    def restore(*_: Any) -> None:
-        handle.remove()
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth <= 0:  # torch runs the hooks once more where a subclass calls the step of its base class
+            end()
+
+    def end() -> None:
+        hooks.close()
         restore_group_options(optimizer, options)
 
-    handle = call_after_step(optimizer, restore)
-    return handle.remove
-
-
-def call_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a function after each step of an optimizer; never, if it wraps another one and has no hooks of its own."""
-    try:
-        return optimizer.register_step_post_hook(hook)
-    except AttributeError:  # `Optimizer.__init__` was not called
-        return RemovableHandle(OrderedDict())
+    with suppress(AttributeError):  # it wraps another optimizer, and has no hooks of its own
+        hooks.callback(optimizer.register_step_pre_hook(enter).remove)
+        hooks.callback(optimizer.register_step_post_hook(leave).remove)
+    return end
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -64,7 +67,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     It works for torch's fused optimizers, except for the first step of an SGD with momentum: a fused kernel that skips
     this step keeps uninitialised memory as its momentum.
     """
-    if not takes_scale(optimizer):
+    if not is_fused(optimizer):
         return False
     groups = optimizer.param_groups
     if not all(group.get("fused") for group in groups):
