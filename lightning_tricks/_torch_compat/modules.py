@@ -102,6 +102,26 @@ def set_state_dict_versions(state_dict: Any, versions: Any) -> None:
     state_dict._metadata = versions
 
 
+_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state", "state_dict", "_save_to_state_dict")
+_LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
+
+
+def loads_as_torch_does(module: nn.Module) -> bool:
+    """Whether neither a module nor its submodules have methods or hooks of others for their state dicts."""
+    with needs_private("CheckpointRemapping"):
+        methods = {name: getattr(nn.Module, name) for name in _LOADING}
+        return not any(
+            any(getattr(part, hooks) for hooks in _LOADING_HOOKS)
+            or any(name in vars(part) or _is_of_others(type(part), name, method) for name, method in methods.items())
+            for part in module.modules()
+        )
+
+
+def _is_of_others(cls: type[nn.Module], name: str, method: object) -> bool:
+    own = getattr(cls, name)
+    return own is not method and getattr(own, "__module__", "").partition(".")[0] != "torch"
+
+
 def has_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
     """Whether a function is among the hooks that a module calls before its `forward`."""
     with needs_private("freezing of normalisation"):

@@ -253,10 +253,10 @@ def _load_on_all_ranks(trainer: Trainer, module: torch.nn.Module, plan: Callable
     names, others = strategy.broadcast(
         ([n for n in values if n in own], {n: v for n, v in values.items() if n not in own})
     )
+    load_tensors(module, others)  # which may raise
     with torch.no_grad():
         for name in names:
             _copy_from_rank_zero(own[name], values.get(name))
-    load_tensors(module, others)
     return planned.report if planned else None
 
 

@@ -16,6 +16,7 @@ from lightning_tricks._torch_compat.modules import (
     compiles_in_place,
     has_forward_pre_hook,
     is_batch_norm,
+    loads_as_torch_does,
     module_internals,
     own_buffers,
     own_modules,
@@ -82,6 +83,21 @@ def test_a_state_dict_has_versions_by_which_modules_convert_it():
         module.load_state_dict(older)
 
 
+def test_what_others_change_in_loading_is_seen():
+    class Child(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+
+    assert loads_as_torch_does(nn.Sequential(nn.MultiheadAttention(4, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2)))
+    assert not loads_as_torch_does(nn.Sequential(Child(2, 2)))
+    for register in ("load_state_dict_pre_hook", "load_state_dict_post_hook", "state_dict_post_hook"):
+        module = nn.Linear(2, 2)
+        getattr(module, f"register_{register}")(lambda *_: None)
+        assert not loads_as_torch_does(module), register
+    module.state_dict = dict
+    assert not loads_as_torch_does(module)
+
+
 CALLS = {
     "_parameters": own_parameters,
     "_buffers": own_buffers,
@@ -89,6 +105,7 @@ CALLS = {
     "_forward_pre_hooks": lambda bare: list(pruned_parameters(bare)),
     "_compiled_call_impl": compiles_in_place,
     "_flat_weights": refer_to_own_weights,
+    "_load_state_dict_pre_hooks": lambda bare: loads_as_torch_does(SimpleNamespace(modules=lambda: [bare])),
 }
 
 

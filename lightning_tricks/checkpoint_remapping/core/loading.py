@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from lightning_tricks.checkpoint_remapping.core.load_plan import (
     Source,
     plan_loading,
 )
+from lightning_tricks.checkpoint_remapping.core.module_snapshot import Snapshot, unchanged_on_error
 from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument
 from lightning_tricks.checkpoint_remapping.core.tied_tensors import tie_again, tied_in
 
@@ -97,19 +101,20 @@ def load_weights(
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None = None) -> None:
-    """Load what a plan says; `assign` is that of `load_weights`.
+    """Load what a plan says, or leave the module as it is; `assign` is that of `load_weights`.
 
     Raises:
-        CheckpointError: If `load_state_dict` of the module does not take a name of its `state_dict`.
+        CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
     """
     tied = tied_in(module)
-    _load(module, tensors, assign)
-    tie_again(module, tied, tensors)
+    with unchanged_on_error(module) as before:
+        _load(module, tensors, assign, before)
+        tie_again(module, tied, tensors)
 
 
-def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> None:
+def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, before: Snapshot | None) -> None:
     """Copy tensors into the module's, or assign those that replace tensors on the meta device."""
-    model_tensors = module.state_dict()
+    model_tensors = module.state_dict(keep_vars=True)
     assigned: dict[str, Any] = {}
     copied: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -118,20 +123,40 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None) -> No
             assigned[name] = _like(model_tensors.get(name), tensor)
         elif not without_values:
             copied[name] = tensor
+    method = f"{type(module).__name__}.load_state_dict"
     for part, is_assigned in ((assigned, True), (copied, False)):
         if part:
             # With the module's own versions, or it would convert tensors that have its names and shapes already
             state = OrderedDict(part)
             set_state_dict_versions(state, state_dict_versions(module.state_dict()))
-            result = module.load_state_dict(state, strict=False, assign=is_assigned)
-            lost = [name for name in result.unexpected_keys if not name.endswith("_extra_state")]
-            lost += [name for name in result.missing_keys if name in part]
+            try:
+                result = _load_state_dict(module, is_assigned)(state)
+            except Exception as error:
+                if before is None:
+                    raise
+                raise CheckpointError(
+                    f"{method} raised {type(error).__name__}: {str(error)[:1000]} The module was not modified. Mend "
+                    "what it runs at loading, or load into a part with submodule=...."
+                ) from error
+            lost = [name for name in getattr(result, "unexpected_keys", ()) if not name.endswith("_extra_state")]
+            lost += [name for name in getattr(result, "missing_keys", ()) if name in part]
+            lost += before.not_taken(model_tensors, module.state_dict(), part) if before else []
             if lost:
                 raise CheckpointError(
-                    f"{type(module).__name__}.load_state_dict did not take {list_names(lost)}, although state_dict() "
-                    "has such names: a hook or a method of the module renames tensors in one of the two alone. Other "
-                    "tensors may have been loaded. Give both the same names, or load into a part with submodule=...."
+                    f"{method} did not take {list_names(dict.fromkeys(lost))}, although state_dict() has such names: a "
+                    "hook or a method of the module drops or renames tensors in one of the two alone. The module was "
+                    "not modified. Give both the same names, or load into a part with submodule=...."
                 )
+
+
+def _load_state_dict(module: nn.Module, assign: bool) -> Callable[[Any], Any]:
+    """Return the module's `load_state_dict` if it takes torch's arguments, else torch's."""
+    arguments: dict[str, Any] = {"strict": False} | ({"assign": True} if assign else {})
+    try:
+        inspect.signature(module.load_state_dict).bind({}, **arguments)
+    except TypeError:
+        return partial(nn.Module.load_state_dict, module, **arguments)
+    return partial(module.load_state_dict, **arguments)
 
 
 def _like(own: Any, tensor: Any) -> Any:
