@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.ensembles.core.sampling import bootstrap_rows
+from lightning_tricks.ensembles.core.sample_orders import bootstrap_rows
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.voting import VotingClassifier, VotingRegressor
 

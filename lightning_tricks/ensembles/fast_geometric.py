@@ -163,7 +163,8 @@ class FastGeometricMembers(CapturedMembers):
         if isinstance(schedule["scheduler"], ReduceLROnPlateau):
             raise MisconfigurationException(
                 f"{type(self).__name__}: ReduceLROnPlateau goes by a metric, which the schedule of the base model "
-                "cannot: choose one that goes by steps or epochs."
+                "cannot: choose one that goes by steps or epochs, or train the base model with it before, and give "
+                f"{type(self).__name__}([model], base_epochs=0)."
             )
         return schedule
 

@@ -16,7 +16,8 @@ from lightning_tricks._lightning_compat.loaders import request_train_loaders, us
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_classes, folds_digest, make_folds
-from lightning_tricks.ensembles.core.sampling import fixed_rows, is_shuffled, tensors_in_memory, why_not_reorder
+from lightning_tricks.ensembles.core.sample_orders import fixed_rows, is_shuffled, why_not_reorder
+from lightning_tricks.ensembles.core.sampling import tensors_in_memory
 from lightning_tricks.ensembles.training_data import unpack
 
 

@@ -11,13 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_tricks._lightning_compat.loaders import uses_distributed_sampler
 from lightning_tricks._lightning_compat.trainer import overfit_batches_of
 from lightning_tricks.ensembles.core.member_batches import batch_of_member
-from lightning_tricks.ensembles.core.sampling import (
-    MemberLoader,
-    is_shuffled,
-    member_orders,
-    sampler_of,
-    why_not_reorder,
-)
+from lightning_tricks.ensembles.core.sample_orders import is_shuffled, member_orders, sampler_of, why_not_reorder
+from lightning_tricks.ensembles.core.sampling import MemberLoader
 
 
 class TrainingData:

@@ -115,6 +115,7 @@ DRAWN = {
     "by epoch": (lambda: loader(WithEpoch(lambda own: PART[own.epoch :: 2], 10)), PART),
     "drop_last": (lambda: DataLoader(DATA, 12, shuffle=True, drop_last=True), ALL),
 }
+TABLE = [name for name in ONCE | DRAWN if name != "workers"]  # which are slow to end
 SHARED = {
     "batches": (lambda: DataLoader(DATA, batch_sampler=[PART[:8], PART[8:]]), "list makes the batches itself"),
     "no length": (lambda: loader(Endless(lambda own: PART)), "Endless has no length"),
@@ -148,7 +149,7 @@ def rows_of_members(kind, given, n=3, epochs=EPOCHS, **arguments):
     return [torch.tensor(rows).view(epochs, -1).tolist() for rows in seen]
 
 
-@pytest.mark.parametrize("name", ONCE | DRAWN)
+@pytest.mark.parametrize("name", TABLE)
 def test_voting_members_see_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(VotingRegressor, made())
@@ -161,7 +162,7 @@ def test_voting_members_see_what_the_sampler_yields(name):
     )
 
 
-@pytest.mark.parametrize("name", ONCE | DRAWN)
+@pytest.mark.parametrize("name", TABLE)
 def test_a_bootstrap_is_drawn_from_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     seen = rows_of_members(BaggingRegressor, made())
@@ -229,7 +230,7 @@ class Kept(StackingRegressor):
         super().on_stage_start()
 
 
-@pytest.mark.parametrize("name", [name for name in ONCE | DRAWN if name not in ("workers", "in order")])
+@pytest.mark.parametrize("name", TABLE)
 def test_folds_are_those_of_what_the_sampler_yields(name):
     made, rows = (ONCE | DRAWN)[name]
     ensemble, folds = Kept([Row(), Row()], cv=4, seed=0, vectorize=False), {}

@@ -114,7 +114,9 @@ def same(given, expected):
 
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize(
-    ("function", "schedule"), [*((one, "constant") for one in FUNCTIONS), (by_layer, "by group")], ids=str
+    ("function", "schedule"),
+    [*((one, "constant") for one in FUNCTIONS), (by_layer, "by group")],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_function_sees_one_member(function, schedule, vectorize):
     ensemble = VotingClassifier(
@@ -172,6 +174,7 @@ def test_an_optimizer_of_all_members():
         (lambda own: ([optim.SGD(own)], []), TypeError, r"optimizer must be a function that returns a torch.optim"),
         (lambda own: optim.SGD(MLP().parameters()), ValueError, "has 4 other parameters than the 4 of a member that"),
     ],
+    ids=["a tuple", "other parameters"],
 )
 def test_functions_that_make_something_else(function, error, words):
     with pytest.raises(error, match=words):

@@ -20,15 +20,14 @@ from torch.utils.data import (
 )
 
 from lightning_tricks.ensembles.core.member_batches import batch_of_member
-from lightning_tricks.ensembles.core.sampling import (
-    MemberLoader,
+from lightning_tricks.ensembles.core.sample_orders import (
     MemberOrders,
     bootstrap_rows,
     is_shuffled,
     member_orders,
-    tensors_in_memory,
     why_not_reorder,
 )
+from lightning_tricks.ensembles.core.sampling import MemberLoader, tensors_in_memory
 
 
 class Squares(Dataset):

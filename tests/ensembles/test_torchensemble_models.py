@@ -2,12 +2,16 @@
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torchensemble
+import torchensemble.utils as theirs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -293,3 +297,58 @@ def test_copies_are_their_own():
     copied = copy.deepcopy(ensemble)
     copied.estimators_.net.weight.data.zero_()
     assert values(ensemble)["estimators_.0.weight"].any()
+
+
+def _public_methods():
+    """The public methods of torchensemble's classes: class, method and its arguments."""
+    for name in torchensemble.__all__:
+        for method in ("__init__", "fit", "predict", "forward", "evaluate", "set_optimizer", "set_scheduler"):
+            for kind in getattr(torchensemble, name).__mro__:
+                if kind.__module__.startswith("torchensemble") and method in vars(kind):
+                    yield name, method, set(inspect.signature(vars(kind)[method]).parameters) - {"self", "kwargs", "x"}
+
+
+OF_A_TRAINER = {"train_loader", "epochs", "log_interval", "test_loader", "save_model", "save_dir", "cuda", "n_jobs"}
+
+
+def test_the_page_on_migration_names_all_that_torchensemble_has():
+    text = Path(__file__).parents[2].joinpath("docs/migration.md").read_text(encoding="utf-8")
+    section = text.split("\n## From torchensemble\n")[1].split("\n## ")[0]
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", section))))
+    families = {re.sub("(Classifier|Regressor)$", "", name) for name in torchensemble.__all__}
+    methods = {method for _, method, _ in _public_methods()} - {"__init__"}
+    functions = [theirs.io.load, theirs.io.save, theirs.logging.set_logger]
+    arguments = {name for _, _, names in _public_methods() for name in names}
+    arguments |= {name for function in functions for name in inspect.signature(function).parameters} - {"model"}
+    named = {function.__name__ for function in functions}
+    assert not (families | methods | arguments | named | {"len", "index"}) - words
+
+
+def test_what_the_page_calls_the_same_is_there():
+    for name, method, arguments in _public_methods():
+        ours = getattr(lightning_tricks, name)
+        own = set(inspect.signature(ours if method in ("__init__", "fit") else getattr(ours, method)).parameters)
+        gone = {"estimator", "estimator_args"} if name.startswith("NeuralForest") else set()  # it makes its trees
+        assert arguments - OF_A_TRAINER - gone <= own, (name, method)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in torchensemble.__all__ if not name.startswith(("Snapshot", "FastGeometric"))]
+)
+@pytest.mark.parametrize("scheduler", [("ReduceLROnPlateau", {"patience": 0}), ("StepLR", {"step_size": 1})], ids=str)
+def test_schedules_by_name(name, scheduler):
+    data = (digits if name.endswith("Classifier") else diabetes)()[0]
+    members = {} if name.startswith("Neural") else _members(name)
+    sizes = {"n_outputs": 10} if name == "NeuralForestClassifier" else {}
+    ensemble = getattr(lightning_tricks, name)(**{**members, "n_estimators": 2, **sizes})
+    ensemble.set_scheduler(scheduler[0], **scheduler[1])
+    fit(ensemble, few(data, 64), few(data, 32, shuffle=False), max_epochs=2)
+
+
+def test_a_base_model_trained_with_a_plateau_before():
+    base = VotingClassifier([MLP()], optimizer=("SGD", {"lr": 0.1}), lr_scheduler="ReduceLROnPlateau", seed=0)
+    fit(base, few(digits()[0], 64), max_epochs=2)
+    ensemble = lightning_tricks.FastGeometricClassifier([base.estimators_[0]], 2, cycle=1, base_epochs=0)
+    assert torch.equal(ensemble.working[0].first.weight, base.estimators_[0].first.weight)
+    fit(ensemble, few(digits()[0], 64), max_epochs=2)
+    assert ensemble.n_members == 2
