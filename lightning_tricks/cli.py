@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning_tricks
 from lightning_tricks._shared.checks import path_argument
+from lightning_tricks._shared.console import errors_of_use
 
 _STAGES = {
     "fit": "train a model that a YAML file or options describe, with any of the tricks",
@@ -22,13 +23,18 @@ _STAGES = {
     "test": "test it",
     "predict": "predict with it",
 }
+_SIGPIPE_STATUS = 141  # what a shell says of a program that a broken pipe has ended, 128 + SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser, also of a command, that takes no option by its beginning: another may begin with it later."""
+    """A parser, also of a command, that takes no option by its beginning: another may begin with it later.
+
+    What it parses has the parser of the command as `parser`.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self.set_defaults(parser=self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit status: 0 on success. Wrong arguments exit with status 2 and a sentence that names them.
+        The exit status: 0 on success.
+
+    Raises:
+        SystemExit: With status 2 and the usage if the arguments are wrong; with status 1 and one sentence if the
+            command fails, or 2 where 1 is an answer, as of `diff`; with 141 if nobody reads its output any more.
     """
     parser = _Parser(
         prog="lightning-tricks", description="Training tricks for PyTorch Lightning, each correct, free and one line."
@@ -52,16 +62,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage, description in _STAGES.items():
         commands.add_parser(stage, help=description, add_help=False)
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] in _STAGES:
-        return _run_stage(parser, argv)
-    arguments = parser.parse_args(argv)
-    status = 0
+    with _output():
+        if argv and argv[0] in _STAGES:
+            return _run_stage(parser, argv)
+        return _run_command(parser.parse_args(argv))
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    """Flush what was printed, and exit in peace where nobody reads it any more: `| head` has seen enough."""
     try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
+        with Path(os.devnull).open("w", encoding="utf-8") as nobody, redirect_stdout(sys.stdout or nobody):  # by `>&-`
+            try:
+                yield
+            finally:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        sys.exit(_SIGPIPE_STATUS)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    try:
+        return int(arguments.run(arguments))
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # of a model as well: a command prints no traceback
+        from lightning_tricks._shared.text import describe_error
+
+        is_ours = isinstance(error, OSError) or type(error).__module__.startswith("lightning_tricks.")
+        said = str(error) if is_ours else describe_error(error)
+        parser: argparse.ArgumentParser = arguments.parser
+        parser.exit(getattr(arguments, "error_status", 1), f"{parser.prog}: error: {said}\n")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -95,15 +129,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-kill", action="store_true", help="leave out the run that is killed and resumed in the end"
     )
-    parser.set_defaults(run=partial(_run_demo, parser))
+    parser.set_defaults(run=_run_demo)
 
 
-def _run_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
+def _run_demo(arguments: argparse.Namespace) -> int:
     from lightning_tricks import demo
 
-    try:
+    with errors_of_use(arguments):
         trainer, tricks = demo.prepare(
             out=arguments.out,
             seed=arguments.seed,
@@ -112,8 +144,6 @@ def _run_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             devices=arguments.devices,
             precision=arguments.precision,
         )
-    except (MisconfigurationException, OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
     demo.run(trainer, tricks, arguments.out)
     if trainer.is_global_zero and not arguments.no_kill:
         from lightning_tricks.demo_resume import show_resume
@@ -132,7 +162,7 @@ def _run_stage(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         for module in ("jsonargparse", "docstring_parser", "typeshed_client"):
             import_extra(module, "cli", f"`lightning-tricks {argv[0]}` needs jsonargparse[signatures]")
     except ModuleNotFoundError as error:
-        parser.error(str(error))
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a script would find the modules beside it, a command does not
         sys.path.insert(0, folder)
@@ -149,4 +179,4 @@ def _positive(text: str) -> int:
 
 
 def _devices(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+    return _positive(text) if text.isdecimal() else text

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from rich.console import Console
 
 
@@ -55,3 +59,12 @@ def print_report(trick: str, report: Any) -> None:
 def write_output(text: str) -> None:
     """Write text to standard output, with a question mark for each character that its encoding lacks."""
     _EncodableOutput().write(text)
+
+
+@contextmanager
+def errors_of_use(arguments: Namespace) -> Iterator[None]:
+    """Print an error about what a command was given beside its usage, and exit with status 2."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        arguments.parser.error(str(error))

@@ -23,9 +23,7 @@ def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Mo
         ValueError: If `path` has no colon.
         TypeError: If `path` refers neither to a model nor to what makes one.
     """
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"the model must be MODULE:NAME, such as torchvision.models:resnet50; got {path!r}")
+    module_name, name = split_model_argument(path)
     if "" not in sys.path:
         sys.path.insert(0, "")  # as with `python -m`
     made: Any = importlib.import_module(module_name)
@@ -36,3 +34,15 @@ def import_model(path: str, arguments: Mapping[str, Any] | None = None) -> nn.Mo
     if not isinstance(made, nn.Module):
         raise TypeError(f"{path} is neither a torch.nn.Module nor a function that returns one: it gives {made!r}")
     return made
+
+
+def split_model_argument(path: str) -> tuple[str, str]:
+    """Return the module and the name of `MODULE:NAME`.
+
+    Raises:
+        ValueError: If `path` has no colon.
+    """
+    module, _, name = path.partition(":")
+    if not name:
+        raise ValueError(f"the model must be MODULE:NAME, such as torchvision.models:resnet50; got {path!r}")
+    return module, name

@@ -21,17 +21,18 @@ def add_to(commands: Any) -> None:
     subcommands = parser.add_subparsers(required=True, metavar="TOOL")
     descriptions = {
         "status": "show how far a run is, and from which checkpoint it would resume",
-        "verify": "check that each checkpoint has the bytes that were written; the exit status is 1 if one has not",
+        "verify": "check that each checkpoint has the bytes that were written; the exit status is 1 if one has not, 2 "
+        "if there is none",
     }
-    for name, run in (("status", _status), ("verify", _verify)):
+    for name, run, error_status in (("status", _status, 1), ("verify", _verify, 2)):
         subcommand = subcommands.add_parser(
             name, help=descriptions[name], description=descriptions[name][0].upper() + descriptions[name][1:] + "."
         )
         subcommand.add_argument("dirpath", type=path_argument, metavar="DIR", help="the dirpath of AutoResume")
-        subcommand.set_defaults(run=partial(_run, subcommand, run))
+        subcommand.set_defaults(run=partial(_run, run), error_status=error_status)
 
 
-def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
+def _run(run: Any, arguments: argparse.Namespace) -> int:
     from lightning_tricks.auto_resume.core.checkpoint_folder import fit_folders
 
     folders = [
@@ -40,7 +41,7 @@ def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespac
         if folder.manifests() or folder.unrecorded() or folder.read_status()
     ]
     if not folders:
-        parser.error(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
+        raise FileNotFoundError(f"{arguments.dirpath} holds no checkpoints of AutoResume. Give the dirpath of a run.")
     return int(run(folders))
 
 

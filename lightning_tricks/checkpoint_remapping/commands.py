@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import errors_of_use, make_console
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -29,7 +28,9 @@ def add_to(commands: Any) -> None:
     show.add_argument(
         "--depth", type=int, metavar="N", help="maximum depth of the modules that are shown (default: all)"
     )
-    diff = _tool(tools, "diff", _diff, "show how the tensors of two files differ; the exit status is 1 if they do")
+    words = "show how the tensors of two files differ; the exit status is 1 if they do, 2 if one cannot be read"
+    diff = _tool(tools, "diff", _diff, words)
+    diff.set_defaults(error_status=2)
     diff.add_argument("a", help=_FILE_HELP)
     diff.add_argument("b", help="the file that it is compared with")
     align = _tool(tools, "align", _align, "find which tensor of a file is which of a model")
@@ -66,17 +67,8 @@ def _tool(tools: Any, name: str, run: Any, words: str) -> argparse.ArgumentParse
     parser: argparse.ArgumentParser = tools.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
     if name != "diff":
         parser.add_argument("--key", help="the entry of the file that holds the weights (default: it is searched for)")
-    parser.set_defaults(run=partial(_run, parser, run))
+    parser.set_defaults(run=run)
     return parser
-
-
-def _run(parser: argparse.ArgumentParser, run: Any, arguments: argparse.Namespace) -> int:
-    try:
-        return int(run(arguments))
-    except Exception as error:  # errors of the model as well: a command prints no traceback
-        from lightning_tricks._shared.text import describe_error
-
-        parser.error(describe_error(error))
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -84,7 +76,8 @@ def _show(arguments: argparse.Namespace) -> int:
     from lightning_tricks.checkpoint_remapping.core.files.pickle_values import describe_value, truncated_repr
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
 
-    check_optional_count("--depth", arguments.depth)
+    with errors_of_use(arguments):
+        check_optional_count("--depth", arguments.depth)
     console = make_console()
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     console.print(_tree(checkpoint, arguments.depth))
@@ -178,13 +171,16 @@ def _align(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from lightning_tricks._shared.model_argument import import_model
+    from lightning_tricks._shared.model_argument import import_model, split_model_argument
     from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
     from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import align
 
+    with errors_of_use(arguments):
+        split_model_argument(arguments.model)
+        made_with = json.loads(arguments.arguments)
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
-        model = import_model(arguments.model, json.loads(arguments.arguments))
+        model = import_model(arguments.model, made_with)
     alignment = align(model, checkpoint)
     console = make_console()
     console.print(alignment.report())

@@ -7,10 +7,9 @@ import json
 import math
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.console import make_console, write_output
+from lightning_tricks._shared.console import errors_of_use, make_console, write_output
 
 if TYPE_CHECKING:
     from lightning_tricks.devices.core.gpu import Gpu
@@ -34,7 +33,7 @@ def add_to(commands: Any) -> None:
         "no environment variables in it.",
     )
     report.add_argument("--json", action="store_true", help="print JSON")
-    report.set_defaults(run=partial(_report, report))
+    report.set_defaults(run=_report)
 
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
@@ -70,27 +69,26 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--max-temperature", type=float, metavar="CELSIUS", help="temperature that is not too hot")
     choice.add_argument("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs are the best")
     choice.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for free GPUs")
-    parser.set_defaults(run=partial(_gpus, parser))
+    parser.set_defaults(run=_gpus)
 
 
-def _gpus(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _gpus(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in _LIMITS if getattr(arguments, name) is not None}
     showing = [name for name in ("watch", "json", "csv", "query", "id") if getattr(arguments, name)]
-    try:
-        if arguments.select is not None:
-            if showing:
-                raise ValueError(f"--select prints nothing but its choice: leave out --{showing[0]}.")
+    if arguments.select is not None:
+        if showing:
+            arguments.parser.error(f"--select prints nothing but its choice: leave out --{showing[0]}.")
+        with errors_of_use(arguments):
             return _select(arguments.select, arguments.format or "cuda_visible_devices", given)
-        if given or arguments.format:
-            name = next(iter(given), "format").replace("_", "-")
-            raise ValueError(f"--{name} says how to choose GPUs: add --select N.")
+    if given or arguments.format:
+        name = next(iter(given), "format").replace("_", "-")
+        arguments.parser.error(f"--{name} says how to choose GPUs: add --select N.")
+    try:
         return _show(arguments)
-    except BrokenPipeError:
-        raise  # that of the output is not an error of the GPUs
     except KeyboardInterrupt:
-        return 0 if arguments.watch else 130
-    except Exception as error:  # a command prints no traceback
-        parser.error(str(error))
+        if not arguments.watch:
+            raise
+        return 0
 
 
 def _select(n: int, form: str, limits: dict[str, Any]) -> int:
@@ -114,13 +112,17 @@ def _show(arguments: argparse.Namespace) -> int:
     from lightning_tricks.devices.core.nvml import open_nvml
 
     if arguments.query is not None:
-        gpu_fields(arguments.query)  # a wrong name is an error before anything else
+        with errors_of_use(arguments):
+            gpu_fields(arguments.query)  # a wrong name is an error before anything else
     with open_nvml():  # once: without persistence mode, each start takes seconds
         show = _Output(arguments)
         with show:
             while True:
                 gpus = list_gpus()
-                show(gpus if arguments.id is None else pick_gpus(gpus, arguments.id))
+                if arguments.id is not None:
+                    with errors_of_use(arguments):
+                        gpus = pick_gpus(gpus, arguments.id)
+                show(gpus)
                 if arguments.watch is None:
                     return 0
                 time.sleep(arguments.watch)
@@ -170,7 +172,7 @@ class _Output:
         sys.stdout.flush()
 
 
-def _report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from lightning_tricks.devices.core.environment import environment_report, environment_text
 
     report = environment_report()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._shared.console import make_console, write_output
+from lightning_tricks._shared.console import errors_of_use, make_console, write_output
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -43,25 +43,24 @@ def add_to(commands: Any) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print all counts as JSON")
     output.add_argument("--csv", action="store_true", help="print all modules as CSV")
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=_run)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks._shared.checks import check_count
-    from lightning_tricks._shared.model_argument import import_model
+    from lightning_tricks._shared.model_argument import import_model, split_model_argument
     from lightning_tricks.flops.core.model_flops import count_flops
 
-    try:
+    with errors_of_use(arguments):
         check_count("--depth", arguments.depth, minimum=0)
-        model = import_model(arguments.model)
-        inputs = _inputs(model, arguments.input, arguments.dtype)
-        count = count_flops(
-            model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
-        )
-    except Exception as error:  # also the model's own errors: a command prints no traceback
-        from lightning_tricks._shared.text import describe_error
-
-        parser.error(describe_error(error))
+        split_model_argument(arguments.model)
+        dtype = _dtype(arguments.dtype)
+    model = import_model(arguments.model)
+    with errors_of_use(arguments):
+        inputs = _inputs(model, arguments.input, dtype)
+    count = count_flops(
+        model, inputs, backend=arguments.backend, backward=arguments.backward, compare=arguments.compare
+    )
     if arguments.json:
         write_output(count.to_json())
     elif arguments.csv:
@@ -80,12 +79,18 @@ def _shape(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _inputs(model: nn.Module, shapes: list[tuple[int, ...]] | None, dtype_name: str) -> tuple[Tensor, ...] | None:
+def _dtype(name: str) -> torch.dtype:
     import torch
 
-    dtype = getattr(torch, dtype_name, None)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"--dtype must be a torch dtype such as float32, bfloat16 or int64, got {dtype_name!r}")
+        raise ValueError(f"--dtype must be a torch dtype such as float32, bfloat16 or int64, got {name!r}")
+    return dtype
+
+
+def _inputs(model: nn.Module, shapes: list[tuple[int, ...]] | None, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    import torch
+
     if dtype.is_floating_point:
         model.to(dtype)
     if shapes is None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from lightning_tricks._shared.checks import path_argument
-from lightning_tricks._shared.console import make_console
+from lightning_tricks._shared.console import errors_of_use, make_console
 
 
 def add_to(commands: Any) -> None:
@@ -48,22 +47,20 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--plot", type=path_argument, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file"
     )
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=_run)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from lightning_tricks._shared.checks import check_number
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
 
     names = [part.name for part in fields(ScheduleSpec) if part.name != "total"]
-    try:
+    with errors_of_use(arguments):
         check_number("--lr", arguments.lr, above=0)
         spec = ScheduleSpec(**{name: getattr(arguments, name) for name in names})
         factors = spec.factors(arguments.total, arguments.steps_per_epoch)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
     table = Table("step", "factor", "learning rate", title=f"{spec.kind}, {arguments.total:,} steps")
     peak = factors.index(max(factors))
     for step in sorted({0, peak, *(round(arguments.total * tenth / 10) for tenth in range(11))}):
@@ -74,11 +71,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         from lightning_tricks.lr_schedules.core.plotting import plot_schedule
 
-        try:
-            axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)
-            axes.figure.savefig(arguments.plot)  # type: ignore[union-attr]
-        except (ImportError, OSError, ValueError) as error:
-            parser.error(str(error))
+        axes = plot_schedule(spec, arguments.total, lr=arguments.lr, steps_per_epoch=arguments.steps_per_epoch)
+        axes.figure.savefig(arguments.plot)  # type: ignore[union-attr]
         console.print(f"The plot was written to {arguments.plot}.")
     return 0
 

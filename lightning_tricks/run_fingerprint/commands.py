@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import Any
 
 from lightning_tricks._shared.checks import path_argument
@@ -14,22 +13,20 @@ def add_to(commands: Any) -> None:
     """Add the subcommand to the command line's."""
     parser: argparse.ArgumentParser = commands.add_parser("fingerprint", help="find where two recorded runs diverge")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
-    words = "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0"
+    words = (
+        "print the first step at which two runs differ, and what differs; the exit status is then 1, else 0, and 2 if "
+        "the files cannot be compared"
+    )
     diff = tools.add_parser("diff", help=words, description=words[0].upper() + words[1:] + ".")
     for name in "AB":
         diff.add_argument(name, type=path_argument, help="a file written by RunFingerprint")
-    diff.set_defaults(run=partial(_diff, diff))
+    diff.set_defaults(run=_diff, error_status=2)
 
 
-def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-
+def _diff(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_fingerprint.core.comparison import compare
-    from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError
     from lightning_tricks.run_fingerprint.core.record_file import read_ranks
 
-    try:
-        comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
-    except (OSError, FingerprintRecordError) as error:
-        parser.error(str(error))
+    comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
     make_console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)
     return int(comparison.divergence is not None)

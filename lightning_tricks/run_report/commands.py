@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="the page (default: report.html in DIR; comparison.html in this folder for two runs)",
     )
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=_run)
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
@@ -36,21 +35,17 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
     return (str(first), str(second)) if names[0] == names[1] or "" in names else names
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_report.core.comparison_page import comparison_page
     from lightning_tricks.run_report.core.page import run_page
-    from lightning_tricks.run_report.core.record import RunReportError
     from lightning_tricks.run_report.core.record_file import PAGE_FILE, read_record, write_page
 
-    try:
-        first = read_record(arguments.A)
-        if arguments.B is None:
-            page, path = run_page(first), arguments.out or arguments.A / PAGE_FILE
-        else:
-            page = comparison_page(first, read_record(arguments.B), _names(arguments.A, arguments.B))
-            path = arguments.out or Path("comparison.html")
-        write_page(path, page)
-    except (OSError, RunReportError) as error:
-        parser.error(str(error))
+    first = read_record(arguments.A)
+    if arguments.B is None:
+        page, path = run_page(first), arguments.out or arguments.A / PAGE_FILE
+    else:
+        page = comparison_page(first, read_record(arguments.B), _names(arguments.A, arguments.B))
+        path = arguments.out or Path("comparison.html")
+    write_page(path, page)
     make_console(soft_wrap=True, highlight=False).print(f"Report: {path}", markup=False)
     return 0

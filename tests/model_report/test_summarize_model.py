@@ -128,6 +128,42 @@ def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
     assert "[3, 2]" in summary.layers
 
 
+class _Shares(nn.Module):
+    """Two layers with one weight, and a part that is called alone and within the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+
+    def forward(self, x):
+        return self.parts(self.parts[1](self.parts[0](self.other(self.one(x)))))
+
+
+class _Freezes(_Shares):
+    """Freezes a part for a moment, as `toggle_optimizer` does."""
+
+    def forward(self, x):
+        self.one.requires_grad_(False)
+        out = super().forward(x)
+        self.one.requires_grad_(True)
+        return out
+
+
+@pytest.mark.trap("flops: torchinfo counts what a parameter was at each call of a layer")
+@pytest.mark.parametrize("make", [_Shares, _Freezes, lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))])
+def test_totals_are_those_of_the_parameters_each_counted_once(make):
+    model = make()
+    layers = summarize_model(model, torch.zeros(1, 4), graph=False).layers
+    model(torch.zeros(1, 4))  # makes what is lazy
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trains = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    said = f"Total params: {total}\nTrainable params: {trains}\nNon-trainable params: {total - trains}"
+    assert said in layers
+    assert layers.count("(20)") == (total - trains) // 20, "only what is frozen is shown as frozen"
+
+
 def test_a_frozen_model_has_no_graph():
     summary = summarize_model(nn.Linear(8, 4).requires_grad_(False), ROWS)
     assert summary.graph is None

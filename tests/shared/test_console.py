@@ -14,7 +14,6 @@ from lightning_tricks._shared.console import make_console, print_report
 from lightning_tricks._shared.footed_table import FootedTable
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.cli import main
-from lightning_tricks.devices.testing import FakeGpu, FakeNvml
 from tests.contract.lab import QUIET, Net, loader
 
 _WORDS = " ".join(["wide"] * 30)
@@ -85,12 +84,6 @@ def test_below_a_table_nothing_is_markup_and_no_text_is_no_line():
         table.add_column("x")
     with_text, without = (render_text(table).splitlines() for table in tables)
     assert with_text == [*without, "net[0] [bold]"]
-
-
-@pytest.mark.parametrize("command", [["schedule", "--total", "10"], ["env"], ["gpus", "--csv"], ["gpus"]], ids=" ".join)
-def test_a_command_ends_in_peace_where_nobody_reads(command):
-    with unread(), FakeNvml([FakeGpu()]):
-        assert main(command) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_tricks._shared.dry_run.input_advice import input_advice
 from lightning_tricks._shared.dry_run.model_call import ModelCall
 from lightning_tricks._shared.dry_run.model_copy import ModelCopier, common_device, unwrap_model
+from lightning_tricks._shared.dry_run.shared_state import restored_state
 from lightning_tricks._shared.dry_run.tensor_copies import FakeTensorCopies, NoDataError, RealTensorCopies
 from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
@@ -135,7 +136,8 @@ def _run_on_copy(model: nn.Module, call: ModelCall, action: Action[T], copies: T
     call_of_copies = call.map_arguments(ModelCopier(partial(copies.copy_tensor, device=device)).copy_value)
     if call.method == "training_step":
         stub_trainer(model_copy, trainer, dict(zip(original.parameters(), model_copy.parameters(), strict=True)))
-    with copies.context(), _silenced("torch._subclasses.fake_tensor"):
+    state = restored_state(original, getattr(trainer, "datamodule", None))
+    with state, copies.context(), _silenced("torch._subclasses.fake_tensor"):
         return action(model_copy, call_of_copies, copies)
 
 

@@ -101,11 +101,13 @@ class ReadOnlyTrainer:
     )
 
     def __init__(self, trainer: Any) -> None:
-        object.__setattr__(self, "_trainer", trainer)
+        vars(self).update(_trainer=trainer, _model_copy=None)
 
     def __getattr__(self, name: str) -> Any:
         if name in ReadOnlyTrainer._NO_OPS:
             return NoOp()
+        if name in ("lightning_module", "model") and self._model_copy is not None:
+            return self._model_copy
         value = getattr(self._trainer, name)
         return [NoOpOptimizer(one) for one in value] if name == "optimizers" else value
 
@@ -125,7 +127,8 @@ def stub_trainer(model_copy: nn.Module, trainer: Any, copies: Mapping[Tensor, Te
     """
     no_op = NoOp()
     if trainer is not None:
-        vars(model_copy)["_trainer"] = ReadOnlyTrainer(trainer)
+        vars(model_copy)["_trainer"] = read_only = ReadOnlyTrainer(trainer)
+        vars(read_only)["_model_copy"] = model_copy
     optimizers = [
         NoOpOptimizer(one, [copies.get(p, p) for group in getattr(one, "param_groups", ()) for p in group["params"]])
         for one in _find_optimizers(model_copy, trainer)

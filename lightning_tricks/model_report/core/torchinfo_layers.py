@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._shared.dry_run.model_call import ModelCall
 from lightning_tricks._shared.dry_run.trainer_stub import redirect_backward, run_backward
@@ -16,6 +17,9 @@ _UNWANTED = ("Total mult-adds", "Input size", "Forward/backward", "Params size",
 
 def torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
     """Return torchinfo's summary of the layers of a model, without its estimates of FLOPs and sizes.
+
+    The totals are those of the model's parameters after the call, each counted once: torchinfo adds up what each call
+    of a layer had, whose parameters may be shared, not made yet, or frozen for one optimizer's backward pass.
 
     Args:
         model_copy: A copy of a model; changed in place.
@@ -44,8 +48,19 @@ def torchinfo_layers(model_copy: nn.Module, call: ModelCall, depth: int) -> str:
             )
     except RuntimeError as error:  # torchinfo raises it from the model's own error
         raise (error.__cause__ or error) from None
+    for layer in statistics.summary_list:
+        layer.calculate_num_params()
     lines = [line for line in str(statistics).splitlines() if not line.startswith(_UNWANTED)]
+    lines = [_total(model_copy, line.partition(":")[0]) or line for line in lines]
     return "\n".join(lines[:-1] if lines[-1] == lines[-2] else lines)
+
+
+def _total(model: nn.Module, name: str) -> str:
+    """Return the line with one of torchinfo's totals; nothing for another line."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not is_lazy(p)]
+    total, trainable = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    totals = {"Total params": total, "Trainable params": trainable, "Non-trainable params": total - trainable}
+    return f"{name}: {totals[name]:,}" if name in totals else ""
 
 
 class TrainingStep(nn.Module):

@@ -1,0 +1,145 @@
+"""What the copy of a model shares with the original and the rest of the program, put back after the copy was run."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+# whose objects keep no values of a model's steps, or are restored elsewhere
+_LIBRARIES = frozenset(["builtins", "lightning", "lightning_fabric", "lightning_tricks", "numpy", "pytorch_lightning"])
+_LIBRARIES |= {"torch", "torchmetrics", "typing"}
+_MOST_ELEMENTS = 1000  # of a container whose elements are looked at: a larger one holds data
+_MOST_VALUES = 5000  # the nearest
+
+
+@contextmanager
+def restored_state(*roots: Any) -> Iterator[None]:
+    """Put back, on leaving, what is reached from some objects: their attributes, and the contents of containers.
+
+    What a function of a class that is found refers to is reached as well: class attributes, what functions close over,
+    their defaults, and the global variables that they name. Tensors keep what a block writes into them, and so do
+    generators and files.
+
+    Args:
+        *roots: The objects.
+    """
+    walk = _Walk(roots)
+    walk.run()
+    try:
+        yield
+    finally:
+        for restore in walk.restores:
+            restore()
+
+
+class _Walk:
+    """Goes through what is reached, and notes how to put it back."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.pending = deque(roots)
+        self.restores: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # with the values, whose ids would be used again else
+
+    def run(self) -> None:
+        """Visit each value once."""
+        while self.pending and len(self._seen) < _MOST_VALUES:
+            value = self.pending.popleft()
+            if id(value) not in self._seen and not isinstance(value, Tensor | str | bytes | int | float | None):
+                self._seen[id(value)] = value
+                self._visit(value)
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, list | deque):
+            self._note(value, tuple(value), value.extend, value)
+        elif isinstance(value, dict):
+            self._note(value, dict(value), value.update, value.values())
+        elif isinstance(value, set):
+            self._note(value, set(value), value.update, value)
+        elif isinstance(value, tuple | frozenset):
+            self._add(value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._add((value.__self__, value.__func__))
+        elif isinstance(value, partial):
+            self._add((value.func, value.args, value.keywords))
+        elif isinstance(value, staticmethod | classmethod):
+            self._add((value.__func__,))
+        elif isinstance(value, property):
+            self._add((value.fget, value.fset))
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif not isinstance(value, types.ModuleType) and hasattr(value, "__dict__"):
+            if isinstance(vars(value), dict) and (isinstance(value, nn.Module) or not _is_of_library(type(value))):
+                self._note(vars(value), dict(vars(value)), vars(value).update, vars(value).values())
+            self._add(type(value).__mro__)
+
+    def _note(self, container: Any, contents: Any, fill: Callable[[Any], Any], elements: Iterable[Any]) -> None:
+        def restore() -> None:
+            if len(container) != len(contents) or any(
+                a is not b for a, b in zip(_flat(container), _flat(contents), strict=True)
+            ):
+                container.clear()
+                fill(contents)
+
+        self.restores.append(restore)
+        self._add(elements)
+
+    def _add(self, elements: Any) -> None:
+        if len(elements) <= _MOST_ELEMENTS:
+            self.pending.extend(elements)
+
+    def _visit_class(self, cls: type) -> None:
+        if _is_of_library(cls):
+            return
+        for name, value in list(vars(cls).items()):
+            if not (name.startswith("__") and name.endswith("__")) or isinstance(value, types.FunctionType):
+                self.pending.append(value)
+        before = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+
+        def restore() -> None:
+            now = {name: value for name, value in vars(cls).items() if not name.startswith("__")}
+            for name in now.keys() - before.keys():
+                delattr(cls, name)
+            for name, value in before.items():
+                if now.get(name) is not value:
+                    setattr(cls, name, value)
+
+        self.restores.append(restore)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        if str(function.__module__).partition(".")[0] in _LIBRARIES:
+            return
+        self._add((function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)))
+        for cell in function.__closure__ or ():
+            try:
+                self.restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+            except ValueError:  # it is empty
+                continue
+            self.pending.append(cell.cell_contents)
+        used = function.__globals__
+        for name in _names_in(function.__code__):
+            value = used.get(name)
+            if name in used and not isinstance(value, types.ModuleType):
+                self.restores.append(partial(used.__setitem__, name, value))
+                self.pending.append(value)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names that a function, and those that it defines, may look up among global variables."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _LIBRARIES
