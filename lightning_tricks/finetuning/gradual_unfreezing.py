@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
@@ -77,8 +77,9 @@ class GradualUnfreezing(TrickCallback):
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range, or `schedule` has no key 0.
-        MisconfigurationException: At the start of a fit, if a pattern matches nothing, a key releases nothing new or
-            is beyond the run, two multipliers match one parameter, or a parameter of the schedule is in no optimizer.
+        MisconfigurationException: At the start of a fit, if a pattern matches nothing, a key releases nothing new,
+            two multipliers match one parameter, or a parameter of the schedule is in no optimizer. A key beyond the run
+            is a warning.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -272,18 +273,17 @@ class GradualUnfreezing(TrickCallback):
                 )
 
     def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
-        """Raise an error for keys that the run does not reach."""
+        """Warn of keys that the run does not reach, as in a short one that only tries whether all works."""
         later = [key for key in plan.keys if key > 0]
         length = self._length(trainer, pl_module) if later else math.inf  # which may load the data
         late = [key for key in later if key >= length]
         if not late:
             return
-        words = (
-            f"GradualUnfreezing: schedule has the keys {late}, but the run has {length:g} {self.unit}s, counted from 0"
+        tell = rank_zero_info if is_fast_dev_run(trainer) else rank_zero_warn
+        tell(
+            f"GradualUnfreezing: schedule has the keys {late}, but the run has {length:g} {self.unit}s, counted from "
+            "0: what they release stays frozen."
         )
-        if not is_fast_dev_run(trainer):
-            raise MisconfigurationException(f"{words}. Remove these keys or train longer.")
-        rank_zero_info(f"{words} because of fast_dev_run: what they release stays frozen.")
 
     def _length(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """Return the number of epochs or steps of the run; infinity if it is not known."""

@@ -47,6 +47,7 @@ class TrainableCheckpoint(TrickCallback):
     The base is what the module holds when its first training epoch with this callback begins, after CheckpointRemapping
     has loaded weights. It stays the base in later fits of the same module object, and in a run that is resumed. With
     weights that Lightning's EMAWeightAveraging averages, frozen ones are saved as well: it changes them by rounding.
+    What is validated, tested or predicted with such a checkpoint are the averaged weights.
 
     `fit/validate/test/predict(ckpt_path=...)` need this callback and a module that is built as before: what was left
     out is compared with the module and taken from it. Weights that CheckpointRemapping loads are loaded before that.
@@ -162,6 +163,7 @@ class TrainableCheckpoint(TrickCallback):
         return {**super().__getstate__(), "_installed": ExitStack(), "_is_installed": False}
 
 
+_AVERAGED = " The end of a fit with weight averaging may change frozen weights by rounding: resume with a new module."
 _WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
@@ -194,7 +196,7 @@ def _complete(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     try:
         whole = _completed_with_pretrained_weights(trainer, checkpoint)
     except BaseMismatchError as raised:
-        error = raised
+        error = BaseMismatchError(f"{raised}{_AVERAGED}") if "averaging_state" in checkpoint else raised
     if not trainer.strategy.reduce_boolean_decision(error is None):
         raise error or BaseMismatchError("The module of another rank is not the one that was trained: see its error.")
     del checkpoint[RECORD_KEY]
@@ -203,14 +205,14 @@ def _complete(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _completed_with_pretrained_weights(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    module = trainer.lightning_module
+    module, resumes = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
     try:
-        return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
+        return complete_checkpoint(module, checkpoint, strict=module.strict_loading, to_resume=resumes)
     except BaseMismatchError:
         # Callbacks that load weights where a fit starts do not do so in a fit that resumes, nor in a test
         if not sum(trick.load_pretrained(trainer, module) for trick in _tricks_of(trainer)):
             raise
-    return complete_checkpoint(module, checkpoint, strict=module.strict_loading)
+    return complete_checkpoint(module, checkpoint, strict=module.strict_loading, to_resume=resumes)
 
 
 def _tricks_of(trainer: Trainer) -> list[TrickCallback]:

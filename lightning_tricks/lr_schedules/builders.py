@@ -21,7 +21,7 @@ from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
 from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups
-from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec
+from lightning_tricks.lr_schedules.core.schedule_spec import RunTooShortError, ScheduleSpec
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 from lightning_tricks.lr_schedules.core.schedules import constant
 
@@ -79,7 +79,8 @@ def build_schedule(
         The configuration, with the `interval` in it: LightningCLI alone would step once an epoch.
 
     Raises:
-        ValueError: If the warm-up is longer than the run, milestones do not increase, or a length is unknown.
+        ValueError: If the warm-up is longer than the `total` of the spec, milestones do not increase, or a length is
+            unknown. In a run that is too short for its schedule, the rate stays constant, and a warning says so.
         MisconfigurationException: If the length of the run is needed and unknown.
     """
     total: float | None = None
@@ -91,9 +92,10 @@ def build_schedule(
     try:
         factor = spec.bind(total, partial(steps_in_epochs, trainer))
     except ValueError as error:
-        if not is_fast_dev_run(trainer):
+        if not is_fast_dev_run(trainer) and (total is None or not isinstance(error, RunTooShortError)):
             raise
-        rank_zero_info(f"The learning rate stays constant in this fast_dev_run, which is too short: {error}")
+        tell = rank_zero_info if is_fast_dev_run(trainer) else rank_zero_warn
+        tell(f"The learning rate stays constant in this run, which is too short for its schedule: {error}")
         factor = constant
     return {"scheduler": FactorLR(optimizer, factor), "interval": spec.interval, "frequency": 1}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks.metrics.core.history import History
 from lightning_tricks.metrics.core.logged_keys import LoggedKeys
@@ -39,11 +40,12 @@ class BestKeys:
         return self._keys.keys_of_stage(self._modes, stage)
 
     def check_fit(self, trainer: Trainer) -> None:
-        """Refuse a key of validation in a fit that does not validate."""
+        """Warn of a key of validation in a fit that does not validate, as a short one that tries whether all works."""
         if not will_validate(trainer) and (keys := self.of_stage("val")):
-            raise MetricsError(
-                f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate: give it validation "
-                "data and a validation_step, let it validate within max_epochs, or use a key of train."
+            rank_zero_warn(
+                f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate, so that it has no value: "
+                "give it validation data and a validation_step, let it validate within max_epochs, or use a key of "
+                "train."
             )
 
     def check_dataloaders(self, trainer: Trainer) -> None:

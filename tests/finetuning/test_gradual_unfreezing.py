@@ -663,9 +663,6 @@ def test_refuses_arguments(arguments, error, words):
             {},
             r"schedule\[2\] = \['head.\*'\] releases nothing: .* released earlier, at 0",
         ),
-        ({"schedule": {0: "head.*", 3: "*"}}, {}, r"keys \[3\], but the run has 3 epochs"),
-        ({"schedule": {0: "head.*", 30: "*"}, "unit": "step"}, {}, r"keys \[30\], but the run has 30 steps"),
-        ({"schedule": {0: "head.*", 5: "*"}, "unit": "step"}, {"max_steps": 5}, r"keys \[5\], but the run has 5 steps"),
         ({"schedule": {0: "*"}, "lr_multipliers": {"haed.*": 2}}, {}, "lr_multipliers: the pattern 'haed"),
         (
             {"schedule": {0: "*"}, "lr_multipliers": {"head.*": 2, "*.bias": 3}},
@@ -723,11 +720,27 @@ def test_other_schedulers_are_refused_with_multipliers_only():
         fit(Net(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 2}))
 
 
+@pytest.mark.parametrize(
+    ("key", "unit", "trainer", "words"),
+    [
+        (3, "epoch", {}, r"keys \[3\], but the run has 3 epochs"),
+        (1, "epoch", {"max_epochs": 1}, r"keys \[1\], but the run has 1 epochs"),
+        (30, "step", {}, r"keys \[30\], but the run has 30 steps"),
+        (5, "step", {"max_steps": 5}, r"keys \[5\], but the run has 5 steps"),
+        (6, "step", {"limit_train_batches": 1}, r"keys \[6\], but the run has 3 steps"),
+    ],
+)
+def test_a_key_beyond_a_short_run_is_a_warning(key, unit, trainer, words):
+    with pytest.warns(UserWarning, match=words):
+        rows = fit(FineNet(), GradualUnfreezing({0: "head.*", key: "*"}, unit=unit), **trainer)
+    assert parts(rows[-1]) == {"head"}
+
+
 def test_a_fast_dev_run_is_told_and_goes_on(caplog):
     with caplog.at_level("INFO"):
         rows = fit(FineNet(), GradualUnfreezing(EPOCHS), fast_dev_run=2)
     assert parts(rows[-1]) == {"head"}
-    assert "keys [1, 2], but the run has 1 epochs, counted from 0 because of fast_dev_run" in caplog.text
+    assert "keys [1, 2], but the run has 1 epochs, counted from 0: what they release stays frozen" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"max_steps": 12}, {"callbacks": 1}])

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 from lightning_tricks import load_weights
 from lightning_tricks._shared.added_parameters import added_modules
-from lightning_tricks.finetuning import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning import AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from lightning_tricks.finetuning.core.lora_injection import lora_report
 from lightning_tricks.finetuning.core.lora_layers import LoRA
 from tests.finetuning.models import (
@@ -445,18 +445,65 @@ def test_all_layers_that_a_rank_exceeds_are_named():
     add_lora(model, _settings(rank_pattern={"[012]": 1}))
 
 
-def test_quantized_layers_are_not_left_out_silently():
-    class Quantized(nn.Linear):
-        def __init__(self):
-            super().__init__(8, 8)
-            self.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+class _Packed(nn.Module):
+    """A linear layer as GPTQ has it."""
 
-    model = nn.Sequential(Quantized(), nn.Linear(8, 8), Quantized())
-    with pytest.raises(
-        ValueError, match=r"the weights of 2 linear layers hold no floating-point numbers.*: 0, 2\. Use"
-    ):
-        add_lora(model, _settings())
+    def __init__(self, name="qweight"):
+        super().__init__()
+        self.register_buffer(name, torch.zeros(1, 8, dtype=torch.int32))
+
+
+class _PackedLinear(_Packed):
+    pass
+
+
+def _with_weight(weight):
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _wrapped():
+    from torch.testing._internal.two_tensor import TwoTensor  # a subclass that computes with several tensors
+
+    return _with_weight(TwoTensor(torch.zeros(8, 8), torch.zeros(8, 8)))
+
+
+def _by_torch(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is to remove it some day
+        return make()
+
+
+QUANTIZED = {  # -> the layer, whether it is a linear one
+    "int8": (lambda: _with_weight(torch.zeros(8, 8, dtype=torch.int8)), True),
+    "float8": (lambda: _with_weight(torch.zeros(8, 8).to(torch.float8_e4m3fn)), True),
+    "subclass": (_wrapped, True),
+    "packed": (_PackedLinear, True),
+    "HQQ": (lambda: _PackedLinear("W_q"), True),
+    "dynamic": (lambda: _by_torch(lambda: torch.ao.nn.quantized.dynamic.Linear(8, 8)), True),
+    "static": (lambda: _by_torch(lambda: torch.ao.nn.quantized.Linear(8, 8)), True),
+    "convolution": (lambda: _by_torch(lambda: torch.ao.nn.quantized.Conv2d(8, 8, 1)), False),
+    "embedding": (lambda: _by_torch(lambda: torch.ao.nn.quantized.Embedding(8, 8)), False),
+    "packed layer": (_Packed, False),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_layers_are_not_left_out_silently(kind):
+    make, is_linear = QUANTIZED[kind]
+    model = nn.Sequential(make(), nn.Linear(8, 8), make())
+    words = r"target_modules: the weights of 2 layers are quantized, .*: 0, 2\. Use PeftAdapters, or leave"
+    for target in ("*", ["0", "1", "2"], *(["linear"] if is_linear else [])):
+        with pytest.raises(ValueError, match=words):
+            add_lora(model, _settings(target_modules=target))
+    assert list(add_lora(model, _settings(target_modules="1")).layers) == ["1.weight"]
+    model = nn.Sequential(make(), nn.Linear(8, 8), make())
     assert list(add_lora(model, _settings(exclude=["0", "2"])).layers) == ["1.weight"]
+    if not isinstance(model[0], nn.Linear):
+        model = nn.Sequential(make(), nn.Linear(8, 8), make())
+        with pytest.raises(ValueError, match=words):
+            add_adapters(model, AdapterSettings(4, target_modules="*"))
 
 
 @pytest.mark.parametrize(

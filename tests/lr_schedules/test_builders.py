@@ -134,16 +134,40 @@ def test_fast_dev_run_takes_any_schedule(schedule, lightning_log):
     module = _Scheduled(schedule)
     _fit(module, fast_dev_run=True)
     assert module.rates == [0.1]
-    assert any("stays constant in this fast_dev_run" in message for _, message in lightning_log)
+    assert any("stays constant in this run" in message for _, message in lightning_log)
 
 
 def test_no_batches_are_no_steps():
     assert _fit(_Scheduled(ScheduleSpec()), limit_train_batches=0).global_step == 0
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match="warmup='500 steps' are longer than the schedule: 500 > 30 steps"):
-        _fit(_Scheduled(ScheduleSpec(warmup="500 steps")))
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "words"),
+    [
+        ({"warmup": "500 steps"}, {}, "warmup='500 steps' are longer than the schedule: 500 > 30 steps"),
+        ({"warmup": "5 epochs"}, {"max_epochs": 1}, "warmup='5 epochs' are longer than the schedule: 50 > 10 steps"),
+        (
+            {"kind": "wsd", "warmup": 0.5, "decay": "9 steps"},
+            {"max_steps": 4},
+            "longer than the schedule: 11 > 4 steps",
+        ),
+        ({"kind": "step", "step_size": 0.1}, {"limit_train_batches": 1}, "step_size=0.1 is less than one step of 3"),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_too_short_for_its_schedule_is_a_warning(schedule, arguments, words):
+    module = _Scheduled(ScheduleSpec(**schedule))
+    with pytest.warns(UserWarning, match=f"stays constant in this run, which is too short for its schedule: .*{words}"):
+        _fit(module, **arguments)
+    assert set(module.rates) == {0.1}
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"warmup": "500 steps", "total": "30 steps"}, {"kind": "wsd", "warmup": 0.9, "decay": 0.2}], ids=str
+)
+def test_a_schedule_that_no_run_holds_is_refused(schedule):
+    with pytest.raises(ValueError, match="are longer than the schedule"):
+        _fit(_Scheduled(ScheduleSpec(**schedule)))
 
 
 class _Two(Net):

@@ -567,9 +567,6 @@ class Parts(tmr.MeanSquaredError):
 @pytest.mark.parametrize(
     ("best", "arguments", "words"),
     [
-        ("val/f1", {"limit_val_batches": 0}, "'val/f1', but this fit does not validate"),
-        ("val/loss", {"limit_val_batches": 0}, "'val/loss', but this fit does not validate"),
-        ("val/f1", {"check_val_every_n_epoch": 2}, "'val/f1', but this fit does not validate"),
         ("val/f1", {}, "val has 2 loader.*: use one of val/0/f1, val/1/f1"),
         ("val/2/f1", {"num_sanity_val_steps": 1}, "val has 2 loader.*: use one of val/0/f1, val/1/f1"),
         ("train/0/f1", {}, "train has 1 loader.*: use one of train/f1"),
@@ -581,6 +578,22 @@ def test_a_key_of_best_that_this_fit_does_not_log_is_refused_before_training(bes
     with pytest.raises(MetricsError, match=words):
         fitter.fit(Table(), loader, [loader, loader])
     assert fitter.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [
+        ("val/f1", {"limit_val_batches": 0}),
+        ("val/loss", {"limit_val_batches": 0}),
+        ("val/f1", {"check_val_every_n_epoch": 2}),
+    ],
+)
+def test_a_key_of_best_in_a_fit_that_does_not_validate_is_a_warning(key, arguments):
+    monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={key: "max"})
+    loader = loader_of(*table(8)[:2])
+    with pytest.warns(UserWarning, match=f"'{key}', but this fit does not validate"):
+        trainer(monitor, **arguments).fit(OneLoader(), loader, loader)
+    assert monitor.best == {}
 
 
 def test_a_key_of_best_that_only_data_can_refuse():

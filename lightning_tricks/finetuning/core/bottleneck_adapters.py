@@ -33,7 +33,14 @@ from lightning_tricks.finetuning.core.injection import (
     unfuse,
     without_excluded,
 )
-from lightning_tricks.finetuning.core.targets import as_patterns, plain_names, refuse_compiled, select_modules
+from lightning_tricks.finetuning.core.lora_plan import refuse_quantized
+from lightning_tricks.finetuning.core.targets import (
+    as_patterns,
+    matching,
+    plain_names,
+    refuse_compiled,
+    select_modules,
+)
 from lightning_tricks.finetuning.core.transformer_blocks import find_blocks, reads_weights_of_its_parts, widths_of
 
 KINDS = {"houlsby": ("gelu", 1.0), "pfeiffer": ("relu", 1.0), "parallel": ("relu", 4.0)}  # as in the papers
@@ -169,6 +176,7 @@ def _plan(model: nn.Module, settings: AdapterSettings) -> _Plan:
         patterns = as_patterns("target_modules", settings.target_modules)
         if not patterns:
             raise ValueError("target_modules must name at least one pattern, got none.")
+        refuse_quantized({name: part for name, part in matching(patterns, rest).items() if widths_of(part) is None})
         targets = select_modules(
             "target_modules", patterns, rest, lambda part: widths_of(part) is not None, "linear layers or attentions"
         )

@@ -15,10 +15,12 @@ from lightning_tricks._shared.checks import check_count, check_dropout, check_nu
 from lightning_tricks._shared.patterns import Pattern
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.class_extension import class_below
 from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, select_saved, without_excluded
 from lightning_tricks.finetuning.core.lora_layers import is_transposed_linear
 from lightning_tricks.finetuning.core.targets import (
     as_patterns,
+    matching,
     plain_names,
     refuse_compiled,
     select_modules,
@@ -26,6 +28,7 @@ from lightning_tricks.finetuning.core.targets import (
 )
 
 _WEIGHT = re.compile(r"(^|_)weight(_|$)")
+_QUANTIZED = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `W_q`
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _targets(
 ) -> dict[str, nn.Module]:
     rest = without_excluded(settings.exclude, saved, modules)
     if settings.target_modules == "linear":
-        _refuse_quantized(rest)
+        refuse_quantized({name: part for name, part in rest.items() if _is_linear(part)})
         chosen = {
             name: part
             for name, part in rest.items()
@@ -131,6 +134,7 @@ def _targets(
     patterns = as_patterns("target_modules", settings.target_modules)
     if not patterns:
         raise ValueError("target_modules must name at least one pattern, got none.")
+    refuse_quantized(matching(patterns, rest))
     chosen = select_modules(
         "target_modules", patterns, rest, lambda part: bool(weights_of(part)), "layers with a matrix"
     )
@@ -138,14 +142,31 @@ def _targets(
     return {name: part for name, part in rest.items() if name in chosen or name in inside}
 
 
-def _refuse_quantized(modules: Mapping[str, nn.Module]) -> None:
-    quantized = [name for name, part in modules.items() if isinstance(part, nn.Linear) and not weights_of(part)]
+def refuse_quantized(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse layers with quantized weights among those that patterns match."""
+    quantized = [name for name, part in modules.items() if is_quantized(part)]
     if quantized:
         raise ValueError(
-            f'target_modules="linear": the weights of {len(quantized)} linear layers hold no floating-point numbers, '
-            f"as those of quantized layers, and LoRA cannot change them: {list_names(quantized)}. Use PeftAdapters, "
-            "or leave them out by exclude."
+            f"target_modules: the weights of {len(quantized)} layers are quantized, and cannot be adapted here: "
+            f"{list_names(quantized)}. Use PeftAdapters, or leave them out by exclude."
         )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or "linear" in class_below(module).__name__.lower()
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer holds a weight in another form than a plain tensor of floating-point numbers."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    held = (tensor for name, tensor in own if _QUANTIZED.search(name) and not is_lazy(tensor) and tensor.ndim >= 2)
+    return any(not _holds_numbers(tensor) for tensor in held) or callable(getattr(type(module), "weight", None))
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating-point numbers with which torch computes; a shard does."""
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "full_tensor")
+    return tensor.is_floating_point() and tensor.itemsize > 1 and not is_wrapper
 
 
 def weights_of(module: nn.Module) -> list[str]:
@@ -163,7 +184,7 @@ def weights_of(module: nn.Module) -> list[str]:
             kind = type(module).__name__
             raise ValueError(f"{name} of a {kind} has no shape yet: run a batch through the model first.")
     return [
-        name for name, tensor in own.items() if tensor.ndim >= 2 and tensor.is_floating_point() and _WEIGHT.search(name)
+        name for name, tensor in own.items() if tensor.ndim >= 2 and _holds_numbers(tensor) and _WEIGHT.search(name)
     ]
 
 

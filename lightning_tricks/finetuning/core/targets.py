@@ -36,6 +36,11 @@ def plain_names(model: nn.Module) -> dict[str, nn.Module]:
     return {name[:-1]: part for name, part in named if name not in ("", ".") and compiled_module(part) is None}
 
 
+def matching(patterns: Sequence[Pattern], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that a pattern matches."""
+    return {name: part for name, part in modules.items() if any(pattern.matches(name) for pattern in patterns)}
+
+
 def select_modules(
     argument: str,
     patterns: Sequence[Pattern],
@@ -57,7 +62,7 @@ def select_modules(
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matched = {name: module for name, module in modules.items() if pattern.matches(name)}
+        matched = matching([pattern], modules)
         suitable = {name: module for name, module in matched.items() if suits(module)}
         if not suitable:
             raise ValueError(f"{argument}: {_no_match(pattern, matched, modules, what)}")

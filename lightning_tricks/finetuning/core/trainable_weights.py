@@ -25,7 +25,8 @@ from lightning_tricks.finetuning.core.base_record import (
 )
 
 FORMAT = 1
-_ENTRIES = ("state_dict", "current_model_state")  # the second is where Lightning's WeightAveraging puts the first
+# Lightning's WeightAveraging puts averages into the first, and what it found there into the second
+_ENTRIES = ("state_dict", "current_model_state")
 
 
 def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[str, TensorRecord]) -> list[str]:
@@ -49,7 +50,7 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
     }
     now = records_of(candidates)
     left_out = {}
-    for key in _ENTRIES:
+    for key in _ENTRIES[_averages_may_drift(checkpoint) :]:
         same = {name: record for (entry, name), record in now.items() if entry == key and record == base[name]}
         forget(same, model)
         if same:
@@ -61,6 +62,12 @@ def leave_out_base(checkpoint: dict[str, Any], model: nn.Module, base: Mapping[s
         return []
     checkpoint[RECORD_KEY] = {"format": FORMAT, "left_out": left_out}
     return list(recorded_base(checkpoint))
+
+
+def _averages_may_drift(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether averages of values that stay may yet become others by rounding, and then be those of the module."""
+    number = checkpoint.get("averaging_state", {}).get("n_averaged")
+    return number is not None and int(number) < 2  # the first average is a copy
 
 
 def weights_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
@@ -78,10 +85,16 @@ def recorded_base(checkpoint: Mapping[str, Any]) -> dict[str, TensorRecord]:
     Raises:
         ValueError: If the record has another format.
     """
-    return {name: record for records in _recorded(checkpoint).values() for name, record in records.items()}
+    return _joined(_recorded(checkpoint))
 
 
-def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
+def _joined(recorded: Mapping[str, Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    return {name: record for records in recorded.values() for name, record in records.items()}
+
+
+def complete_checkpoint(
+    model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True, to_resume: bool = True
+) -> dict[str, Any]:
     """Return a whole checkpoint: what was left out is taken from the model, if the model has just that.
 
     A floating-point tensor may have another dtype if it has the recorded values after a conversion to the recorded
@@ -91,6 +104,7 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
         model: The model, with the weights that it had before it was trained, in the parts that were left out.
         checkpoint: A checkpoint that `leave_out_base` made smaller.
         strict: Whether a tensor that was left out and that the model does not have is an error.
+        to_resume: Whether training goes on. Otherwise averaged weights take the place of those that they are made of.
 
     Returns:
         A new dict, whose weights have the model's names. What its `state_dict` lacked shares memory with the model.
@@ -99,10 +113,11 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
         BaseMismatchError: If names are missing from the model, or shapes, dtypes or values differ.
         ValueError: If the record of what was left out is damaged or has another format.
     """
-    values = verified_tensors(model, recorded_base(checkpoint), strict=strict)
+    recorded = {key: records for key, records in _recorded(checkpoint).items() if to_resume or key == _ENTRIES[0]}
+    values = verified_tensors(model, _joined(recorded), strict=strict)
     own = {name: full for name, (full, _) in tensors_by_name(model).items()}
     whole = {key: value for key, value in checkpoint.items() if key != RECORD_KEY}
-    for key, records in _recorded(checkpoint).items():
+    for key, records in recorded.items():
         part = checkpoint[key]
         saved = {strip_compile_prefix(name): value for name, value in part.items() if name != NOTE}
         taken = {name: values[name] for name in records if name in values}
@@ -110,12 +125,14 @@ def complete_checkpoint(model: nn.Module, checkpoint: Mapping[str, Any], *, stri
             taken = clone_tensors(taken)
         named = {own.get(name, name): value for name, value in {**saved, **taken}.items()}
         whole[key] = _with_versions(named, state_dict_versions(part) or state_dict_versions(model.state_dict()))
+    if not to_resume and _ENTRIES[1] in whole:
+        whole[_ENTRIES[1]] = whole[_ENTRIES[0]]
     return whole
 
 
 def complete_state_dict(model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Return the whole state dict of a checkpoint, as `complete_checkpoint` does the checkpoint."""
-    state_dict: dict[str, Any] = complete_checkpoint(model, checkpoint, strict=strict)["state_dict"]
+    state_dict: dict[str, Any] = complete_checkpoint(model, checkpoint, strict=strict, to_resume=False)["state_dict"]
     return state_dict
 
 

@@ -42,6 +42,10 @@ _KINDS_WITH_END = ("warmup_cosine", "warmup_linear", "wsd", "one_cycle", "polyno
 Factor = Callable[[float], float]
 
 
+class RunTooShortError(ValueError):
+    """A schedule that a longer run would hold."""
+
+
 @suggests_argument_names()
 @dataclass(frozen=True)
 class ScheduleSpec:
@@ -123,7 +127,9 @@ class ScheduleSpec:
             steps_after: Epochs -> optimizer steps made by then; needed where the units are mixed.
 
         Raises:
-            ValueError: If the warm-up (and wsd's decay) is longer than the schedule, or a required length is unknown.
+            RunTooShortError: If the warm-up (and wsd's decay) is longer than the schedule, or a step of it shorter than
+                one `interval`.
+            ValueError: If a required length is unknown, or no run is long enough.
         """
         if self.total is not None:
             total = self._to_intervals("total", self.total, None, steps_after)
@@ -136,13 +142,14 @@ class ScheduleSpec:
         warmup, until = count("warmup"), math.inf if total is None else total
         decay = count("decay") if self.kind == "wsd" else 0
         if warmup + decay > until:
-            raise ValueError(
+            shares = all(isinstance(one, float) for one in (self.warmup, *[self.decay] * (self.kind == "wsd")))
+            raise (ValueError if shares else RunTooShortError)(
                 f"warmup={self.warmup!r}{f' and decay={self.decay!r}' * (self.kind == 'wsd')} "
                 f"are longer than the schedule: {warmup + decay:g} > {until:g} {self.interval}s."
             )
         step_size = count("step_size") if self.step_size else None
         if step_size == 0:
-            raise ValueError(f"step_size={self.step_size!r} is less than one {self.interval} of {until:g}.")
+            raise RunTooShortError(f"step_size={self.step_size!r} is less than one {self.interval} of {until:g}.")
         milestones = [self._to_intervals("milestones", m, total, steps_after) for m in self.milestones or ()]
         _check_increasing(milestones)
         fall = {"total": until, "warmup": warmup, "end_factor": self.end_factor}
