@@ -20,7 +20,7 @@ from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
 
 PACKAGE = Path(__file__).parents[2] / "lightning_tricks"
-CORES = ("_shared/dry_run/*.py", "_shared/rng.py", "_shared/mean_loss.py", "*/functional.py", "*/core/**/*.py", "run_report/*.py")
+CORES = ("_shared/dry_run/*.py", "_shared/rng.py", "_shared/mean_loss.py", "*/functional.py", "*/core/**/*.py", "run_report/[cr]*.py")
 # Without a sample: what the scenarios of killed runs test, minutes for each fault, and what shows or fetches
 LEFT_OUT = re.compile(
     r"auto_resume/core/(attributes|data|signals|rank)|/(download|plot\w*|autograd_graph|errors|__init__)\.py"

@@ -125,7 +125,7 @@ def some_record(seed):
             "train/loss_step": 1 + level + numbers.gauss(0, 0.1),
             "train/acc": 0.9 - level / 2 + numbers.gauss(0, 0.05),
             "learning_rate": 0.1 * (1 - step / STEPS),
-            "grad_norm/pre_clip": 2 + numbers.random(),
+            "grad_norm/pre_clip": math.nan if step in (30, 60) else 2 + numbers.random(),
             "grad_norm/post_clip": 1.0,
         }))  # fmt: skip
         if step % per_epoch == per_epoch - 1:
@@ -299,7 +299,10 @@ def test_learning_rate_and_gradients(seed):
     assert list(found) == ["learning rate", "gradient norm"]
     near(drawn(found["learning rate"])["line c0"], [(step, value) for step, _, value in curve(record, "learning_rate")])
     norms = drawn(found["gradient norm"])
-    near(norms["line c1"], [(step, value) for step, _, value in curve(record, "grad_norm/pre_clip")])
+    before = [(step, value) for step, _, value in curve(record, "grad_norm/pre_clip")]
+    near(norms["line c1"], [point for point in before if not math.isnan(point[1])])
+    marks = [words(one) for one in with_class(found["gradient norm"].find("svg"), "mark")]
+    assert marks == ["not finite at step 30", "not finite at step 60"]
     assert [value for _, value in norms["line c0"]] == pytest.approx([1.0] * STEPS, abs=0.02)
     assert legend(found["gradient norm"]) == ["before clipping", "after clipping"]
     (part,) = record.parts_of(ClippedSteps)
