@@ -72,7 +72,7 @@ sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,
 matrix: $(VENV)/installed-test ## Train with all callbacks together in each of 72 ways, and list what does not hold
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.together.matrix --result tests/together/matrix_result.md
 
-mutants: $(VENV)/installed-mutants ## Put 480 faults into the cores, and list those that no test finds
+mutants: $(VENV)/installed-mutants ## Put 600 faults into the cores, and list those that no test finds
 	$(BIN)/python -m tests.mutation.run
 
 coverage: $(VENV)/installed-coverage ## Run the tests, and list which share of the lines and branches they reach

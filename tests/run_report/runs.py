@@ -246,6 +246,9 @@ HEALTHY: dict[str, RunRecord] = {
     "loss of validation rises, accuracy as well": usual(
         of_epochs={"val/loss": lambda time: 0.5 + 0.4 * abs(time - 0.3), "val/acc": falls(0.1, 0.9, 3)}
     ),
+    "loss of validation rises at the very end": usual(
+        of_epochs={"val/acc": None, "val/loss": lambda time: 0.5 + max(0.75 - time, 5 * (time - 0.77))}
+    ),
     "noisy validation": usual(of_epochs={"val/acc": None}, noise={"val/loss": 0.1}, seed=3),
     "regression": usual(
         of_epochs={"val/acc": None, "val/loss": None, "val/mae": falls(3.0, 0.5)},
@@ -391,6 +394,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         [
             overfit(0.3),
             overfit(0.5, seed=4),
+            overfit(0.3, of_steps={"train/loss": [0.1] * (STEPS - 1) + [9.0]}),
             overfit(0.2, noise={"val/loss": 0.02}),
             usual(
                 of_epochs={
@@ -558,6 +562,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
             leaks("DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.current", 2e9, 6e9, "of_steps", 1e8),
             leaks("memory_allocated", 1000.0, 500.0, "of_steps", 5.0),
             leaks("gpu0/peak_memory_gib", 2.0, 6.0),
+            leaks("cuda/allocated_mb", 300.0, 900.0, "of_steps", 3.0),
         ],
     ),
     "low utilization": (

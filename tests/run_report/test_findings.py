@@ -71,6 +71,11 @@ CASES = {
         record_of({}, "step", parts=[clipped(0, skipped=3)]),
         record_of({}, "step", parts=[clipped(0)]),
     ),
+    "skipped the only one": (
+        "1 of 1 steps (100 %) were skipped: gradients were NaN or Inf.",
+        record_of({}, "step", parts=[clipped(0, steps=1, skipped=1)]),
+        record_of({}, "step", parts=[clipped(0, skipped=10)], trainer=[("precision", "16-mixed")]),
+    ),
     "not finite": (
         "train/loss was NaN at step 50 (epoch 50), and in 2 of 52 recorded values.",
         record_of({"train/loss": FALLS[:50] + [math.nan] * 2}, "step"),
@@ -152,6 +157,12 @@ CASES = {
         "gpu0/memory_used_gib grew from",
         record_of({"gpu0/memory_used_gib": [1 + 0.1 * place for place in range(20)]}),
         record_of({"gpu0/memory_used_gib": [1.0] + [2.0] * 19, "host/ram_used_gib": [float(x) for x in range(1, 21)]}),
+    ),
+    "memory in bytes": (
+        "allocated_bytes.all.current grew from 1.5 to 20 GiB and did not stop: unless something is meant to grow, "
+        "something keeps tensors, such as a list of losses with their graphs.",
+        record_of({"allocated_bytes.all.current": [(1 + place) * 2.0**30 for place in range(20)]}),
+        record_of({"allocated_bytes.all.current": [(1 + place) * 2.0**30 for place in range(11)]}),
     ),
     "low utilization": (
         "The model FLOPs utilization was 10 % (median of 9 values)",

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,11 +95,19 @@ def test_page_says_what_stands_out_first():
 
 
 def test_curves_that_are_not_shown_are_counted():
-    rows = [Row("epoch", step, step, {f"m{number}": 1.0 for number in range(70)}) for step in range(2)]
-    page = run_page(RunRecord(rows=rows))
-    assert page.count("<figure>") == 64
-    assert "60 more curves, and 6 that are not shown" in page
-    assert "<td>m69</td>" in page
+    def page_of(count):
+        rows = [Row("epoch", step, step, {f"m{number}": 1.0 for number in range(count)}) for step in range(2)]
+        return run_page(RunRecord(rows=rows))
+
+    for count, figures, note in (
+        (4, 4, ""),
+        (64, 64, "60 more curves"),
+        (70, 64, "60 more curves, and 6 that are not shown"),
+    ):
+        page = page_of(count)
+        assert page.count("<figure>") == figures
+        assert [text for text in re.findall("<summary>(.*?)</summary>", page) if "more" in text] == [note] * bool(note)
+        assert f"<td>m{count - 1}</td>" in page
 
 
 def test_recall_and_precision_of_each_class_are_shown_where_they_are_known():
@@ -146,8 +155,13 @@ def test_command_makes_pages_of_one_and_of_two_runs(tmp_path, monkeypatch, capsy
     assert (tmp_path / "a" / "report.html").read_text(encoding="utf-8") == run_page(read_record("a"))
     assert main(["report", "a", "b"]) == 0
     assert (tmp_path / "comparison.html").exists()
+    assert "<h1>a and b</h1>" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert main(["report", "a", "b", "--out", "other.html"]) == 0
     assert "other.html" in capsys.readouterr().out
+    (tmp_path / "old").mkdir()
+    (tmp_path / "b").rename(tmp_path / "old" / "a")
+    assert main(["report", "a", str(Path("old", "a"))]) == 0  # paths, where the names are equal
+    assert f"<h1>a and {Path('old', 'a')}</h1>" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
 
 
 def test_command_replaces_no_file_that_is_no_report(tmp_path, capsys):

@@ -1,16 +1,20 @@
 """What the report of real fits says, and what it leaves unsaid."""
 
+import csv
 import re
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
-from lightning_tricks import AGC, GradientClipping, ImageLogger, RunReport
-from lightning_tricks._shared.report_parts import ClippedSteps, Pictures
+from lightning_tricks import AGC, DeviceMonitor, GradientClipping, ImageLogger, RunReport
+from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
 from tests.run_report.test_callback import train
@@ -77,6 +81,56 @@ def test_only_a_schedule_that_is_cut_off_is_called_too_long(tmp_path, name):
 def test_a_limit_that_took_nothing_away_is_none(tmp_path, options, words):
     train([RunReport(tmp_path)], **options)
     assert [text for text in sentences(tmp_path) if not text.startswith(CONSTANT)] == words
+
+
+def test_what_a_callback_sends_to_the_loggers_itself_is_recorded(tmp_path):
+    logger = CSVLogger(tmp_path / "csv")
+    monitor = DeviceMonitor(every_n_train_steps=4, interval=0.01)
+    train([RunReport(tmp_path / "a"), monitor], logger=logger)
+    with Path(logger.log_dir, "metrics.csv").open(newline="") as file:
+        written = [
+            (int(row["step"]), float(row["host/data_wait"])) for row in csv.DictReader(file) if row["host/data_wait"]
+        ]
+    record = read_record(tmp_path / "a")
+    assert [(point.step, point.value) for point in record.curve("host/data_wait")] == written
+    assert len(written) == 5
+    (part,) = record.parts_of(DeviceUse)
+    assert part.rank == 0
+
+
+def test_facts_are_those_of_the_run(tmp_path):
+    class Facts(Net):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters(
+                {"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}, "rate": 0.1, "half": Fraction(1, 2), "none": None}
+            )
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.25, nesterov=True)
+            return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+    fit(
+        Facts(),
+        RunReport(tmp_path),
+        accumulate_grad_batches=2,
+        gradient_clip_val=3.0,
+        max_epochs=1,
+        limit_train_batches=6,
+    )
+    record = read_record(tmp_path)
+    arguments, facts, data = dict(record.arguments), dict(record.trainer), dict(record.data)
+    nested = next(name for name in arguments if name.startswith("a"))
+    assert (nested, arguments[nested]) == ("a.b.c.d.e", "{'f': 1}")
+    assert (arguments["rate"], arguments["half"], arguments["none"]) == ("0.1", "a Fraction", "None")
+    expected = {"strategy": "SingleDeviceStrategy, 1 rank", "device": "cpu", "max_epochs": "1", "precision": "32-true"}
+    expected |= {"accumulate_grad_batches": "2", "gradient_clip_val": "3", "overfit_batches": "0"}
+    expected |= {"limit_train_batches": "6 batches", "limit_val_batches": "1", "optimizer": "SGD", "seed": "0"}
+    assert expected.items() <= facts.items()
+    assert facts["optimizer defaults"].startswith("lr=0.5, momentum=0.25, dampening=0, weight_decay=0, nesterov=True")
+    assert "False" not in facts["optimizer defaults"]
+    assert data == {"training batches": "6 of 10", "training batch size": "4", "training workers": "0"}
+    assert (record.module, record.step, record.epochs, record.is_seeded) == ("Facts", 3, 1, True)
 
 
 class Stream(torch.utils.data.IterableDataset):

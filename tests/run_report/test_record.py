@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks._shared.report_parts import PART_KINDS, ClippedSteps, Facts, Pictures
 from lightning_tricks.run_report import RunRecord, RunReportError, read_record
-from lightning_tricks.run_report.core.curves import running_mean, split_key, thin_points
+from lightning_tricks.run_report.core.curves import is_weight, running_mean, sign_of_better, split_key, thin_points
 from lightning_tricks.run_report.core.record import GitState, Point, Position, Resume, Row, merge_rows, thin_rows
 from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
@@ -160,6 +160,19 @@ def test_long_run_stays_bounded_on_disk(tmp_path):
     assert (recorder.num_rows, sum(row.count for row in again.rows)) == (3000, 3000)
     (spike,) = (point for point in again.curve("loss") if point.high == 1.0)
     assert abs(spike.step - 1234) < 64
+
+
+def test_rows_wait_until_there_are_256(tmp_path):
+    record = RunRecord()
+    save(tmp_path, record)
+    recorder = ValueRecorder(tmp_path, record)
+    for step in range(257):
+        assert len(record.rows) == 256 * (step == 256)
+        recorder.add("step", step, 0, {"loss": 1.0})
+    assert len(read_record(tmp_path).rows) == 256
+    recorder.flush()
+    recorder.flush()  # of nothing
+    assert [row.step for row in read_record(tmp_path).rows] == list(range(257))
 
 
 def test_values_of_any_type_are_read_at_once(tmp_path):
@@ -329,11 +342,38 @@ def test_parts_of_one_name_replace_each_other():
         ("val", ("val", "", "")),
         ("interval_loss", ("interval_loss", "", "")),
         ("test/acc/dataloader_idx_2", ("acc (loader 2)", "test", "")),
+        ("ema/val/acc", ("ema/acc", "val", "")),
+        ("valLoss", ("Loss", "val", "")),
+        ("train loss_step", ("loss", "train", "step")),
+        ("eval_loss", ("loss", "val", "")),
+        ("a.b_train_step", ("a.b", "train", "step")),
     ],
 )
 def test_stage_of_a_key_is_found(key, parts):
     found = split_key(key)
     assert (found.name, found.stage, found.kind) == parts
+
+
+@pytest.mark.parametrize(
+    ("sign", "keys"),
+    [
+        (-1, "loss total_loss std_loss loss_bbox loss/std kl_loss rmse val_err fid top1_error loss/scale_2_head"),
+        (1, "acc mean_reward top5 f1_macro ema/auc"),
+        (
+            0,
+            "loss_scale kl_loss_weight loss/kl_weight loss_weights/kl loss_weight_kl amp-loss-scaling acc_std",
+        ),
+        (0, "err_ratio 0 loss_scale_0 specificity gloss lossy lr kl_weight"),
+    ],
+)
+def test_what_is_better_is_known_of_metrics_and_not_of_settings(sign, keys):
+    assert {key: sign_of_better(key) for key in keys.split()} == dict.fromkeys(keys.split(), sign)
+
+
+def test_weights_of_parts_of_a_loss_are_known():
+    weights = "kl_weight loss_weights/kl beta kl.beta annealing_2 lambda_1"
+    others = "weighted_acc loss_scale alphabet weight_norm weight_decay/group loss"
+    assert [key for key in f"{weights} {others}".split() if is_weight(key)] == weights.split()
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(4, 20))

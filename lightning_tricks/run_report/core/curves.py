@@ -20,13 +20,13 @@ _LOWER_IS_BETTER = re.compile(
 )
 _HIGHER_IS_BETTER = re.compile(
     r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
-    r"|reward|return)($|[^a-z])"
+    r"|rew|reward|return)($|[^a-z])"
 )
 # `loss_scale` and `kl_loss_weight` are no losses, `std_loss` is one: the last word of a name says what it is
-_NO_METRIC = re.compile(
-    r"[ .-](scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
-    r"( \d+)?($|/)"
+_SETTING = (
+    r"(scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
 )
+_NO_METRIC = re.compile(rf"[ .-]{_SETTING}( \d+)?($|/)|loss[ .-]{_SETTING}[ .-]")
 _WEIGHT = re.compile(r"(^|[^a-z])(weight|coef|coeff|coefficient|factor|lambda|beta|anneal(ing)?)s?( \d+)?($|/)")
 NOISY = 60  # points from which a mean is drawn
 LEARNING_RATE, GRADIENTS, COST, DEVICES = "learning rate", "gradients", "cost", "devices"

@@ -14,9 +14,9 @@ from lightning_tricks.run_report.core.record import RunRecord
 
 _MUCH_WAIT = 10.0  # percent
 _LOW_UTILIZATION = 0.2
-_MEMORY = re.compile(r"(^|[^a-z])(memory|mem|vram|rss|process_ram|allocated_bytes)($|[^a-z])")
+_MEMORY = re.compile(r"(^|[^a-z])(memory|mem|vram|rss|process_ram|allocated)($|[^a-z])")
 _NOT_IN_USE = re.compile(
-    r"(total|free|avail|limit|percent|pct|fraction|util|reserved|cache|buffer|bank|replay|param|weight|model|optim)"
+    r"(total|free|avail|limit|percent|pct|fraction|util|reserved|cache|buffer|bank|replay)"
     r"|\.allocated$"  # what torch has allocated since the start, freed or not
 )
 
