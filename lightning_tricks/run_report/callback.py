@@ -21,7 +21,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.report_parts import ReportPart, part_name
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.run_report.core.record import Resume, RunRecord, Status
+from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.record_file import PAGE_FILE
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.run_facts import describe_run, learning_rates
@@ -40,7 +40,8 @@ class RunReport(TrickCallback):
     In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
     `lightning-tricks report DIR` makes the page anew, and `lightning-tricks report A B` one that compares two runs. A
     fit that is resumed by `ckpt_path` or `AutoResume` continues the record from where the checkpoint was saved. Where
-    the folder has the record of another fit, its files are moved to `earlier-1` in it, and a message says so.
+    the folder has the record of another fit, or rows of this one that it will not log again, the files are moved to
+    `earlier-1` in it; where another fit writes to it, this one writes to `at-once-1` in it. A message says so.
 
     Values are recorded as the Trainer sends them to loggers, every `log_every_n_steps`. They stay on the device until
     an epoch ends, a checkpoint is saved or 256 of them wait. Records of more than 20,000 logged steps are thinned:
@@ -67,9 +68,10 @@ class RunReport(TrickCallback):
         self.path = check_path("path", path, "a folder")
         self._installed = ExitStack()  # what observes one fit
         self._writer: RunWriter | None = None  # on rank zero, between the start of training and its end
-        self._position = (0, -1)  # rows, and the step of the last one
-        self._position_to_keep: tuple[int, int] | None = None  # of the record that a resumed fit continues
-        self._last_fit: tuple[float, list[tuple[str, str]]] | None = None  # its start, and the names of its parts
+        self._position = Position()
+        self._position_to_keep: Position | None = None  # of the record that a resumed fit continues
+        # The folder of its record, the id of its rows, and the names of its parts
+        self._last_fit: tuple[Path, str, list[tuple[str, str]]] | None = None
         self._rates: dict[str, Any] = {}
         self._ends_epoch = False
 
@@ -79,7 +81,7 @@ class RunReport(TrickCallback):
         self._close()
         if stage != "fit":
             return
-        self._position_to_keep, self._position, self._last_fit = None, (0, -1), None
+        self._position_to_keep, self._position, self._last_fit = None, Position(), None
         path, problem = Path(self.path), ""
         if trainer.is_global_zero and not is_fast_dev_run(trainer):
             try:
@@ -104,9 +106,9 @@ class RunReport(TrickCallback):
                 writer.start()
             else:
                 now = Resume(trainer.global_step, trainer.current_epoch, time.time())
-                writer.resume(*self._position_to_keep, now)
-            if writer.said:
-                rank_zero_info(f"RunReport: {writer.said}.")
+                writer.resume(self._position_to_keep, now)
+            for sentence in writer.said:
+                rank_zero_info(f"RunReport: {sentence}.")
             self._position = writer.position()
         self._observe(trainer)
 
@@ -142,15 +144,18 @@ class RunReport(TrickCallback):
         """Continue the record of the fit before, to add what the test logs."""
         if self._last_fit is not None and not is_fast_dev_run(trainer):
             with self._stops_on_error():
-                writer = RunWriter(Path(self.path), RunRecord())
-                if writer.reopen(self._last_fit[0]):
+                folder, rows_id, _ = self._last_fit
+                writer = RunWriter(folder, RunRecord())
+                if writer.folder == folder and writer.reopen(rows_id):
                     self._writer = writer
                     self._observe(trainer)
+                else:
+                    writer.close()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the page of the fit and of the test."""
         if self._writer is not None and self._last_fit is not None:
-            of_fit, record = self._last_fit[1], self._writer.record
+            of_fit, record = self._last_fit[2], self._writer.record
             with self._stops_on_error():
                 parts = [part for part in self._parts(trainer) if part_name(part) not in of_fit]
                 self._writer.write(record.status, parts, record.message)
@@ -168,19 +173,20 @@ class RunReport(TrickCallback):
         if stage == "fit":
             self._write(trainer, "finished")
         if self._writer is not None:
-            rank_zero_info(f"RunReport: {Path(self.path) / PAGE_FILE}")
+            rank_zero_info(f"RunReport: {self._writer.folder / PAGE_FILE}")
         self._end_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what was logged so far, and return how many rows the record has."""
+        """Write what was logged so far, and return where the record is."""
         if self._writer is not None:
             with self._stops_on_error():
                 self._position = self._writer.position()
-        return {"rows": self._position[0], "last_step": self._position[1]}
+        return {name: value for name, value in self._position._asdict().items() if value != ""}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember from which row to continue the record."""
-        self._position_to_keep = self._position = (int(state_dict["rows"]), int(state_dict["last_step"]))
+        rows_id, rows, last_step = str(state_dict.get("id", "")), int(state_dict["rows"]), int(state_dict["last_step"])
+        self._position_to_keep = self._position = Position(rows_id, rows, last_step)
 
     def _observe(self, trainer: Trainer) -> None:
         self._installed.enter_context(observe_logged_values(trainer, lambda values: self._on_values(trainer, values)))
@@ -235,11 +241,14 @@ class RunReport(TrickCallback):
         """Close the record, and remember whose it is."""
         if self._writer is not None and self._last_fit is None:
             record = self._writer.record
-            self._last_fit = record.started, [part_name(part) for part in record.parts]
+            names = [part_name(part) for part in record.parts]
+            self._last_fit = self._writer.folder, record.segments()[-1][0], names
         self._close()
 
     def _close(self) -> None:
         self._installed.close()
+        if self._writer is not None:
+            self._writer.close()
         self._writer, self._rates, self._ends_epoch = None, {}, False
 
     def __getstate__(self) -> dict[str, Any]:

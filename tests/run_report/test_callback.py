@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_tricks import AutoResume, GradientClipping, ImageLogger, MetricsMonitor, RunReport, SeedEverything
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, Pictures
+from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, loader
@@ -238,13 +239,13 @@ def test_killed_run_leaves_a_page_and_its_record_is_continued(logged, tmp_path):
 def test_rows_after_the_restored_step_are_dropped(logged, tmp_path):
     trainer = train([RunReport(tmp_path / "a")], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    for _ in range(2):  # the second time the record is complete
+    for _ in range(2):  # the second time the run had finished
         pl.seed_everything(0, verbose=False)
         again = Trainer(max_epochs=2, log_every_n_steps=1, callbacks=[RunReport(tmp_path / "a")], **QUIET)
         again.fit(Logs(), loader(), loader(), ckpt_path=tmp_path / "one.ckpt")
         assert rows_of(read_record(tmp_path / "a")) == rows_of(read_record(logged[0]))
     assert len(read_record(tmp_path / "a").resumes) == 2
-    assert not list((tmp_path / "a").glob("earlier-*"))
+    assert rows_of(read_record(tmp_path / "a" / "earlier-1")) == rows_of(read_record(logged[0]))
 
 
 def test_second_fit_keeps_the_report_of_the_first(tmp_path, caplog):
@@ -255,6 +256,57 @@ def test_second_fit_keeps_the_report_of_the_first(tmp_path, caplog):
     assert (tmp_path / "earlier-1" / "values.jsonl").read_text() == first
     assert "moved to" in caplog.text
     assert (tmp_path / "values.jsonl").read_text() != first
+
+
+def test_resume_into_the_folder_of_another_run_continues_its_own_record(logged, tmp_path, caplog):
+    train([RunReport(tmp_path / "a")], max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    train([RunReport(tmp_path / "a")], seed=1)
+    other = (tmp_path / "a" / "values.jsonl").read_text()
+    pl.seed_everything(0, verbose=False)
+    again = Trainer(max_epochs=2, log_every_n_steps=1, callbacks=[RunReport(tmp_path / "a")], **QUIET)
+    with caplog.at_level("INFO"):
+        again.fit(Logs(), loader(), loader(), ckpt_path=tmp_path / "one.ckpt")
+    assert rows_of(read_record(tmp_path / "a")) == rows_of(read_record(logged[0]))
+    assert (tmp_path / "a" / "earlier-2" / "values.jsonl").read_text() == other
+    assert f"moved to {tmp_path / 'a' / 'earlier-2'}" in caplog.text
+    assert f"the record of this run was found in {tmp_path / 'a' / 'earlier-1'}" in caplog.text
+
+
+def test_fit_within_a_fit_has_a_report_of_its_own(logged, tmp_path):
+    class Fits(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            with isolated_rng():
+                train([RunReport(tmp_path / "a")], seed=trainer.current_epoch + 1, max_epochs=1)
+
+    train([RunReport(tmp_path / "a"), Fits()])
+    assert rows_of(read_record(tmp_path / "a")) == rows_of(read_record(logged[0]))
+    inner = [tmp_path / "a" / "at-once-1", tmp_path / "a" / "at-once-1" / "earlier-1"]
+    assert [len(read_record(folder).curve("train/loss_step")) for folder in inner] == [10, 10]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_two_processes_at_once_do_not_mix_their_records(logged, tmp_path):
+    class Waits(pl.Callback):
+        """Lets two processes train side by side."""
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / f"{os.getpid()}.ckpt")  # writes the rows
+            barrier.wait(60)
+
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(2)
+    children = [
+        context.Process(target=run_and_exit, args=(lambda: train([RunReport(tmp_path / "a"), Waits()]),))
+        for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    for folder in (tmp_path / "a", tmp_path / "a" / "at-once-1"):
+        assert rows_of(read_record(folder)) == rows_of(read_record(logged[0]))
+        assert read_record(folder).status == "finished"
 
 
 @pytest.mark.oldest

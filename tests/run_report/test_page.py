@@ -292,5 +292,7 @@ def test_versions_and_settings_are_those_of_this_process():
 
 def test_further_reports_of_one_folder_are_numbered(tmp_path):
     for _ in range(12):
-        RunWriter(tmp_path, RunRecord()).start()
+        writer = RunWriter(tmp_path, RunRecord())
+        writer.start()
+        writer.close()
     assert {one.name for one in tmp_path.glob("earlier-*")} == {f"earlier-{number}" for number in range(1, 12)}

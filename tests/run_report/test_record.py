@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_tricks._shared.report_parts import PART_KINDS, ClippedSteps, Facts, Pictures
 from lightning_tricks.run_report import RunRecord, RunReportError, read_record
 from lightning_tricks.run_report.core.curves import running_mean, split_key, thin_points
-from lightning_tricks.run_report.core.record import GitState, Point, Resume, Row, merge_rows, thin_rows
+from lightning_tricks.run_report.core.record import GitState, Point, Position, Resume, Row, merge_rows, thin_rows
 from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
@@ -77,7 +77,7 @@ def test_row_that_was_not_written_whole_is_left_out(tmp_path):
     ("name", "change", "words"),
     [
         (RUN_FILE, lambda text: "[]", "is not a file of RunReport"),
-        (RUN_FILE, lambda text: text.replace('"version": 1', '"version": 2'), "has version 2"),
+        (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 3'), "has version 3"),
         (RUN_FILE, lambda text: text.replace('"running"', '"flying"'), "status must be"),
         (RUN_FILE, lambda text: text.replace('"facts"', '"axioms"', 1), "is not a file of RunReport"),
         (RUN_FILE, lambda text: text.replace('"seconds": 0.0', '"seconds": "0"'), "seconds must be float, got str"),
@@ -185,34 +185,128 @@ ROWS = [Row("step", step, 0, {"a": 1.0}) for step in range(5)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "last_step", "kept"),
-    [
-        (ROWS, 3, 2, 3),
-        (ROWS, 5, 4, 5),
-        (ROWS, 0, -1, 0),
-        (ROWS, 6, 5, None),  # the checkpoint is of a longer run
-        (ROWS, 3, 7, None),  # of another run
-        ([replace(ROWS[1], count=2), replace(ROWS[3], count=2), ROWS[4]], 3, 2, 1),
-    ],
+    ("rows", "count", "kept"),
+    [(ROWS, 3, 3), (ROWS, 5, 5), (ROWS, 0, 0), ([replace(ROWS[1], count=2), replace(ROWS[3], count=2), ROWS[4]], 3, 1)],
 )
-def test_rows_of_a_checkpoint_are_found(rows, count, last_step, kept):
-    found = keep_first_rows(rows, count, last_step)
-    assert (found and len(found)) == (kept if kept != 0 else [])
+def test_rows_of_a_checkpoint_are_found(rows, count, kept):
+    assert len(keep_first_rows(rows, count)) == kept
+
+
+def write(folder, count, position=None, status="running", saves=9, **known):
+    """Record a run of so many rows, resumed at a position; return the positions that it saved, and the writer."""
+    folder.mkdir(exist_ok=True)
+    writer = RunWriter(folder, RunRecord(module="Net"))
+    if position is None:
+        writer.start()
+    else:
+        writer.resume(position, Resume(position.rows, 0, 0.0))
+    positions = [writer.position()]
+    for number in range(1, count + 1):
+        writer.values.add("step", writer.values.num_rows, 0, {"a": float(number), **known})
+        if number <= saves:
+            positions.append(writer.position())
+    writer.write(status, ())
+    writer.close()
+    return positions, writer
+
+
+def values(folder, key="a"):
+    return [row.values.get(key) for row in read_record(folder).rows]
 
 
 def test_resume_without_its_record_says_so_and_starts_anew(tmp_path):
-    writer = RunWriter(tmp_path, RunRecord(module="Net"))
-    writer.resume(10, 9, Resume(10, 1, 0.0))
+    _, writer = write(tmp_path, 2, Position("unheard", 10, 9))
     assert [one.step for one in read_record(tmp_path).resumes] == [10]
-    assert read_record(tmp_path).rows == []
+    assert writer.said == [f"the values before step 10 were not found in {tmp_path}"]
+    assert values(tmp_path) == [1, 2]
 
 
 def test_damaged_record_is_moved_aside_by_a_resume(tmp_path):
     (tmp_path / RUN_FILE).write_text("{")
     (tmp_path / VALUES_FILE).write_text("")
-    RunWriter(tmp_path, RunRecord()).resume(10, 9, Resume(10, 1, 0.0))
+    write(tmp_path, 1, Position("", 10, 9))
     assert (tmp_path / "earlier-1" / RUN_FILE).read_text() == "{"
     assert json.loads((tmp_path / RUN_FILE).read_text())["format"] == "lightning_tricks.run_report"
+
+
+def test_resume_finds_its_record_where_another_run_has_moved_it(tmp_path):
+    positions, _ = write(tmp_path, 3, mine=1.0)
+    write(tmp_path, 5, status="finished")
+    _, writer = write(tmp_path, 2, positions[3])
+    assert values(tmp_path) == [1, 2, 3, 1, 2]
+    assert values(tmp_path / "earlier-2") == [1, 2, 3, 4, 5]
+    assert read_record(tmp_path / "earlier-2").status == "finished"
+    assert [sentence.split(" ")[1] for sentence in writer.said] == ["report", "record"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "status", "is_kept"),
+    [(4, "running", True), (2, "running", False), (2, "failed", False), (2, "finished", True)],
+)
+def test_rows_after_a_checkpoint_are_kept_aside_unless_they_come_again(tmp_path, saves, status, is_kept):
+    positions, _ = write(tmp_path, 4, saves=saves, status=status)
+    write(tmp_path, 1, positions[2])
+    assert values(tmp_path) == [1, 2, 1]
+    assert [values(folder) for folder in tmp_path.glob("earlier-*")] == [[1, 2, 3, 4]] * is_kept
+
+
+def test_resume_does_not_take_the_rows_of_another_branch(tmp_path):
+    positions, _ = write(tmp_path, 4, branch=1.0)
+    write(tmp_path, 6, positions[2], branch=2.0)  # back to the second row, and beyond the fourth
+    assert values(tmp_path, "branch") == [1, 1, 2, 2, 2, 2, 2, 2]
+    write(tmp_path, 1, positions[4], branch=3.0)  # the fourth row of the first branch
+    assert values(tmp_path, "branch") == [1, 1, 1, 1, 3]
+    assert values(tmp_path / "earlier-2", "branch") == [1, 1, 2, 2, 2, 2, 2, 2]
+    assert len(read_record(tmp_path).resumes) == 1
+
+
+def test_resume_again_from_one_checkpoint_continues_one_record(tmp_path):
+    positions, _ = write(tmp_path, 2)
+    for _ in range(3):
+        later, _ = write(tmp_path, 2, positions[2])
+    assert values(tmp_path) == [1, 2, 1, 2]
+    write(tmp_path, 1, later[1])
+    assert values(tmp_path) == [1, 2, 1, 1]
+    assert len(read_record(tmp_path).resumes) == 4
+
+
+def test_writers_of_one_folder_at_once_do_not_mix(tmp_path):
+    first = RunWriter(tmp_path, RunRecord())
+    first.start()
+    positions, second = write(tmp_path, 3)
+    assert second.said[0].endswith(f"the report of this one is in {tmp_path / 'at-once-1'}")
+    first.values.add("step", 0, 0, {"a": 9.0})
+    first.position()
+    assert (values(tmp_path), values(tmp_path / "at-once-1")) == ([9], [1, 2, 3])
+    write(tmp_path, 1)  # moves the record of the second one aside
+    _, third = write(tmp_path, 1, positions[2])
+    assert (third.folder, values(third.folder)) == (tmp_path / "at-once-1", [1, 2, 1])
+    first.close()
+    _, fourth = write(tmp_path, 2, positions[2])
+    assert (fourth.folder, values(tmp_path), values(tmp_path / "earlier-1")) == (tmp_path, [1, 2, 1, 2], [9])
+
+
+def test_row_that_was_not_written_whole_is_not_continued(tmp_path):
+    positions, _ = write(tmp_path, 3)
+    with (tmp_path / VALUES_FILE).open("a") as file:
+        file.write('{"kind": "step", "st')
+    write(tmp_path, 2, positions[3])
+    assert values(tmp_path) == [1, 2, 3, 1, 2]
+
+
+def test_record_and_checkpoint_of_the_version_before_are_continued(tmp_path):
+    write(tmp_path, 3)
+    text = (tmp_path / RUN_FILE).read_text()
+    content = json.loads(text)
+    for name in ("id", "saved_rows"):
+        del content[name]
+    (tmp_path / RUN_FILE).write_text(json.dumps({**content, "version": 1}))
+    write(tmp_path, 1, Position("", 3, 2))
+    write(tmp_path, 1, Position("", 3, 2))  # killed before another checkpoint was saved
+    assert values(tmp_path) == [1, 2, 3, 1]
+    write(tmp_path, 1, Position("", 3, 7))  # of another run
+    assert values(tmp_path) == [1]
+    assert values(tmp_path / "earlier-1") == [1, 2, 3, 1]
 
 
 def test_parts_of_one_name_replace_each_other():

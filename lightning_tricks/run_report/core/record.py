@@ -61,12 +61,30 @@ class Resume:
         epoch: The epoch, counted from 0.
         time: The time, in seconds since 1970.
         not_restored: What was not restored as it was saved, as far as `AutoResume` says so.
+        id: The id of the rows that follow; "" if a later resume went back to a checkpoint before them.
+        rows: How many rows were kept.
     """
 
     step: int
     epoch: int
     time: float
     not_restored: list[str] = field(default_factory=list)
+    id: str = ""
+    rows: int = 0
+
+
+class Position(NamedTuple):
+    """A place in a record, which a checkpoint keeps.
+
+    Attributes:
+        id: The id of the rows that were written last; "" where a version without ids wrote the checkpoint.
+        rows: How many rows the record has.
+        last_step: The step of the last one, or -1.
+    """
+
+    id: str = ""
+    rows: int = 0
+    last_step: int = -1
 
 
 @dataclass
@@ -95,6 +113,7 @@ class RunRecord:
     """What is known about one run.
 
     Attributes:
+        id: The id of the rows up to the first resume, which no other run has.
         module: The name of the module's class.
         status: "running", "finished", "stopped" (by a signal or a key) or "failed".
         message: The error, if it failed.
@@ -113,8 +132,10 @@ class RunRecord:
         parts: What the callbacks know.
         rows: What was logged.
         keys_left_out: How many keys there were beyond the first 1,000.
+        saved_rows: How many rows there were when a checkpoint was saved last.
     """
 
+    id: str = ""
     module: str = ""
     status: Status = "running"
     message: str = ""
@@ -133,6 +154,25 @@ class RunRecord:
     parts: list[ReportPart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     keys_left_out: int = 0
+    saved_rows: int = 0
+
+    def segments(self) -> list[tuple[str, int]]:
+        """Return the ids of the rows, each with the number of rows before them."""
+        return [(self.id, 0), *((one.id, one.rows) for one in self.resumes if one.id)]
+
+    def position(self, rows: int) -> Position:
+        """Return the place after the first rows, of which there are so many: all, or as many as a resume has kept."""
+        ids = [self.id, *(name for name, start in self.segments() if start < rows)]
+        return Position(ids[-1], rows, self.rows[-1].step if self.rows else -1)
+
+    def has(self, position: Position) -> bool:
+        """Whether the first rows are those that a run had when it saved a checkpoint."""
+        segments = self.segments()
+        ends = [start for _, start in segments[1:]] + [position.rows]
+        return any(
+            name == position.id and start <= position.rows <= end
+            for (name, start), end in zip(segments, ends, strict=True)
+        )
 
     def logged_keys(self) -> list[str]:
         """Return the keys of all rows, in the order in which they came."""

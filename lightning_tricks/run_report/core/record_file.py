@@ -19,7 +19,7 @@ from lightning_tricks.run_report.core.record import STATUSES, Row, RunRecord, Ru
 
 PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
-_FORMAT, _VERSION = "lightning_tricks.run_report", 1
+_FORMAT, _VERSION = "lightning_tricks.run_report", 2  # since 2, rows have ids
 _OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -106,8 +106,8 @@ def _read_run(path: Path) -> RunRecord:
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format")
         version = content.pop("version")
-        if version != _VERSION:
-            raise ValueError(f"it has version {version!r}, but this lightning_tricks reads version {_VERSION}")
+        if version not in range(1, _VERSION + 1):
+            raise ValueError(f"it has version {version!r}, but this lightning_tricks reads versions up to {_VERSION}")
         parts = [_read_part(dict(part)) for part in content.pop("parts")]
         record: RunRecord = from_plain(RunRecord, content)
         if record.status not in STATUSES:

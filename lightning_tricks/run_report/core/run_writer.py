@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock
 from lightning_tricks.run_report.core.page import run_page
-from lightning_tricks.run_report.core.record import Resume, RunRecord, RunReportError, Status
+from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, RunReportError, Status
 from lightning_tricks.run_report.core.record_file import (
     PAGE_FILE,
     RUN_FILE,
@@ -22,27 +24,34 @@ from lightning_tricks.run_report.core.record_file import (
 from lightning_tricks.run_report.core.secret_values import hide_in_text
 from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
 
+LOCK_FILE = ".lock"
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
+_EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
 _COST = 0.02  # the share of the time that may be spent on pages
 
 
 class RunWriter:
     """Writes the record of a run into its folder, and makes its page.
 
+    One writer at a time writes into a folder: where another one does, in this process or another one, it writes into
+    a folder in it. `close` ends that.
+
     Args:
         folder: The folder, which exists.
         record: What is known of the run when it starts.
 
     Attributes:
+        folder: The folder that it writes into.
         record: The record.
         values: Takes what is logged.
-        said: What the user should know of how the folder was found, or "".
+        said: What the user should know of how the folder was found, in sentences.
     """
 
     def __init__(self, folder: Path, record: RunRecord) -> None:
-        self.folder, self.record = folder, record
-        self.values = ValueRecorder(folder, record)
-        self.said = ""
+        self.path, self.record = folder, record
+        self.said: list[str] = []
+        self.folder, self._lock = self._acquire()
+        self.values = ValueRecorder(self.folder, record)
         self._seconds_before = 0.0
         self._started: float | None = time.perf_counter()  # None where the fit is over
         self._next_page = 0.0
@@ -55,41 +64,55 @@ class RunWriter:
         """
         self._move_aside()
         self.record.started = time.time()
+        self.record.id = secrets.token_hex(8)
         write_run(self.folder, self.record)
         write_rows(self.folder, [])
 
-    def resume(self, count: int, last_step: int, resume: Resume) -> None:
+    def resume(self, position: Position, resume: Resume) -> None:
         """Continue the record that a checkpoint belongs to; start a new one if the folder does not hold it.
 
+        Rows of this run that were logged after the checkpoint are dropped, as they are logged again. They are kept
+        aside where the run had finished, or had saved a later checkpoint.
+
         Args:
-            count: How many rows had been added when the checkpoint was saved.
-            last_step: The step of the last of them, or -1.
+            position: Where the record was when the checkpoint was saved.
             resume: The moment of the resume.
 
         Raises:
             OSError: If the folder cannot be written.
         """
-        rows = None
-        with suppress(RunReportError):
-            earlier = read_record(self.folder)
-            rows = keep_first_rows(earlier.rows, count, last_step)
-        if rows is None:
-            self.record.resumes = [resume]
+        found = self._find(position)
+        if found is None:
             self.start()
+            self.said.append(f"the values before step {resume.step:,} were not found in {self.path}")
+            resume.id = self.record.id
+            self.record.resumes = [resume]
+            write_run(self.folder, self.record)
             return
-        self.record.rows = rows
+        folder, earlier = found
+        rows = keep_first_rows(earlier.rows, position.rows)
+        is_other_branch = earlier.status == "finished" or earlier.saved_rows > position.rows
+        if folder != self.folder:
+            self._move_aside()
+            self.said.append(f"the record of this run was found in {folder}")
+        elif is_other_branch and len(rows) < len(earlier.rows):
+            self._move_aside()
+        self.record.id, self.record.rows = earlier.id, rows
         self.record.started, self._seconds_before = earlier.started, earlier.seconds
+        resume.id, resume.rows = secrets.token_hex(8), position.rows
+        for one in earlier.resumes:
+            one.id = one.id if one.rows <= position.rows else ""
         self.record.resumes = [*earlier.resumes, resume]
         self.record.add_parts(earlier.parts)
         self.values = ValueRecorder(self.folder, self.record)
         write_run(self.folder, self.record)
         write_rows(self.folder, rows)
 
-    def reopen(self, started: float) -> bool:
-        """Add to the record of a fit that is over; return whether the folder holds it.
+    def reopen(self, rows_id: str) -> bool:
+        """Add to the record of a fit that is over; return whether the folder holds it, and nobody writes to it.
 
         Args:
-            started: When the fit started, as its record says.
+            rows_id: The id of its last rows.
         """
         try:
             earlier = read_record(self.folder)
@@ -97,17 +120,21 @@ class RunWriter:
             return False
         self.record, self._started = earlier, None
         self.values = ValueRecorder(self.folder, earlier)
-        return earlier.started == started
+        return earlier.segments()[-1][0] == rows_id
 
-    def position(self) -> tuple[int, int]:
-        """Write what was logged so far; return how many rows that are, and the step of the last one.
+    def close(self) -> None:
+        """Let others write into the folder."""
+        self._lock.close()
+
+    def position(self) -> Position:
+        """Write what was logged so far, and return where the record is then.
 
         Raises:
             OSError: If it cannot be written.
         """
         self.values.flush()
-        rows = self.record.rows
-        return self.values.num_rows, rows[-1].step if rows else -1
+        self.record.saved_rows = self.values.num_rows
+        return self.record.position(self.values.num_rows)
 
     def is_page_due(self) -> bool:
         """Whether enough time has passed since the last page that pages cost next to nothing."""
@@ -136,14 +163,43 @@ class RunWriter:
         ended = time.perf_counter()
         self._next_page = ended + (ended - begun) / _COST
 
+    def _acquire(self) -> tuple[Path, DirectoryLock]:
+        for folder in (self.path, *(self.path / f"{_AT_ONCE}-{number}" for number in range(1, 1000))):
+            folder.mkdir(exist_ok=True)
+            lock = DirectoryLock(folder / LOCK_FILE)
+            if lock.acquire({})[0]:
+                if folder != self.path:
+                    self.said.append(f"another fit writes to {self.path}: the report of this one is in {folder}")
+                return folder, lock
+        raise OSError(f"too many fits write to {self.path}")
+
+    def _find(self, position: Position) -> tuple[Path, RunRecord] | None:
+        """Return the record that a checkpoint belongs to, and where it is: in the folder or in one in it."""
+        patterns = (f"{_EARLIER}-*", f"{_AT_ONCE}-*", f"{_AT_ONCE}-*/{_EARLIER}-*")
+        inner = [folder for pattern in patterns for folder in sorted(self.path.glob(pattern))]
+        for folder in dict.fromkeys((self.folder, self.path, *inner)):
+            with suppress(OSError, RunReportError):
+                record = read_record(folder)
+                if record.has(position) and (position.id or _may_have(record, position)):
+                    return folder, record
+        return None
+
     def _move_aside(self) -> None:
         """Move the files of an earlier run into a folder of their own."""
         files = [self.folder / name for name in _FILES if (self.folder / name).exists()]
         if not files:
             return
-        numbers = [int(one.name[8:]) for one in self.folder.glob("earlier-*") if one.name[8:].isdecimal()]
-        target = self.folder / f"earlier-{max(numbers, default=0) + 1}"
+        others = [one.name.rpartition("-")[2] for one in self.folder.glob(f"{_EARLIER}-*")]
+        number = max((int(one) for one in others if one.isdecimal()), default=0) + 1
+        target = self.folder / f"{_EARLIER}-{number}"
         target.mkdir()
         for file in files:
             file.replace(target / file.name)
-        self.said = f"the report of an earlier fit was moved to {target}"
+        self.said.append(f"the report of an earlier fit was moved to {target}")
+
+
+def _may_have(record: RunRecord, position: Position) -> bool:
+    """Whether a record without ids may be that of a checkpoint without one, by the step of the last row."""
+    rows = keep_first_rows(record.rows, position.rows)
+    is_merged = any(row.count > 1 for row in record.rows)  # a row may then lie on both sides
+    return is_merged or (len(rows) == position.rows and (rows[-1].step if rows else -1) == position.last_step)

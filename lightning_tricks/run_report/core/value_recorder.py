@@ -87,21 +87,12 @@ def _read(values: list[Any]) -> Any:
     return iter([next(read[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
 
 
-def keep_first_rows(rows: list[Row], count: int, last_step: int) -> list[Row] | None:
-    """Return the rows that a checkpoint knows of; None if they are not those of its run.
-
-    Args:
-        rows: The rows of a record.
-        count: How many rows had been added when the checkpoint was saved.
-        last_step: The step of the last of them, or -1.
-    """
+def keep_first_rows(rows: list[Row], count: int) -> list[Row]:
+    """Return the rows of a record that hold the first so many that were added, as some may have been merged."""
     kept, left = [], count
     for row in rows:
         if left < row.count:
             break
         kept.append(row)
         left -= row.count
-    is_merged = any(row.count > 1 for row in rows)  # a row may then lie on both sides
-    if not is_merged and (left or (kept[-1].step if kept else -1) != last_step):
-        return None
     return kept
