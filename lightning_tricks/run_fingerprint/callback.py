@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.run_fingerprint.core.record import RecordHeader
-from lightning_tricks.run_fingerprint.core.record_file import rank_path
+from lightning_tricks.run_fingerprint.core.record_file import earlier_path, rank_path
 from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
 from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
 
@@ -42,8 +43,8 @@ class RunFingerprint(TrickCallback):
     module that `torch.compile` has compiled, of which only the whole output is recorded; validation.
 
     Args:
-        path: The file to write, in lines of JSON. Missing parent directories are created. An existing file is replaced,
-            unless a resumed fit continues it.
+        path: The file to write, in lines of JSON. Missing parent directories are created. An existing file of another
+            run is moved to `run.earlier-1.jsonl`.
         every_n_train_steps: Record the batches of every n-th optimizer step; at least 1.
         detail: "step" records four fingerprints a step; "layer" records one for each part of the batch, each layer's
             output, each gradient and each weight.
@@ -72,6 +73,7 @@ class RunFingerprint(TrickCallback):
         self.every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps)
         self.detail = check_choice("detail", detail, ("step", "layer"))
         self._num_rows = 0
+        self._digest = ""  # of the rows of rank zero when they were written last
         self._num_rows_to_keep: int | None = None  # of the file that a resumed fit continues
         self._recorder: StepRecorder | None = None  # between the start of training and its end
 
@@ -81,7 +83,7 @@ class RunFingerprint(TrickCallback):
         self._close()
         if stage != "fit":
             return
-        self._num_rows_to_keep = None
+        self._num_rows_to_keep, self._digest = None, ""
         path, problem = Path(self.path), ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +109,31 @@ class RunFingerprint(TrickCallback):
         )
         writer = RowWriter(rank_path(self.path, trainer.global_rank), header)
         recorder = self._recorder = StepRecorder(writer, pl_module)
+        source, unused = trainer.strategy.broadcast(self._find(writer) if trainer.is_global_zero else (None, 0))
         with self._stops_on_oserror(recorder):
-            if self._num_rows_to_keep is None or not writer.resume_file(self._num_rows_to_keep):
-                if writer.path.exists():
-                    rank_zero_info(f"RunFingerprint replaces the record in {writer.path}.")
+            record = None
+            if source is not None and self._num_rows_to_keep is not None:
+                path = rank_path(earlier_path(Path(self.path), source), trainer.global_rank)
+                record = writer.find_record(path, self._num_rows_to_keep, "")
+            if writer.path.exists() and not (record is not None and source == 0):
+                aside = rank_path(earlier_path(Path(self.path), unused), trainer.global_rank)
+                writer.path.replace(aside)
+                rank_zero_info(f"RunFingerprint has moved the record in {writer.path}, of another run, to {aside}.")
+            if record is not None:
+                writer.continue_record(record)
+            else:
                 recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
+
+    def _find(self, writer: RowWriter) -> tuple[int | None, int]:
+        """Return the number of the earlier file with the rows of this run, 0 for the file itself; and an unused one."""
+        path = Path(self.path)
+        unused = next(number for number in count(1) if not earlier_path(path, number).exists())
+        if self._num_rows_to_keep is None:
+            return None, unused
+        for number in range(unused):
+            if writer.find_record(earlier_path(path, number), self._num_rows_to_keep, self._digest) is not None:
+                return number, unused
+        return None, unused
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Record what `AutoResume` could not restore; `fingerprint diff` names it where the runs diverge."""
@@ -176,19 +198,22 @@ class RunFingerprint(TrickCallback):
         return [Facts(title="Run fingerprint", facts=facts, sentences=[said])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the remaining rows, and return how many rows the file has."""
+        """Write the remaining rows, and return how many rows the file has, and on rank zero a digest of them."""
         self._flush()
-        return {"rows": self._num_rows}
+        return {"rows": self._num_rows, **({"digest": self._digest} if self._digest else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Remember from which row to continue the file."""
-        self._num_rows_to_keep = self._num_rows = state_dict["rows"]
+        self._num_rows_to_keep = self._num_rows = int(state_dict["rows"])
+        self._digest = str(state_dict.get("digest", ""))
 
     def _flush(self) -> None:
         recorder = self._recorder
         if recorder is not None:
             with self._stops_on_oserror(recorder):
                 recorder.writer.flush()
+                if recorder.writer.header.rank == 0:
+                    self._digest = recorder.writer.digest()
 
     @contextmanager
     def _stops_on_oserror(self, recorder: StepRecorder) -> Iterator[None]:
@@ -204,6 +229,7 @@ class RunFingerprint(TrickCallback):
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
+            recorder.writer.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_recorder": None}

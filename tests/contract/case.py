@@ -23,6 +23,7 @@ class Case:
         neutral: The arguments at which it is as good as absent, or None.
         why_no_neutral: The reason, where there are none.
         of_one_fit: Attributes that describe how a fit began, so that a resumed fit has its own.
+        state_of_one_fit: Entries of its state that no two fits have in common.
         instances: How many make sense in one Trainer; a second one is refused where it is 1.
         second: What a second one is given that makes sense beside `arguments`, where the defaults alone do not.
         not_beside: The names of callbacks beside which it is refused, or they are.
@@ -43,6 +44,7 @@ class Case:
     neutral: Mapping[str, Any] | None
     why_no_neutral: str = ""
     of_one_fit: tuple[str, ...] = ()
+    state_of_one_fit: tuple[str, ...] = ()
     instances: Literal[1, "n"]
     second: Mapping[str, Any] = field(default_factory=dict)
     not_beside: tuple[str, ...] = ()

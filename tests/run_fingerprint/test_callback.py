@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
+from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint import compare, read_ranks
 from lightning_tricks.run_fingerprint.core.record_file import read_record
 from tests.contract.lab import QUIET, HostReads, Net, digits
@@ -407,13 +408,51 @@ def test_paths_that_cannot_be_written_are_refused_before_training(tmp_path):
         RunFingerprint("a", every_n_train_steps=0)
 
 
-def test_a_record_that_is_replaced_is_mentioned(tmp_path, lightning_log):
+def test_the_record_of_another_run_is_moved_aside(tmp_path, lightning_log):
     record(tmp_path / "a.jsonl", seed=1)
-    assert not any("replaces" in line for _, line in lightning_log)
+    assert not any("moved" in line for _, line in lightning_log)
+    first = (tmp_path / "a.jsonl").read_bytes()
     record(tmp_path / "a.jsonl", seed=2)
+    assert (tmp_path / "a.earlier-1.jsonl").read_bytes() == first
     assert (
-        sum(f"RunFingerprint replaces the record in {tmp_path / 'a.jsonl'}." in line for _, line in lightning_log) == 1
+        sum(f"a.jsonl, of another run, to {tmp_path / 'a.earlier-1.jsonl'}." in line for _, line in lightning_log) == 1
     )
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_finds_its_rows_where_another_run_has_moved_them(tmp_path, ranks):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    options = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True} if ranks == 2 else {}
+    path = tmp_path / "a.jsonl"
+    whole = record(path, [Saves()], max_epochs=1, **options)
+    others = record(path, seed=2, max_epochs=1, **options)  # as many rows
+    resumed = record(path, seed=5, max_epochs=1, ckpt_path=tmp_path / "mid.ckpt", **options)
+
+    def rows(run):
+        return [[(row.key, row.as_dict()) for row in part] for part in run]
+
+    assert [part[:5] for part in rows(resumed)] == [part[:5] for part in rows(whole)]
+    assert rows(read_ranks(tmp_path / "a.earlier-1.jsonl")) == rows(whole)
+    assert rows(read_ranks(tmp_path / "a.earlier-2.jsonl")) == rows(others)
+
+
+def test_a_fit_within_a_fit_does_not_mix_its_rows_with_those_of_the_outer_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    (alone,) = record(tmp_path / "alone.jsonl", max_epochs=1)
+
+    def fit_another(module):
+        with isolated_rng():
+            record(path, seed=2, max_epochs=1)
+
+    record(path, [AtStep(3, fit_another)], max_epochs=1)
+    outer = read_record(tmp_path / "a.earlier-1.jsonl")
+    assert [(row.key, row.as_dict()) for row in outer] == [(row.key, row.as_dict()) for row in alone]
+    assert len(read_record(path)) == len(alone)
 
 
 @pytest.mark.filterwarnings("ignore:.*logger.*:UserWarning")

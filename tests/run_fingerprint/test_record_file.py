@@ -16,14 +16,17 @@ def recorded(path, steps, each=lambda step: {"loss": step}, header=None, begin=0
     writer = RowWriter(path, header or RecordHeader(detail="step"))
     if not begin:
         writer.start_file()
-    elif not writer.resume_file(begin):
+    elif (kept := writer.find_record(path, begin, "")) is None:
         return None
+    else:
+        writer.continue_record(kept)
     for step in range(begin, steps):
         writer.start_row(step, step // 100, step % 100)
         for kind, value in each(step).items():
             writer.add(kind, value)
         writer.end_row()
     writer.flush()
+    writer.close()
     return writer
 
 
@@ -53,12 +56,14 @@ def test_columns_that_come_later_stand_where_the_step_made_them(tmp_path):
 
 
 def test_repeated_calls_get_columns_of_their_own(tmp_path):
-    writer = recorded(tmp_path / "run.jsonl", 0)
+    writer = RowWriter(tmp_path / "run.jsonl", RecordHeader(detail="step"))
+    writer.start_file()
     writer.start_row(0, 0, 0)
     for value in (1, 2, 1):
         writer.add("forward", torch.tensor(value), "net.0")
     writer.end_row()
     writer.flush()
+    writer.close()
     (row,) = read_record(tmp_path / "run.jsonl")
     assert row.columns == tuple(Column("forward", "net.0", call) for call in (1, 2, 3))
     assert row.values[0] == row.values[2] != row.values[1]

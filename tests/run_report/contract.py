@@ -42,6 +42,7 @@ CASES = (
         neutral=None,
         why_no_neutral="it changes nothing in any setting",
         of_one_fit=("path", "_position", "_position_to_keep", "_last_fit"),
+        state_of_one_fit=("id",),
         instances=1,
         writes_to="path",
         looks_between_epochs=True,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+INTEGER = np.dtype("<i8")
 KEY_LENGTH = 3  # numbers that identify a row: step, epoch, batch
 
 
@@ -109,6 +111,13 @@ class FingerprintRecord:
             for line in table:
                 step, epoch, batch = (int(number) for number in line[:KEY_LENGTH])
                 yield Row(step, epoch, batch, columns, line[KEY_LENGTH:])
+
+    def digest(self) -> Any:
+        """Return a hash of all rows, to which more may be added."""
+        found = hashlib.sha256()
+        for _, table in self.blocks:
+            found.update(table.astype(INTEGER).tobytes())
+        return found
 
     def first(self, rows: int) -> FingerprintRecord:
         """Return the record as it was after its first rows."""

@@ -16,6 +16,7 @@ from lightning_tricks._shared.checks import check_choice, check_count, check_pat
 from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks.run_fingerprint.core.record import (
+    INTEGER,
     KEY_LENGTH,
     Column,
     FingerprintRecord,
@@ -25,7 +26,6 @@ from lightning_tricks.run_fingerprint.core.record import (
 )
 
 _FORMAT = "lightning_tricks.run_fingerprint"
-_INTEGER = np.dtype("<i8")
 _COLUMN_KINDS = ("data", "forward", "loss", "gradient", "weights")
 _LONGEST_HEADER = 10_000  # characters
 
@@ -34,6 +34,11 @@ def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
     """Return the file of a rank: `run.jsonl` itself for rank zero, `run.rank1.jsonl` for rank 1."""
     path = Path(path)
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def earlier_path(path: Path, number: int) -> Path:
+    """Return where the record of an earlier run is kept: `run.earlier-1.jsonl` for `run.jsonl`; 0 for itself."""
+    return path.with_name(f"{path.stem}.earlier-{number}{path.suffix}") if number else path
 
 
 def write_record(path: Path, record: FingerprintRecord) -> None:
@@ -45,23 +50,11 @@ def write_record(path: Path, record: FingerprintRecord) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as staged, staged.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"format": _FORMAT, **asdict(record.header)}) + "\n")
-        file.writelines(_format_resume(resume) for resume in record.incomplete_resumes)
+        file.writelines(format_resume(resume) for resume in record.incomplete_resumes)
         before: tuple[Column, ...] = ()
         for columns, table in record.blocks:
-            file.write(_format_rows(columns, table, before))
+            file.write(format_rows(columns, table, before))
             before = columns
-
-
-def append_rows(path: Path, columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> None:
-    """Append a block of rows, and its columns if they differ from those of the block before."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_format_rows(columns, table, before))
-
-
-def append_resume(path: Path, resume: IncompleteResume) -> None:
-    """Append what a resume could not restore."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_format_resume(resume))
 
 
 def read_record(path: Path) -> FingerprintRecord:
@@ -100,12 +93,14 @@ def read_ranks(path: str | os.PathLike[str]) -> list[FingerprintRecord]:
     return [first, *(read_record(rank_path(path, rank)) for rank in range(1, first.header.world_size))]
 
 
-def _format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> str:
-    rows = json.dumps({"rows": b64encode(table.astype(_INTEGER).tobytes()).decode()}) + "\n"
+def format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: tuple[Column, ...]) -> str:
+    """Return a block of rows as lines, with its columns if they differ from those of the block before."""
+    rows = json.dumps({"rows": b64encode(table.astype(INTEGER).tobytes()).decode()}) + "\n"
     return rows if columns == before else json.dumps({"columns": columns}) + "\n" + rows
 
 
-def _format_resume(resume: IncompleteResume) -> str:
+def format_resume(resume: IncompleteResume) -> str:
+    """Return what a resume could not restore as a line."""
     return json.dumps({"resume": resume}) + "\n"
 
 
@@ -120,7 +115,7 @@ def _parse_line(
         return columns
     if "columns" in content:
         return tuple(_parse_column(*column) for column in content["columns"])
-    table = np.frombuffer(b64decode(content["rows"], validate=True), _INTEGER)
+    table = np.frombuffer(b64decode(content["rows"], validate=True), INTEGER)
     record.blocks.append((columns, table.reshape(-1, KEY_LENGTH + len(columns))))
     return columns
 

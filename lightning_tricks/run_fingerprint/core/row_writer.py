@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
 from lightning_tricks.run_fingerprint.core.record import (
+    INTEGER,
     Column,
     FingerprintRecord,
     FingerprintRecordError,
     IncompleteResume,
     RecordHeader,
 )
-from lightning_tricks.run_fingerprint.core.record_file import append_resume, append_rows, read_record, write_record
+from lightning_tricks.run_fingerprint.core.record_file import format_resume, format_rows, read_record, write_record
 
 _ROWS = 128  # in a block
 
@@ -28,7 +30,7 @@ class RowWriter:
     """Collects the fingerprints of one rank and writes them to its file.
 
     Args:
-        path: The file; `start_file` replaces an existing one.
+        path: The file.
         header: How the run is recorded.
 
     Attributes:
@@ -38,6 +40,8 @@ class RowWriter:
     def __init__(self, path: Path, header: RecordHeader) -> None:
         self.path, self.header = path, header
         self.num_rows = 0
+        self._file: IO[str] | None = None  # stays this run's where another one moves it aside
+        self._digest = FingerprintRecord(header).digest()
         self._columns: dict[Column, None] = {}  # in the order of a step
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
@@ -47,23 +51,53 @@ class RowWriter:
         self._calls: Counter[tuple[str, str]] = Counter()  # how often each kind and name came in the row
 
     def start_file(self) -> None:
-        """Write a new file without rows."""
-        write_record(self.path, FingerprintRecord(self.header))
+        """Write a new file without rows in place of an existing one.
 
-    def resume_file(self, rows: int) -> bool:
-        """Keep the first rows of the file and continue after them; return False if the file does not have them."""
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self.continue_record(FingerprintRecord(self.header))
+
+    def find_record(self, path: Path, rows: int, digest: str) -> FingerprintRecord | None:
+        """Return the first rows of a file, if they are those of this run.
+
+        Args:
+            path: The file.
+            rows: How many rows the run had when a checkpoint was saved.
+            digest: What `digest` returned then, or "" if that is not known.
+        """
         try:
-            record = read_record(self.path)
+            record = read_record(path)
         except (OSError, FingerprintRecordError):
-            return False
+            return None
         if record.header != self.header or len(record) < rows:
-            return False
+            return None
         record = record.first(rows)
+        return record if digest in ("", record.digest().hexdigest()) else None
+
+    def continue_record(self, record: FingerprintRecord) -> None:
+        """Write a record in place of the file, and continue after it.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self.close()
         write_record(self.path, record)
-        self.num_rows = rows
+        self._file = self.path.open("a", encoding="utf-8")
+        self._digest = record.digest()
+        self.num_rows = len(record)
         self._written_columns = record.blocks[-1][0] if record.blocks else ()
         self._columns = dict.fromkeys(self._written_columns)
-        return True
+
+    def digest(self) -> str:
+        """Return a hash of the rows that were written."""
+        return str(self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     @property
     def has_open_row(self) -> bool:
@@ -108,7 +142,8 @@ class RowWriter:
             return
         self._keys, self._block = [], []
         table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
-        append_rows(self.path, columns, table, self._written_columns)
+        self._append(format_rows(columns, table, self._written_columns))
+        self._digest.update(table.astype(INTEGER).tobytes())
         self._written_columns = columns
 
     def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
@@ -117,7 +152,13 @@ class RowWriter:
         Raises:
             OSError: If that fails.
         """
-        append_resume(self.path, IncompleteResume(self.num_rows, step, epoch, tuple(not_restored)))
+        self._append(format_resume(IncompleteResume(self.num_rows, step, epoch, tuple(not_restored))))
+
+    def _append(self, lines: str) -> None:
+        if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError("another fit has replaced it")
+        self._file.write(lines)
+        self._file.flush()
 
     def _stacked(self) -> Tensor:
         devices = {value.device for value in self._values.values()}
