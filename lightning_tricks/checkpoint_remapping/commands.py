@@ -43,6 +43,9 @@ def add_to(commands: Any) -> None:
     align.add_argument(
         "--arguments", default="{}", metavar="JSON", help='arguments of the function, such as {"num_classes": 10}'
     )
+    align.add_argument(
+        "-r", "--rules", type=path_argument, help="a YAML file of rules, which are applied before the rest is matched"
+    )
     align.add_argument("-o", "--out", type=path_argument, metavar="RULES", help="write the rules to this file, as YAML")
     remap = _tool(
         tools,
@@ -181,7 +184,7 @@ def _align(arguments: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(arguments.file, key=arguments.key)
     with torch.device("meta"):
         model = import_model(arguments.model, made_with)
-    alignment = align(model, checkpoint)
+    alignment = align(model, checkpoint, arguments.rules or "auto")
     console = make_console()
     console.print(alignment.report())
     if arguments.out:

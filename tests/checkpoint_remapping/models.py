@@ -199,3 +199,22 @@ class LinearGPT2(nn.Module):
         for block in self.transformer["h"]:
             x = block(x)
         return self.transformer["ln_f"](x)
+
+
+def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """Return a module whose state dict has these names, parameters where the tensors are floating points."""
+    root = nn.Module()
+    held: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        value = held.setdefault(id(tensor), nn.Parameter(tensor) if tensor.is_floating_point() else tensor)
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(leaf, value)
+        else:
+            module.register_buffer(leaf, value)
+    return root

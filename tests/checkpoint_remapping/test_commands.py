@@ -88,6 +88,22 @@ def test_align_and_remap(capsys, resnet):
     assert "MISMATCHED:" in text
 
 
+def test_align_after_rules(capsys):
+    Path("two_heads.py").write_text(
+        "from torch import nn\ndef model():\n    return nn.ModuleDict({n: nn.Linear(4, 2) for n in ('mu', 'logvar')})\n"
+    )
+    torch.save(nn.ModuleDict({name: nn.Linear(4, 2) for name in ("foo", "bar")}).state_dict(), "w.pt")
+    Path("rules.yaml").write_text("- {from: foo, to: logvar}\n")
+    status, text = run(capsys, "align", "w.pt", "two_heads:model", "--rules", "rules.yaml", "-o", "all.yaml")
+    assert status == 0
+    assert "4/4 tensors" in text
+    assert "a rule" in text
+    run(capsys, "remap", "w.pt", "-r", "all.yaml", "-o", "clean.pt")
+    clean, old = read_checkpoint("clean.pt").state_dict, read_checkpoint("w.pt").state_dict
+    assert torch.equal(clean["logvar.weight"], old["foo.weight"])
+    assert torch.equal(clean["mu.bias"], old["bar.bias"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -20,6 +20,7 @@ _GROUPS = [
     ("Llama", "Meta", "torchtune"),
     ("Phi-3", "HF", "Llama"),
     ("Qwen2", "HF", "Qwen"),
+    ("Qwen3", "HF", "lit-gpt"),
     ("GPT-2", "HF", "nanoGPT"),
     ("GPT-2", "HF", "nanoGPT with masks"),
     ("GPT-2, untied", "HF", "minGPT"),
@@ -35,7 +36,7 @@ _GROUPS = [
     ("VAE", "CompVis", "diffusers", "diffusers of 2022"),
     ("UNet", "CompVis", "diffusers"),
 ]
-_ONE_WAY = {Pair("Qwen3", "HF", "lit-gpt"), Pair("GPT-2, untied", "HF", "minGPT of 2020")}
+_ONE_WAY = {Pair("GPT-2, untied", "HF", "minGPT of 2020")}
 _ONE_NAMING = {Pair("BERT", *pair) for pair in itertools.permutations(_BERT[:3], 2)}  # they differ in nothing
 CONVERTED = {Pair(name, *pair) for name, *which in _GROUPS for pair in itertools.permutations(which, 2)}
 CONVERTED = (CONVERTED | _ONE_WAY) - _ONE_NAMING
@@ -43,7 +44,12 @@ CONVERTED = (CONVERTED | _ONE_WAY) - _ONE_NAMING
 
 def converted(matching, state):
     rules = [
-        RemapRule(*(names if len(names) > 1 else names[0] for names in (m.sources, m.targets)), m.transpose, m.shape)
+        RemapRule(
+            *(names if len(names) > 1 else names[0] for names in (m.sources, m.targets)),
+            m.transpose,
+            m.shape,
+            sizes=m.sizes,
+        )
         for m in matching.matches
     ]
     used = matching.sources()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +106,7 @@ def plan_loading(
     planner = _LoadPlanner(module, _as_checkpoint(path, map_location, key))
     planner.apply_rules(rules)
     planner.align()
+    planner.leave_out(allowed.unexpected)
     planner.keep_other_kinds()
     planner.resize(resizable)
     planner.check(allowed)
@@ -155,9 +156,29 @@ class _LoadPlanner:
             named = names_in_file(shapes, shapes_of(self.file_tensors), by_name, pinned)
             self.aliases = find_aliases(groups, named)
             self._leave_out_repeated({shapes[name] for name in self.aliases}, {*named.values()})
-        target = {name: shape for name, shape in shapes.items() if name not in self.aliases}
-        self.alignment = find_alignment(target, shapes_of(self.file_tensors), by_name, pinned)
+        self.alignment = self._align(self.file_tensors)
         self.loaded = dict(self.alignment.apply(self.file_tensors))
+
+    def _align(self, tensors: Mapping[str, torch.Tensor]) -> Alignment:
+        target = {n: tuple(tensor.shape) for n, tensor in self.model_tensors.items() if n not in self.aliases}
+        return find_alignment(target, shapes_of(tensors), not self.rules.search, self.rules.pinned)
+
+    def leave_out(self, patterns: Sequence[Pattern]) -> None:
+        """Leave out what may be left over, if a file has too much to tell what is meant, and everything else fits.
+
+        So a file of a student and its teacher, or of an encoder and a decoder, is one of either.
+        """
+        lacking = {*self.alignment.missing} - {*self.alignment.computed}
+        if not (lacking and patterns and self.rules.search):
+            return
+        clean = strip_wrappers(self.file_tensors)
+        left_out = [name for name, new in clean.items() if new is not None and matches_any(patterns, new)]
+        kept = {name: tensor for name, tensor in self.file_tensors.items() if name not in left_out}
+        found = self._align(kept)
+        if left_out and kept and {*found.missing} <= {*found.computed}:
+            unexpected = (*found.unexpected, *(clean[name] or name for name in left_out))
+            self.alignment = replace(found, unexpected=unexpected)
+            self.loaded = dict(found.apply(kept))
 
     def _leave_out_repeated(self, shapes: Collection[tuple[int, ...]], named: Collection[str]) -> None:
         """Leave out the further names of tied tensors of the file where the model has other names for such ones."""
@@ -217,9 +238,7 @@ class _LoadPlanner:
 
     def report(self) -> LoadReport:
         """Return what the plan does."""
-        matches = tuple(match.with_names_in_file(self.rules.ruled) for match in self.alignment.matches)
-        steps, origins = tuple(self.rules.steps), self.rules.origins
-        alignment = replace(self.alignment, matches=matches, _first=steps, _origins=origins)
+        alignment = self.alignment.after(self.rules)
         return LoadReport(
             loaded=len(self.loaded) + sum(1 for first in self.aliases.values() if first in self.loaded),
             total=len(self.model_tensors),

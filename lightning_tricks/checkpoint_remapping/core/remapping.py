@@ -187,11 +187,11 @@ class _Step:
         if name != parts[0]:
             return
         try:
-            fused = torch.cat([_reshaped(rule, part, self.tensors[part]) for part in parts], rule.dim)
+            fused = torch.cat([_transposed(rule, part, self.tensors[part]) for part in parts], rule.dim)
         except (IndexError, RuntimeError) as error:
             shapes = ", ".join(f"{part} ({format_shape(self.tensors[part].shape)})" for part in parts)
             raise CheckpointError(f"{shapes} cannot be fused: {rule}.") from error
-        self._add(target, fused, parts)
+        self._add(target, _in_shape(rule, FUSION.join(parts), fused), parts)
 
     def _fusions(self, rule: RemapRule) -> list[tuple[str, tuple[RemapRule, str, list[str]]]]:
         """Return, for each name that a rule fuses, the rule, the new name, and all names that become it."""
@@ -225,10 +225,16 @@ def _split(rule: RemapRule, name: str, value: Any) -> Sequence[Any]:
 
 
 def _reshaped(rule: RemapRule, name: str, tensor: Any) -> Any:
-    if rule.transpose:
-        if tensor.dim() < 2:
-            raise CheckpointError(f"{name} ({format_shape(tensor.shape)}) has no two dimensions to transpose: {rule}.")
-        tensor = tensor.mT
+    return _in_shape(rule, name, _transposed(rule, name, tensor))
+
+
+def _transposed(rule: RemapRule, name: str, tensor: Any) -> Any:
+    if rule.transpose and tensor.dim() < 2:
+        raise CheckpointError(f"{name} ({format_shape(tensor.shape)}) has no two dimensions to transpose: {rule}.")
+    return tensor.mT if rule.transpose else tensor
+
+
+def _in_shape(rule: RemapRule, name: str, tensor: Any) -> Any:
     if rule.shape is None:
         return tensor
     try:

@@ -21,7 +21,7 @@ class RemapRule:
         target: The replacement of the matching part: each `*` stands for what that of the glob matched, `\\1` for a
             group. Several targets split the tensor; None drops it.
         transpose: Whether the last two dimensions are swapped.
-        shape: The new shape, with the same number of elements; one size may be -1.
+        shape: The new shape, with the same number of elements, before a split or behind a fusion; one size may be -1.
         dim: The dimension along which tensors are split and fused.
         sizes: Sizes of the parts of a split; None makes them equal.
 

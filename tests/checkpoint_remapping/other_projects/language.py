@@ -441,7 +441,13 @@ ARCHITECTURES = {
         **{"Llama": _other(HUGGING_FACE, **_HALVES), "w1, w2, w3": _other(W123, **_HALVES)},
     ),
     "Mixtral": _architecture(
-        _hugging_face("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        _hugging_face(
+            "Mixtral",
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
         **{
             "HF 4": _other(
                 _experts(

@@ -79,16 +79,17 @@ class _Conversion:
         transpose = sources[0].transposed != targets[0].transposed
         given = [self._shape(self.source_shapes, tensor, transpose) for tensor in sources]
         wanted = [tuple(self.target_shapes[tensor.name]) for tensor in targets]
-        shape = None
+        shape = sizes = None
         if len(sources) > 1:
             fits = not transpose and _stacked(given) == wanted[0]
         elif len(targets) > 1:
-            fits = len(set(wanted)) == 1 and _stacked(wanted) == given[0]
+            fits = _stacked(wanted) == given[0]
+            sizes = tuple(part[0] for part in wanted) if len(set(wanted)) > 1 else None
         else:
             fits = [size for size in given[0] if size != 1] == [size for size in wanted[0] if size != 1]
             shape = wanted[0] if given != wanted else None
         given_names, wanted_names = (tuple(tensor.name for tensor in side) for side in (sources, targets))
-        return Match(given_names, wanted_names, transpose, shape, self.reason) if fits else None
+        return Match(given_names, wanted_names, transpose, shape, self.reason, sizes=sizes) if fits else None
 
     @staticmethod
     def _shape(shapes: Shapes, tensor: Tensor, transpose: bool) -> Shape:

@@ -21,6 +21,8 @@ from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lightning_tricks.checkpoint_remapping.core.rule_application import AppliedRules
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -168,6 +170,11 @@ class Alignment:
             loaded_parameters=self.loaded_parameters + sign * sum(math.prod(one.target_shape) for one in changed),
         )
 
+    def after(self, rules: AppliedRules) -> Alignment:
+        """Return the alignment of a file with names that rules made, with the names in the file and these rules."""
+        matches = tuple(match.with_names_in_file(rules.ruled) for match in self.matches)
+        return replace(self, matches=matches, _first=tuple(rules.steps), _origins=rules.origins)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rules to a YAML file, to be read, edited and given to `load_weights(model, path, rules=...)`."""
         write_rules(path, self.rules, comment=self.diagnosis)
@@ -187,4 +194,4 @@ class Alignment:
 
 def _rule(match: Match) -> RemapRule:
     source, target = (names if len(names) > 1 else names[0] for names in (match.ruled, match.targets))
-    return RemapRule(source, target, match.transpose, match.shape)
+    return RemapRule(source, target, match.transpose, match.shape, sizes=match.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -62,9 +63,11 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     example = (
         f": rules=[{rule!r}] takes {sources[0]} as {targets[0]}, and the rest is matched as before" if rule else ""
     )
+    hint = "".join(f"; {words}" for words in _tensorflow_names(alignment.clean_names_in_file))
     return (
         f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
-        f"model{more}. Say which is which with a rule{example}. If a part of the model is meant, give submodule=..."
+        f"model{more}{hint}. Say which is which with a rule{example}. If a part of the model is meant, "
+        "give submodule=..."
     )
 
 
@@ -126,6 +129,7 @@ def diagnose(
         )
     if found.matches and target:
         said.append(f"the model holds what was saved as `{target}`")
+    said += _tensorflow_names(source_shapes)
     if found.matches and prefixes is None and any(match.sources != match.targets for match in found.matches):
         said += _other_names(found)
     if not found.matches and not found.ambiguous:
@@ -140,6 +144,16 @@ def diagnose(
     if computed:
         said.append(f"{list_names(computed)} are computed by the model itself and keep their values")
     return "; ".join(said or ["all names are the model's own"]) + "."
+
+
+def _tensorflow_names(names: Iterable[str]) -> Iterable[str]:
+    """Say how names of TensorFlow and Flax are made names of torch."""
+    if sum(re.search("[^.]/[^.]", name) is not None for name in names) > 1:
+        yield (
+            "the names are those of TensorFlow or Flax: load "
+            'remap_keys(tensors, [("re:/", "."), RemapRule("re:[.]kernel$", ".weight", transpose=True), '
+            '("re:_embeddings$", "_embeddings.weight")]) instead'
+        )
 
 
 def _other_names(found: Matching) -> Iterable[str]:

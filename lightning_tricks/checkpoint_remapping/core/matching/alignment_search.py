@@ -26,11 +26,14 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
 from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument, apply_rules
 from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 
 def align(
-    model_or_state_dict: torch.nn.Module | Mapping[str, Any], checkpoint: Checkpoint | Mapping[str, Any]
+    model_or_state_dict: torch.nn.Module | Mapping[str, Any],
+    checkpoint: Checkpoint | Mapping[str, Any],
+    rules: RulesArgument = "auto",
 ) -> Alignment:
     """Find which tensor of a checkpoint is which of a model, whatever their names.
 
@@ -41,19 +44,23 @@ def align(
     Args:
         model_or_state_dict: The model, or its tensors by name.
         checkpoint: What `read_checkpoint` returned, or tensors by name.
+        rules: As in `load_weights`: applied first, and the rest is matched.
 
     Returns:
         The matches with their reasons, and what has no match.
 
     Raises:
         AmbiguousAlignmentError: If two assignments are equally good.
+        CheckpointError: If the rules do not fit, as in `load_weights`.
 
     Examples:
         >>> weights = {f"module.{name}": tensor for name, tensor in torch.nn.Linear(2, 3).state_dict().items()}
         >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
         {'module.weight': '0.weight', 'module.bias': '0.bias'}
     """
-    found = find_alignment(shapes_of(model_or_state_dict), shapes_of(checkpoint))
+    target, tensors = shapes_of(model_or_state_dict), _tensors_of(checkpoint)
+    applied = apply_rules(tensors, rules, target)
+    found = find_alignment(target, shapes_of(applied.tensors), not applied.search, applied.pinned).after(applied)
     if found.ambiguous:
         raise AmbiguousAlignmentError(describe_ambiguity(found))
     return found
@@ -61,9 +68,13 @@ def align(
 
 def shapes_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in _tensors_of(tensors).items()}
+
+
+def _tensors_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if isinstance(tensors, Checkpoint | torch.nn.Module):
         tensors = tensors.state_dict if isinstance(tensors, Checkpoint) else tensors.state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def find_alignment(

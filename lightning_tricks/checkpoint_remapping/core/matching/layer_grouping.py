@@ -22,6 +22,8 @@ class Layer:
     tensors: dict[str, tuple[tuple[str, ...], Shape]] = field(default_factory=dict)
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
+    parts: dict[str, list[Shape]] = field(default_factory=dict)  # the shapes of those that a tensor is made of
+    taken_for: str = ""  # what their order is taken for
     layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property
@@ -135,6 +137,7 @@ def layers_by_parent(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
 
 
 def _without_ones(leaf: str, shape: Shape) -> Shape:
-    # Kernels of 1x7 and 7x1 are two sizes; those of 1x1 are that of a linear layer
-    kernel = shape[2:] if leaf == "weight" and len(shape) > 3 and {*shape[2:]} != {1} else ()
+    # Kernels of 1x7 and 7x1 are two sizes; those of 1x1 are that of a linear layer, and 1x1x1xC is a vector
+    is_kernel = leaf == "weight" and len(shape) > 3 and {1} not in ({*shape[2:]}, {*shape[:-1]})
+    kernel = shape[2:] if is_kernel else ()
     return (*(size for size in shape[: len(shape) - len(kernel)] if size != 1), *kernel)

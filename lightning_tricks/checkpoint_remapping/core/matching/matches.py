@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,6 +13,13 @@ SAME_NAME = "the same name"
 CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
 FUSED = "taken to be query, key and value, one after another"
 
+GATED = "taken to be the gate and the input of each expert, one after another"
+
+
+def joined_shape(parts: Sequence[Shape]) -> Shape:
+    """Return the shape of tensors one after another."""
+    return (sum(shape[0] for shape in parts), *parts[0][1:])
+
 
 @dataclass(frozen=True)
 class Match:
@@ -22,7 +29,8 @@ class Match:
         sources: Names in the file; several are fused.
         targets: Names in the model; several are made by a split.
         transpose: Whether the last two dimensions are swapped.
-        shape: The new shape, None where it does not change.
+        shape: The new shape, None where it does not change; before a split and behind a fusion.
+        sizes: The lengths of the parts of a split, None where they are equal.
         reason: Why these tensors belong together.
         strength: How strong that is. `"strong"` are rules, equal names, conversions, words, numbers behind the same
             word, and sizes that no other layer has; `"weak"` are neighbors, numbers behind different words, and layouts
@@ -35,6 +43,7 @@ class Match:
     shape: Shape | None = None
     reason: str = ""
     strength: Literal["strong", "weak"] = "strong"
+    sizes: tuple[int, ...] | None = None
     _ruled: tuple[str, ...] = field(default=(), repr=False)  # the names that rules made of the sources
 
     @property
@@ -90,10 +99,21 @@ def matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = ""
         if transpose and max(len(sources), len(targets)) > 1:
             continue  # a rule cannot transpose what it fuses or splits
         got = shape[:-2] + shape[:-3:-1] if transpose else shape
-        parts = len(targets)
-        new = None if got == wanted else (wanted[0] // parts, *wanted[1:]) if parts > 1 else wanted
-        why = doubt or FUSED * (max(len(sources), parts) > 1)
+        got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
+        parts = target.parts.get(tensor, [])
+        wanted = joined_shape(parts) if len(targets) > 1 else wanted
+        new = None if got == wanted else wanted
+        sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
+        why = doubt or source.taken_for or target.taken_for
         matches.append(
-            Match(sources, targets, transpose, new, f"{reason}; {why}" if why else reason, "weak" if why else "strong")
+            Match(
+                sources,
+                targets,
+                transpose,
+                new,
+                f"{reason}; {why}" if why else reason,
+                "weak" if why else "strong",
+                sizes,
+            )
         )
     return matches

@@ -21,6 +21,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
     fuse_query_key_value,
     mark_transposed,
     name_gates,
+    stack_experts,
     unify_positions,
 )
 
@@ -53,6 +54,7 @@ class _StructureMatcher:
         if not ordered:
             sort_naturally(layers)
         unify_positions(layers, others)
+        stack_experts(layers, others)
         fuse_query_key_value(layers, others)
         mark_transposed(layers)
         name_gates(layers)

@@ -11,6 +11,7 @@ _ROLES = {
     "key": r"(^|\.)(k|key|k\.proj|k\.lin|to\.k)(\.|$)",
     "value": r"(^|\.)(v|value|v\.proj|v\.lin|to\.v)(\.|$)",
     "fused query, key and value": r"(qkv|in\.proj|c\.attn)(\.|$)",
+    "fused key and value": r"(^|\.)(kv|kv\.proj|to\.kv)$",
     "output of the attention": (
         r"attention\.output\.dense|out\.proj|o\.proj|attn\.proj|out\.lin|attn\.c\.proj|to\.out|attention\.projection"
     ),
@@ -112,7 +113,7 @@ _ELEMENT_ORDERS = {
 }
 # Buffers that a model computes for itself; some versions of a model store them and some don't
 _COMPUTED_BUFFERS = re.compile(
-    r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|relative_coords_table|inv_freq|"
+    r"(^|\.)(num_batches_tracked|relative_position_index|position_ids|attn_mask|attention_bias_idxs|relative_coords_table|inv_freq|"
     r"masked_bias|attn\.mask|rope\.freqs)$"
 )
 _CAUSAL_MASKS = re.compile(r"(^|\.)(attn|attention)\.bias$")  # GPT-2's; with one dimension, the bias of a layer

@@ -1,0 +1,203 @@
+"""Files that keep tensors in another form than the model: stacked, fused, of another rank, beside others."""
+
+import random
+import re
+
+import pytest
+import torch
+import transformers
+
+from lightning_tricks import load_weights, read_checkpoint, remap_keys
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError, RemapRule
+from tests.checkpoint_remapping.models import module_of, randomized
+
+ORDERS = ("as registered", "shuffled")
+
+
+def arranged(tensors, order):
+    names = list(tensors)
+    if order == "shuffled":
+        random.Random(0).shuffle(names)
+    return {name: tensors[name].clone() for name in names}
+
+
+def loaded(shapes, tensors, order="as registered", **arguments):
+    """Return what a model with tensors of these shapes has after it was loaded."""
+    model = module_of({name: torch.full(shape, torch.nan) for name, shape in shapes.items()})
+    load_weights(model, arranged(tensors, order), **arguments)
+    return model.state_dict()
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def randn(**shapes):
+    generator = torch.Generator().manual_seed(1)
+    return {name.replace("__", "."): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+_TEXT = {
+    "vocab_size": 50, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+_MIXTURES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 12, "moe_intermediate_size": 40, "head_dim": 12},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", _MIXTURES)
+def test_experts_in_one_tensor_and_apart(name, order, tmp_path):
+    """Transformers keeps them in one tensor, and saves them apart."""
+    config = getattr(transformers, f"{name}Config")(**_TEXT, **_MIXTURES[name])
+    build = getattr(transformers, f"{name}ForCausalLM")
+    model = randomized(build(config))
+    model.save_pretrained(tmp_path)
+    apart = read_checkpoint(tmp_path / "model.safetensors").state_dict
+    assert len(apart) > len(model.state_dict())
+    other = build(config)
+    load_weights(other, arranged(apart, order))
+    assert equal(other.state_dict(), model.state_dict())
+    shapes = {name: tensor.shape for name, tensor in apart.items()}
+    assert equal(loaded(shapes, model.state_dict(), order), apart)
+
+
+@pytest.mark.parametrize("shapes", [(3, 12, 5), (3, 10, 10)], ids=["input first", "square"])
+def test_experts_whose_order_or_orientation_is_unknown_are_refused(shapes):
+    count, rows, width = shapes
+    apart = {
+        f"experts.{i}.{name}_proj.weight": torch.randn(rows // 2, width)
+        for i in range(count)
+        for name in ("gate", "up")
+    }
+    with pytest.raises(CheckpointError):
+        loaded({"experts.up_gate_proj" if rows != width else "experts.gate_up_proj": shapes}, apart)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fused_key_and_value(order):
+    apart = randn(**{
+        f"{i}__attention__{name}__{leaf}": (8, 8) if leaf == "weight" else (8,)
+        for i in range(2) for name in ("query", "key", "value") for leaf in ("weight", "bias")
+    })  # fmt: skip
+    fused = {}
+    for i in range(2):
+        for leaf in ("weight", "bias"):
+            fused[f"blocks.{i}.attn.q.{leaf}"] = apart[f"{i}.attention.query.{leaf}"]
+            fused[f"blocks.{i}.attn.kv.{leaf}"] = torch.cat(
+                [apart[f"{i}.attention.{n}.{leaf}"] for n in ("key", "value")]
+            )
+    for file, model in ((apart, fused), (fused, apart)):
+        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fused_weights_beside_biases_of_query_and_value(order):
+    apart, fused = {}, {}
+    for i in range(2):
+        parts = randn(query=(8, 8), key=(8, 8), value=(8, 8), q_bias=(8,), v_bias=(8,))
+        apart |= {f"blocks.{i}.attention.{name}.weight": parts[name] + i for name in ("query", "key", "value")}
+        apart |= {f"blocks.{i}.attention.{name}.bias": parts[f"{name[0]}_bias"] + i for name in ("query", "value")}
+        fused[f"blocks.{i}.attn.qkv.weight"] = torch.cat([parts[name] + i for name in ("query", "key", "value")])
+        fused |= {f"blocks.{i}.attn.{name}_bias": parts[f"{name}_bias"] + i for name in "qv"}
+    for file, model in ((apart, fused), (fused, apart)):
+        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fused_queries_of_more_heads_than_keys_and_values(order):
+    apart, fused = {}, {}
+    for i in range(2):
+        parts = [torch.randn(rows, 12) for rows in (12, 4, 4)]
+        apart |= {f"layers.{i}.attn.{name}_proj.weight": part for name, part in zip("qkv", parts, strict=True)}
+        fused[f"layers.{i}.attention.qkv.weight"] = torch.cat(parts)
+    for file, model in ((apart, fused), (fused, apart)):
+        assert equal(loaded({name: tensor.shape for name, tensor in model.items()}, file, order), model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fused_layer_that_is_a_convolution(order):
+    apart = randn(attn__q__weight=(6, 6), attn__k__weight=(6, 6), attn__v__weight=(6, 6))
+    fused = {"attention.qkv.weight": torch.cat(list(apart.values()))[:, :, None, None]}
+    assert equal(loaded({"attention.qkv.weight": (18, 6, 1, 1)}, apart, order), fused)
+    assert equal(loaded(dict.fromkeys(apart, (6, 6)), fused, order), apart)
+
+
+def test_vectors_of_another_rank():
+    file = {f"stages.{i}.grn.{name}": torch.randn(5 + i) for i in range(2) for name in ("weight", "bias")}
+    names = {f"layers.{i}.mlp.grn.{name}": (1, 1, 1, 5 + i) for i in range(2) for name in ("gamma", "beta")}
+    got = loaded(names, file)
+    for name, tensor in got.items():
+        old = name.replace("layers", "stages").replace("mlp.", "").replace("gamma", "weight").replace("beta", "bias")
+        assert torch.equal(tensor.flatten(), file[old])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("meant", ["student", "teacher", "ema.module"])
+def test_one_of_two_models_in_a_file(meant, order):
+    net = {"conv.weight": (4, 3, 3, 3), "head.weight": (2, 4), "head.bias": (2,)}
+    sides = {meant, "teacher" if meant == "student" else "student"}
+    file = {f"{side}.{name}": torch.randn(shape) for side in sides for name, shape in net.items()}
+    with pytest.raises(AmbiguousAlignmentError):
+        loaded(net, file)
+    (other,) = sides - {meant}
+    got = loaded(net, file, order, allow_unexpected=f"{other}.*")
+    assert equal(got, {name: file[f"{meant}.{name}"] for name in net})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_encoder_of_a_masked_autoencoder(order):
+    config = transformers.ViTMAEConfig(
+        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2,
+        decoder_intermediate_size=32,
+    )  # fmt: skip
+    file = randomized(transformers.ViTMAEForPreTraining(config)).state_dict()
+    words = {
+        "vit.embeddings.patch_embeddings.projection": "patch_embed.proj", "vit.embeddings.": "",
+        "position_embeddings": "pos_embed", "vit.encoder.layer": "blocks", "attention.output.dense": "attn.proj",
+        "layernorm_before": "norm1", "layernorm_after": "norm2", "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2", "attention.attention.": "attn.", "vit.layernorm": "norm",
+    }  # fmt: skip
+    truth = {}
+    for name, tensor in file.items():
+        new = name
+        for old, word in words.items():
+            new = new.replace(old, word)
+        if name.startswith("vit."):
+            truth[new] = tensor
+    shapes = {name: tensor.shape for name, tensor in truth.items()}
+    with pytest.raises(CheckpointError):
+        loaded(shapes, file)
+    assert equal(loaded(shapes, file, order, allow_unexpected="decoder.*"), truth)
+
+
+def test_what_may_be_left_over_is_loaded_if_the_model_has_it():
+    net = {"conv.weight": (4, 3, 3, 3), "head.weight": (2, 4), "head.bias": (2,)}
+    file = {name: torch.randn(shape) for name, shape in net.items()}
+    assert equal(loaded(net, file, allow_unexpected=["head.*", "conv.*"]), file)
+
+
+def test_names_of_tensorflow():
+    file = {
+        f"bert/layer_{i}/{name}/{leaf}": torch.randn(shape)
+        for i in range(2)
+        for name, sizes in {"query": (6, 6), "dense": (6, 9)}.items()
+        for leaf, shape in {"kernel": sizes, "bias": sizes[1:]}.items()
+    }
+    file["bert/word_embeddings"] = torch.randn(11, 6)
+    words = {"kernel": "weight", "layer_": "layer.", "/": "."}
+    truth = {}
+    for name, tensor in file.items():
+        new = name.removeprefix("bert/") + ".weight" * name.endswith("embeddings")
+        for old, word in words.items():
+            new = new.replace(old, word)
+        truth[new] = tensor.T if name.endswith("kernel") else tensor
+    shapes = {name: tensor.shape for name, tensor in truth.items()}
+    with pytest.raises(CheckpointError, match="TensorFlow or Flax") as error:
+        loaded(shapes, file)
+    advice = re.search(r"load (remap_keys\(.*\)) instead", str(error.value))[1]
+    renamed = eval(advice, {"tensors": file, "remap_keys": remap_keys, "RemapRule": RemapRule})
+    assert equal(loaded(shapes, renamed), truth)
