@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,17 +13,16 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_tricks._lightning_compat.hyperparameters import hyperparameters_for_loggers
-from lightning_tricks._lightning_compat.trainer import callbacks_of
-from lightning_tricks.run_report.core.environment import torch_settings, versions
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks.auto_resume.core.configuration import plain
+from lightning_tricks.run_report.core.environment import other_versions, torch_settings, versions
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.secret_values import hidden
 from lightning_tricks.run_report.core.setting_texts import SettingTexts, text_of
+from lightning_tricks.run_report.run_settings import gather_settings
 
-_TRAINER = (
-    *("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps"),
-    *("check_val_every_n_epoch", "val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches"),
-)
+_TOLD_ELSEWHERE = frozenset({"accelerator", "barebones", "callbacks", "fast_dev_run", "logger", "strategy"})
 
 
 def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
@@ -30,8 +30,15 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     seed = os.environ.get("PL_GLOBAL_SEED")
     settings = torch_settings()
     arguments = SettingTexts()
-    for name, value in hyperparameters_for_loggers(trainer).items():
-        arguments.add(str(name), value)
+    for owner in (module, datamodule_of(trainer)):
+        for name, value in (owner.hparams_initial if owner is not None else {}).items():
+            if name != "_class_path":
+                arguments.add(str(name), value)
+    details = gather_settings(trainer, module)
+    details.secrets, details.types_only = (
+        arguments.secrets + details.secrets,
+        arguments.types_only + details.types_only,
+    )
     return RunRecord(
         module=type(module).__name__,
         is_seeded=seed is not None,
@@ -39,6 +46,8 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
         trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *settings, *_seed_facts(seed)],
         data=list(_data_facts(trainer)),
         versions=versions(),
+        settings=[*details.pairs(), *other_versions()],
+        not_recorded=details.not_recorded(),
         git=read_git_state(Path.cwd()),
     )
 
@@ -52,24 +61,18 @@ def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield "device", name
-    for argument in _TRAINER:
+    for argument in inspect.signature(Trainer.__init__).parameters:
         value = getattr(trainer, argument, None)
-        if value is not None:
+        if value is not None and argument not in _TOLD_ELSEWHERE:
             is_count = argument.startswith("limit_") and isinstance(value, int)
-            yield argument, f"{value} batches" if is_count else text_of(value)
+            yield argument, f"{value} batches" if is_count else text_of(hidden(argument, plain(value)))
     yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
 
 
 def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for number, optimizer in enumerate(trainer.optimizers):
         suffix = f" {number}" if len(trainer.optimizers) > 1 else ""
-        plain = {
-            name: value
-            for name, value in optimizer.defaults.items()
-            if isinstance(value, int | float | bool | tuple) and name != "initial_lr" and value is not False
-        }
         yield f"optimizer{suffix}", type(optimizer).__name__
-        yield f"optimizer{suffix} defaults", ", ".join(f"{name}={text_of(value)}" for name, value in plain.items())
     schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
     if schedulers:
         yield "schedulers", ", ".join(schedulers)

@@ -123,13 +123,15 @@ def test_large_record_makes_a_small_page():
 
 def test_comparison_names_what_differs_and_nothing_else():
     same = {"versions": [("torch", "2.6")], "trainer": [("precision", "32-true")]}
-    one = RunRecord(arguments=[("lr", "0.1"), ("width", "8")], git=GitState("a" * 40, diff="+1"), **same)
-    other = RunRecord(arguments=[("lr", "0.2"), ("depth", "3")], git=GitState("a" * 40, diff="+2"), **same)
+    header = "diff --git a/{0}.py b/{0}.py\n@@\n+{1}\n"
+    diffs = ["".join(header.format(*pair) for pair in pairs) for pairs in (["a1", "b1"], ["a1", "b2", "c1"])]
+    one = RunRecord(arguments=[("lr", "0.1"), ("width", "8")], git=GitState("a" * 40, diff=diffs[0]), **same)
+    other = RunRecord(arguments=[("lr", "0.2"), ("depth", "3")], git=GitState("a" * 40, diff=diffs[1]), **same)
     assert differing_settings(one, other) == [
         ("lr (hyper-parameter)", "0.1", "0.2"),
         ("width (hyper-parameter)", "8", "-"),
         ("depth (hyper-parameter)", "-", "3"),
-        ("differences to the commit", "differ from those of the other run", ""),
+        ("differences to the commit, which differ in", "b.py", "b.py, c.py"),
     ]
     assert differing_settings(one, one) == []
 

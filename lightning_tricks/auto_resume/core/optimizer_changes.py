@@ -7,7 +7,7 @@ import hashlib
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -54,7 +54,7 @@ def describe_optimizers(optimizers: Sequence[Any], configs: Sequence[Any], names
     for number, (label, config) in enumerate(zip(numbered(schedulers), configs, strict=True)):
         found.kinds[f"scheduler {number}"] = type(config.scheduler).__name__
         found.values |= {f"{label}.{name}": plain(getattr(config, name)) for name in SCHEDULE_OPTIONS}
-        found.values |= dict(_scheduler_values(label, config.scheduler))
+        found.values |= dict(scheduler_values(label, config.scheduler))
     return found
 
 
@@ -237,17 +237,21 @@ def _entries(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def _scheduler_values(label: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
+def scheduler_values(
+    label: str, scheduler: Any, of_function: Callable[[Any], Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield what a scheduler was created with, by name; what `of_function` returns for its functions of the step."""
+    of_function = of_function or _samples
     for name, value in getattr(scheduler, "__dict__", {}).items():
         parts = value if isinstance(value, list | tuple) else [value]
         if _COUNTERS.fullmatch(name) or not parts:
             continue
         if all(isinstance(part, LRScheduler) for part in parts):
             for number, part in enumerate(parts):
-                yield from _scheduler_values(f"{label}.{name.lstrip('_')}[{number}]", part)
+                yield from scheduler_values(f"{label}.{name.lstrip('_')}[{number}]", part, of_function)
         elif all(callable(part) for part in parts):
             if not any(hasattr(part, "__self__") and part.__self__ is scheduler for part in parts):
-                yield f"{label}.{name}()", [_samples(part) for part in parts]
+                yield f"{label}.{name}()", [of_function(part) for part in parts]
         elif is_comparable(plain(value)):
             yield f"{label}.{name}", plain(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.run_report.core.curves import (
     GRADIENTS,
     LEARNING_RATE,
@@ -74,11 +75,13 @@ def settings_of(record: RunRecord) -> dict[str, str]:
     """Return all that a run was told or depends on, by name."""
     groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
     found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
+    found |= dict(record.settings)
     found |= {f"version of {name}": text for name, text in record.versions}
     if record.git is not None:
-        changed = f", {len(record.git.changed):,} changed files" if record.git.changed else ""
-        found["git commit"] = f"{record.git.commit[:12]}{changed}"
-        found["differences to the commit"] = f"{len(record.git.diff):,} characters" if record.git.diff else "none"
+        found["git commit"] = record.git.commit[:12]
+        found["git branch"] = record.git.branch
+        found["files that git did not compare"] = ", ".join(record.git.not_compared[:20]) or "none"
+        found["new files"] = ", ".join(name[3:] for name in record.git.changed if name.startswith("??"))[:300] or "none"
     return found
 
 
@@ -91,9 +94,19 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
         if left.get(name) != right.get(name)
     ]
     diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
-    if diffs[0] != diffs[1] and len(diffs[0]) == len(diffs[1]):  # what is shown of them is equal
-        differing.append(("differences to the commit", "differ from those of the other run", ""))
+    if diffs[0] != diffs[1]:
+        files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
+        names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
+        left_names, right_names = (
+            ", ".join(_file_name(name) for name in names if name in one)[:300] or "none" for one in files
+        )
+        differing.append(("differences to the commit, which differ in", left_names, right_names))
     return differing
+
+
+def _file_name(header: str) -> str:
+    """Return the name of a file from "a/NAME b/NAME"."""
+    return header[len(header) // 2 + 3 :]
 
 
 def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
@@ -104,13 +117,33 @@ def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> s
         ("training took", format_seconds(first.seconds), format_seconds(second.seconds)),
         ("steps", f"{first.step:,}", f"{second.step:,}"),
         ("epochs", f"{first.epochs:,}", f"{second.epochs:,}"),
+        ("resumes", str(len(first.resumes)), str(len(second.resumes))),
         ("module", first.module, second.module),
+        *_differing_facts(first, second),
     ]
     rows = [row for row in rows if row[1] != row[2]]
     settings = differing_settings(first, second)
-    alike = "" if settings else paragraph("No setting and no version differs.")
+    said = [] if settings else ["Nothing that is recorded of the settings and versions differs."]
+    if len(settings) > _MOST_ROWS:
+        said.append(f"{len(settings) - _MOST_ROWS:,} more settings differ.")
+    for run, name in zip(runs, names, strict=True):
+        if run.not_recorded:
+            said.append(f"Not recorded of {name}, and not compared: {'; '.join(run.not_recorded)}.")
+        if not run.settings:
+            said.append(f"{name} was recorded by a version that recorded few settings.")
+        if run.git is not None and run.git.is_cut:
+            said.append(f"Of the differences of {name} to its commit, only the beginning is compared.")
     shown = table(("", *names), [*rows, *settings[:_MOST_ROWS]], texts=3) if rows or settings else ""
-    return shown + alike
+    return shown + "".join(paragraph(sentence) for sentence in dict.fromkeys(said))
+
+
+def _differing_facts(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
+    """Return what callbacks said in words and numbers of one run and not of the other."""
+    left, right = (
+        {f"{name} ({part.title})": text for part in run.parts_of(Facts) for name, text in part.facts}
+        for run in (first, second)
+    )
+    return [(name, left.get(name, "-"), right.get(name, "-")) for name in {**left, **right}]
 
 
 def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import sys
+from contextlib import suppress
 from importlib import metadata
 
 import torch
@@ -23,6 +27,18 @@ def versions() -> list[tuple[str, str]]:
     return [*found, ("system", platform.platform())]
 
 
+def other_versions() -> list[tuple[str, str]]:
+    """Return the versions of all other packages that are installed, by the names of their folders."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(folder or os.curdir):  # noqa: PTH208 - a Path for each takes ten times as long
+                parts = re.fullmatch(r"(.+?)-([^-]+)(-py[\d.]+)?\.(dist|egg)-info", entry)
+                if parts is not None:
+                    found.setdefault(parts[1].replace("_", "-").lower(), parts[2])
+    return [(f"version of {name}", version) for name, version in sorted(found.items()) if name not in _PACKAGES]
+
+
 def torch_settings() -> list[tuple[str, str]]:
     """Return torch's settings that decide whether a run can be repeated, and how fast it is."""
     return [
@@ -30,6 +46,9 @@ def torch_settings() -> list[tuple[str, str]]:
         ("cudnn.benchmark", _on_off(torch.backends.cudnn.benchmark)),
         ("cudnn.deterministic", _on_off(torch.backends.cudnn.deterministic)),
         ("float32 matmul precision", torch.get_float32_matmul_precision()),
+        ("cudnn.allow_tf32", _on_off(torch.backends.cudnn.allow_tf32)),
+        ("anomaly detection", _on_off(torch.is_anomaly_enabled())),
+        ("default dtype", str(torch.get_default_dtype())),
         ("threads of torch", str(torch.get_num_threads())),
     ]
 

@@ -201,4 +201,5 @@ def code_section(record: RunRecord) -> str:
 def settings_section(record: RunRecord) -> str:
     """Return hyper-parameters, the Trainer's arguments and facts about the data."""
     left = stacked([facts_table(record.arguments, "Hyper-parameters"), facts_table(record.data, "Data")])
-    return section("Settings", [side_by_side([left, facts_table(record.trainer, "Trainer")])])
+    others = folded(f"All other settings ({len(record.settings):,})", facts_table(record.settings))
+    return section("Settings", [side_by_side([left, facts_table(record.trainer, "Trainer")]), others])

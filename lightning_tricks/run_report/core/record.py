@@ -127,6 +127,8 @@ class RunRecord:
         trainer: Name and text of what the Trainer was told.
         data: Name and text of facts about the data.
         versions: Name and version of libraries.
+        settings: Name and text of all other settings, such as the arguments of callbacks.
+        not_recorded: What a run may differ in and was not recorded, in words.
         git: The git checkout, or None.
         resumes: When it was resumed.
         parts: What the callbacks know.
@@ -149,6 +151,8 @@ class RunRecord:
     trainer: list[tuple[str, str]] = field(default_factory=list)
     data: list[tuple[str, str]] = field(default_factory=list)
     versions: list[tuple[str, str]] = field(default_factory=list)
+    settings: list[tuple[str, str]] = field(default_factory=list)
+    not_recorded: list[str] = field(default_factory=list)
     git: GitState | None = None
     resumes: list[Resume] = field(default_factory=list)
     parts: list[ReportPart] = field(default_factory=list)

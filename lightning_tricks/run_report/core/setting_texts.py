@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.configuration import flatten, is_comparable, plain
 from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
 
@@ -23,13 +25,40 @@ class SettingTexts:
         texts: Name -> text.
         types_only: The names of those of which only the type was recorded.
         secrets: The names of those whose values were left out, as they may be secret.
+        unknown: What else is known to be set and was not recorded, in words.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
     types_only: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: Any) -> None:
+    def add_arguments(self, label: str, instance: object) -> None:
+        """Add the arguments of an object's constructor that it stores under their names, or those with a "_" before."""
+        try:
+            parameters = inspect.signature(type(instance).__init__).parameters
+        except (TypeError, ValueError):
+            return
+        held, lost = getattr(instance, "__dict__", {}), []
+        for name, parameter in list(parameters.items())[1:]:
+            stored = next((one for one in (name, f"_{name}") if one in held), None)
+            if stored is not None:
+                self.add(name, held[stored], label)
+            elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                lost.append(name)
+        if lost:
+            self.unknown.append(f"{', '.join(lost)} of {label}")
+
+    def not_recorded(self) -> list[str]:
+        """Return what was not recorded, in words."""
+        words = (("values that may be secret: {}", self.secrets), ("more than the type of {}", self.types_only))
+        said = [text.format(list_names(names, 20)) for text, names in words if names]
+        return [
+            *said,
+            *([f"arguments that objects do not store: {list_names(self.unknown, 20)}"] if self.unknown else []),
+        ]
+
+    def add(self, name: str, value: Any, owner: str = "") -> None:
         """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
         is_long = isinstance(value, list | tuple) and len(value) > 1000  # `plain` leaves out what is in it
         parts = [(name, [plain(item) for item in value[:_MOST_ITEMS]])] if is_long else list(flatten(name, value))
@@ -37,6 +66,7 @@ class SettingTexts:
             words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]
             secret = next((place for place, word in enumerate(words) if is_secret(word)), None)
             path = path if secret is None else ".".join(words[: secret + 1])
+            path = f"{owner}.{path}" if owner else path
             shown = hidden(words[-1 if secret is None else secret], part)
             if shown == HIDDEN:
                 self.secrets += [path] if path not in self.secrets else []
@@ -59,10 +89,12 @@ def text_of(value: Any) -> str:
     """Return a plain value as text; of a long one the beginning, and a digest of the whole.
 
     Examples:
-        >>> text_of(0.1), text_of("sgd"), text_of([1, "a"])
-        ('0.1', 'sgd', "[1, 'a']")
+        >>> text_of(0.1), text_of(1.0), text_of(0.30000004), text_of("sgd"), text_of([1, "a"])
+        ('0.1', '1', '0.30000004', 'sgd', "[1, 'a']")
     """
     text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        text = f"{value:g}"
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[:_LONGEST_TEXT]}… ({len(text):,} characters, SHA-256 {digest([text])})"

@@ -1,0 +1,179 @@
+"""All settings of a run that a Trainer and a module show: what another run may have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
+from lightning_tricks._shared.text import describe_error
+from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
+from lightning_tricks.auto_resume.core.attributes.walkable_types import is_user_module
+from lightning_tricks.auto_resume.core.configuration import arguments_of, is_comparable, numbered, plain
+from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
+from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, describe_optimizers, scheduler_values
+from lightning_tricks.run_report.core.setting_texts import SettingTexts, digest
+
+_ENVIRONMENT = (  # beginnings of the names of variables that are recorded
+    *(
+        "ACCELERATE",
+        "AMP_",
+        "ATEN_",
+        "CUBLAS",
+        "CUDA",
+        "CUDNN",
+        "FSDP_",
+        "GLOO_",
+        "GOMP_",
+        "HSA_",
+        "KMP_",
+        "MKL_",
+        "NCCL_",
+    ),
+    *("NVIDIA_TF32", "OMP_", "PL_", "PYTHONHASHSEED", "PYTORCH_", "ROCM", "TORCH", "TRITON_", "XLA_"),
+)
+_LOADER_ARGUMENTS = (
+    *("collate_fn", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn"),
+)
+_MOST_FILES = 500
+
+
+def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
+    """Return the settings of callbacks, layers, optimizers, schedulers, loaders, environment and code."""
+    found = SettingTexts()
+    for topic, add in (
+        ("callbacks", _add_callbacks),
+        ("layers", _add_layers),
+        ("optimizers", _add_optimizers),
+        ("data", _add_data),
+    ):
+        try:
+            add(found, trainer, module)
+        except Exception as error:  # objects of users may do anything when they are asked
+            found.unknown.append(f"{topic} ({describe_error(error)[:200]})")
+    for variable, value in sorted(os.environ.items()):
+        if variable.startswith(_ENVIRONMENT):
+            found.add(variable, value, "environment")
+    for path in _user_files(module):
+        with suppress(OSError):
+            found.texts[f"code of {_short(path)}"] = f"SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    found.unknown += ["plugins and use_distributed_sampler of Trainer", "environment variables of other libraries"]
+    return found
+
+
+def _add_callbacks(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
+    callbacks = [one for one in callbacks_of(trainer) if not getattr(one, "takes_report_parts", False)]
+    for objects in (callbacks, trainer.loggers):
+        for label, one in zip(numbered(objects), objects, strict=True):
+            found.add("type", type(one).__qualname__, label)
+            found.add_arguments(label, one)
+
+
+def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
+    hparams = module.hparams_initial
+    for path, layer in module.named_modules():
+        if path.endswith("_orig_mod"):
+            continue
+        known = {name: plain(value) for name, value in arguments_of(layer).items() if path or name not in hparams}
+        label = f"layer {path.replace('_orig_mod.', '')}" if path else "module"
+        for name, value in known.items():
+            found.add(name, value, label)
+        found.add("type", type(layer).__qualname__, label)
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    found.add("trained parameters", f"{len(trained):,} tensors ({digest(sorted(trained))})")
+
+
+def _add_optimizers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
+    optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
+    described = describe_optimizers(optimizers, [], param_group_names(module, optimizers))
+    for name, value in {**described.kinds, **described.values}.items():
+        found.add(name, value)
+    schedulers = [config.scheduler for config in configs]
+    for label, config in zip(numbered(schedulers), configs, strict=True):
+        found.add("type", type(config.scheduler).__qualname__, label)
+        for option in SCHEDULE_OPTIONS:
+            found.add(option, plain(getattr(config, option)), label)
+        for name, value in scheduler_values(label, config.scheduler, _code_of):
+            found.add(name, value)
+
+
+def _add_data(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
+    if (datamodule := datamodule_of(trainer)) is not None:
+        found.add("type", type(datamodule).__qualname__, "datamodule")
+        found.add_arguments("datamodule", datamodule)
+    for name, loaders in (("train_dataloader", trainer.train_dataloader), ("val_dataloaders", trainer.val_dataloaders)):
+        _add_loaders(found, name, list(_flat(loaders)))
+
+
+def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
+    described = describe_loaders(loaders, name)
+    for setting, value in {**described.kinds, **described.values}.items():
+        found.add(setting, value)
+    for number, loader in enumerate(loaders):
+        label = name if len(loaders) == 1 else f"{name}[{number}]"
+        for argument in _LOADER_ARGUMENTS:
+            if hasattr(loader, argument):
+                found.add(argument, getattr(loader, argument), label)
+        data, depth = getattr(loader, "dataset", None), 0
+        while data is not None and depth < 5:  # data sets in data sets, such as a Subset
+            label, depth = f"{label}.dataset", depth + 1
+            found.add("type", type(data).__qualname__, label)
+            with suppress(Exception):  # not each has a length
+                found.add("length", len(data), label)
+            found.add_arguments(label, data)
+            data = getattr(data, "dataset", None)
+
+
+def _flat(loaders: Any) -> Iterator[Any]:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        for part in loaders:
+            yield from _flat(part)
+    elif loaders is not None:
+        yield loaders
+
+
+def _code_of(function: Any) -> str:
+    """Return a digest of a function's code and of the plain values that it uses; it is not called."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__qualname__} {arguments_of(function)}"
+    values = [*(function.__defaults__ or ()), *(_content(cell) for cell in function.__closure__ or ())]
+    used = [one for one in map(plain, values) if is_comparable(one)]
+    return f"{function.__name__} {digest([*_constants(code), repr(used)])}"
+
+
+def _content(cell: types.CellType) -> Any:
+    with suppress(ValueError):  # it is empty
+        return cell.cell_contents
+    return None
+
+
+def _constants(code: types.CodeType) -> Iterator[str]:
+    yield from (code.co_code.hex(), repr(code.co_names))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _constants(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
+
+
+def _user_files(module: LightningModule) -> list[Path]:
+    """Return the files of the user's code that are imported, the script and the module's first."""
+    names = ["__main__", type(module).__module__, *sys.modules]
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in dict.fromkeys(names) if is_user_module(name)]
+    found = dict.fromkeys(Path(file) for file in files if isinstance(file, str) and file.endswith(".py"))
+    return list(found)[:_MOST_FILES]
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

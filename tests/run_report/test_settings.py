@@ -1,0 +1,228 @@
+"""Each single edit of a script is named by the comparison of two reports, and what was not recorded is said."""
+
+import html
+import re
+import types
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
+
+from lightning_tricks import GradientClipping, RunReport
+from lightning_tricks.run_report import comparison_page, read_record
+from lightning_tricks.run_report.core.comparison_page import differing_settings
+from tests.contract.lab import QUIET, EvaluatedNet
+
+
+class Noisy(Callback):
+    """A user's callback, one argument of which it stores under another name."""
+
+    def __init__(self, scale=1.0, seed=0):
+        self.scale, self._seed, self.stored = scale, seed, scale
+
+
+class Forgets(Callback):
+    def __init__(self, rate=0.1):
+        self.other_name = rate
+
+
+class Data(TensorDataset):
+    def __init__(self, noise=0.1, transform=None):
+        super().__init__(torch.zeros(40, 64), torch.zeros(40, dtype=torch.long))
+        self.noise, self.transform = noise, transform
+
+
+class Script:
+    """What a script sets; each edit is one entry of `EDITS`."""
+
+    arguments = types.MappingProxyType({"width": 8, **{f"p{number}": 0.5 for number in range(500)}})
+    dropout, activation, frozen = 0.1, nn.ReLU, False
+    optimizer = torch.optim.SGD
+    groups = staticmethod(lambda ps: [{"params": ps[:2], "weight_decay": 0.1}, {"params": ps[2:]}])
+    rate, momentum = 0.1, 0.9
+    schedule = staticmethod(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5))
+    interval = "epoch"
+    data = staticmethod(Data)
+    loader = types.MappingProxyType({"batch_size": 4, "shuffle": True})
+    trainer = types.MappingProxyType({})
+    callbacks = staticmethod(
+        lambda: [
+            EarlyStopping("val/acc", patience=9, strict=False),
+            GradientClipping(1.0),
+            LearningRateMonitor(),
+            Noisy(),
+        ]
+    )
+    variables = types.MappingProxyType({})
+    seed = 0
+
+    def fit(self, folder, monkeypatch):
+        seed_everything(self.seed, verbose=False)
+        script = self
+
+        class Net(EvaluatedNet):
+            def __init__(self, **arguments):
+                super().__init__()
+                self.save_hyperparameters(arguments)
+                self.drop, self.act = nn.Dropout(script.dropout), script.activation()
+
+            def configure_optimizers(self):
+                groups = script.groups(list(self.parameters()))
+                optimizer = script.optimizer(groups, lr=script.rate, momentum=script.momentum)
+                return [optimizer], [{"scheduler": script.schedule(optimizer), "interval": script.interval}]
+
+        module = Net(**self.arguments)
+        next(module.parameters()).requires_grad_(not self.frozen)
+        options = {
+            "max_steps": 1,
+            "log_every_n_steps": 1,
+            "limit_val_batches": 1,
+            **QUIET,
+            "logger": CSVLogger(folder / "logs"),
+            **self.trainer,
+        }
+        with monkeypatch.context() as patch:
+            for name, value in self.variables.items():
+                patch.setenv(name, value)
+            trainer = Trainer(callbacks=[RunReport(folder), *self.callbacks()], **options)
+            trainer.fit(module, DataLoader(self.data(), **self.loader), DataLoader(Data(), 4))
+        return read_record(folder)
+
+
+def with_argument(**changes):
+    return {"arguments": {**Script.arguments, **changes}}
+
+
+def steps(optimizer, factor=0.5):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
+
+
+def callbacks(**changes):
+    made = {
+        "stop": EarlyStopping("val/acc", patience=9, strict=False),
+        "clip": GradientClipping(1.0),
+        "rates": LearningRateMonitor(),
+        "noisy": Noisy(),
+    }
+    return {"callbacks": lambda: [one for one in {**made, **changes}.values() if one is not None]}
+
+
+LONG = "x" * 2000
+EDITS = {
+    "a hyper-parameter": (with_argument(width=9), "width (hyper-parameter)"),
+    "a hyper-parameter in the seventh digit": (with_argument(p3=0.50000001), "p3 (hyper-parameter)"),
+    "the last of many": (with_argument(p499=0.7), "p499 (hyper-parameter)"),
+    "the end of a long text": (with_argument(text=LONG + "y"), "text (hyper-parameter)"),
+    "the end of a long list": (with_argument(many=[*range(5000), 1]), "many (hyper-parameter)"),
+    "a nested one": (
+        with_argument(deep={"a": {"b": {"c": {"d": {"e": {"f": 2}}}}}}),
+        "deep.a.b.c.d.e.f (hyper-parameter)",
+    ),
+    "an argument of Lightning's callback": (
+        callbacks(stop=EarlyStopping("val/acc", patience=8, strict=False)),
+        "EarlyStopping.patience",
+    ),
+    "an argument of this package's callback": (callbacks(clip=GradientClipping(2.0)), "GradientClipping.max_norm"),
+    "an argument of the user's callback": (callbacks(noisy=Noisy(2.0)), "Noisy.scale"),
+    "a private argument of it": (callbacks(noisy=Noisy(seed=1)), "Noisy.seed"),
+    "one callback less": (callbacks(rates=None), "LearningRateMonitor.type"),
+    "a group's weight decay": (
+        {"groups": lambda ps: [{"params": ps[:2], "weight_decay": 0.2}, {"params": ps[2:]}]},
+        "SGD.groups[0].weight_decay",
+    ),
+    "which parameters are in a group": (
+        {"groups": lambda ps: [{"params": ps[:1], "weight_decay": 0.1}, {"params": ps[1:]}]},
+        "SGD.groups",
+    ),
+    "the learning rate": ({"rate": 0.2}, "SGD.groups[0].lr"),
+    "the optimizer": ({"optimizer": torch.optim.RMSprop}, "optimizer 0"),
+    "an argument of the schedule": (
+        {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.25)},
+        "StepLR.gamma",
+    ),
+    "the function of a schedule": ({"schedule": lambda optimizer: steps(optimizer, 0.25)}, "LambdaLR.lr_lambdas()"),
+    "when it steps": ({"interval": "step"}, "StepLR.interval"),
+    "dropout": ({"dropout": 0.2}, "layer drop.p"),
+    "an activation": ({"activation": nn.GELU}, "layer act.type"),
+    "a frozen layer": ({"frozen": True}, "trained parameters"),
+    "the batch size": ({"loader": {"batch_size": 8, "shuffle": True}}, "train_dataloader.batch_size"),
+    "the order of the data": ({"loader": {"batch_size": 4}}, "train_dataloader.shuffle"),
+    "the sampler": (
+        {"loader": {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 40, 40)}},
+        "train_dataloader.sampler",
+    ),
+    "an argument of the data set": ({"data": lambda: Data(noise=0.2)}, "train_dataloader.dataset.noise"),
+    "a subset": ({"data": lambda: Subset(Data(), list(range(30)))}, "train_dataloader.dataset.type"),
+    "clipping by the Trainer": (
+        {"trainer": {"gradient_clip_val": 0.5}, **callbacks(clip=None)},
+        "gradient_clip_val (trainer)",
+    ),
+    "accumulation": ({"trainer": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches (trainer)"),
+    "precision": ({"trainer": {"precision": "bf16-mixed"}}, "precision (trainer)"),
+    "anomaly detection": ({"trainer": {"detect_anomaly": True}}, "anomaly detection (trainer)"),
+    "the seed": ({"seed": 1}, "seed (trainer)"),
+    "a variable of the environment": ({"variables": {"NCCL_DEBUG": "INFO"}}, "environment.NCCL_DEBUG"),
+}
+BASES = {
+    "the end of a long text": with_argument(text=LONG + "x"),
+    "the end of a long list": with_argument(many=[*range(5000), 2]),
+    "a nested one": with_argument(a={"b": {"c": {"d": {"e": {"f": 1}}}}}),
+    "the function of a schedule": {"schedule": steps},
+    "clipping by the Trainer": callbacks(clip=None),
+}
+
+
+def recorded(folder, monkeypatch, edits):
+    script = Script()
+    vars(script).update(edits)
+    return script.fit(folder, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def unedited(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return [Script().fit(tmp_path_factory.mktemp("unedited"), patch) for _ in range(2)]
+
+
+WHERE = {"CSVLogger.save_dir", "CSVLogger.root_dir", "default_root_dir (trainer)"}
+
+
+def test_runs_of_one_script_differ_in_nothing(unedited):
+    assert {name for name, *_ in differing_settings(*unedited)} <= WHERE
+    assert differing_settings(unedited[0], unedited[0]) == []
+    assert "Nothing that is recorded of the settings and versions differs." in comparison_page(unedited[0], unedited[0])
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command:UserWarning", "ignore:.*anomaly.*")
+@pytest.mark.parametrize("edit", EDITS)
+def test_single_edit_is_named(tmp_path, monkeypatch, unedited, edit):
+    changes, name = EDITS[edit]
+    base = recorded(tmp_path / "base", monkeypatch, BASES[edit]) if edit in BASES else unedited[0]
+    named = {name: texts for name, *texts in differing_settings(base, recorded(tmp_path / "a", monkeypatch, changes))}
+    assert name in named
+    assert named[name][0] != named[name][1]
+
+
+def test_what_was_not_recorded_is_said(tmp_path, monkeypatch):
+    record = recorded(
+        tmp_path,
+        monkeypatch,
+        {
+            **callbacks(more=Forgets()),
+            **with_argument(api_key="hush", helper=Forgets()),
+            "data": lambda: Data(0.1, nn.ReLU()),
+        },
+    )
+    page = html.unescape(re.sub("<[^>]*>", "", comparison_page(record, record)))
+    said = page.partition("Not recorded of A, and not compared: ")[2]
+    for words in (
+        "rate of Forgets",
+        "values that may be secret: api_key",
+        "more than the type of helper",
+        "dataset.transform",
+    ):
+        assert words in said
