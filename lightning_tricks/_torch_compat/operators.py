@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_tricks._torch_compat.guards import needs_private
 
-_USERS = "FlopsReport or ModelReport"
+_USERS = "FlopsReport, ModelReport or an ensemble"
 
 with needs_private(_USERS):
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -21,11 +21,18 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "argument_names",
     "changes_or_returns_arguments",
     "is_composite",
     "reshaped_as_new",
     "without_dispatch_modes",
 ]
+
+
+def argument_names(operator: OpOverload) -> list[str]:
+    """Return the names of an operator's arguments."""
+    with needs_private(_USERS):
+        return [argument.name for argument in operator._schema.arguments]
 
 
 def changes_or_returns_arguments(operator: OpOverload) -> bool:

@@ -34,10 +34,11 @@ from lightning_tricks.ensembles.core.factory import Estimator, build_members, un
 from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers
 from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
 from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
 from lightning_tricks.ensembles.prediction import CombinedPrediction
-from lightning_tricks.ensembles.training_data import TrainingData
+from lightning_tricks.ensembles.training_data import TrainingData, inputs_to_predict
 from lightning_tricks.gradient_clipping.core.methods import AGC, METHODS, ClipMethod
 
 
@@ -123,6 +124,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.register_buffer("weights", normalized_weights(weights, self.n_estimators), persistent=False)
         self.set_members(members)
         self._checked_stages: set[str] = set()
+        self._ranks_agree = False
         self._losses = MeanLoss()
         self.training_data = TrainingData()
         self._installed = ExitStack()  # what a fit has put around parts of the Trainer
@@ -221,10 +223,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return outputs
 
     def check_training_batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check the first batch of a fit, (n, B, ...), and say why members do not run at once."""
+        """Check the first batch of a fit, (n, B, ...)."""
         if "train" not in self._checked_stages and not torch.compiler.is_compiling():
-            if self._is_stacked():
-                self._log_why_sequential()
             self._check_first_batch(outputs, targets, "train")
 
     @property
@@ -278,6 +278,27 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     # --- steps
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """On the first batch of a fit, compare members that run at once with a loop; one rank decides for all."""
+        members = self.trained_members()
+        if self._ranks_agree or not isinstance(members, StackedMembers):
+            return
+        inputs, _ = self.training_data.split(batch, len(members))
+        self._compare_with_loop(members, inputs, shared=not self.training_data.has_member_rows)
+        decide: Any = self.trainer.strategy.reduce_boolean_decision
+        self._ranks_agree = decide(members.is_compared, all=True)
+        if decide(bool(members.reason), all=False):
+            members.reason = members.reason or "members of another rank mix rows"
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """On the first batch of an evaluation, compare members that run at once with a loop."""
+        if isinstance(self.estimators_, StackedMembers) and not self.estimators_.is_compared:
+            inputs = inputs_to_predict(batch)
+            if all(isinstance(value, Tensor) for value in inputs):
+                self._compare_with_loop(self.estimators_, inputs, shared=True)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
         members, data = self.trained_members(), self.training_data
@@ -307,6 +328,9 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def setup(self, stage: str) -> None:
         """Share the seed of rank 0, and replace the training loader by that of the members."""
+        self._ranks_agree = False
+        if isinstance(self.estimators_, StackedMembers):
+            self.estimators_.compared.clear()
         if stage != "fit":
             return
         if self._has_lightning_members:
@@ -319,7 +343,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         if stacked and syncs_batchnorm(self.trainer):
             self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
         self._log_info(*self._messages)
-        self._log_why_sequential()
+        self._log_why_sequential(self.trained_members())
         self._messages = []
         self._installed.close()
         self._installed.enter_context(closed_on_exception(self.trainer, self._installed))
@@ -339,23 +363,42 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the seed, what the hyperparameters lack, and whether the optimizer's state is of stacked parameters."""
+        """Save the seed, what the hyperparameters lack, and how members run."""
         checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
+        if isinstance(self.estimators_, StackedMembers):
+            compared = [list(mode) for mode in sorted(self.estimators_.compared)]
+            checkpoint["ensemble"].update(compared=compared, why_sequential=self.estimators_.reason)
         if self._unsaved_arguments:
             checkpoint["ensemble"]["unsaved"] = self._unsaved_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them."""
+        """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them.
+
+        What the first batches have shown is not asked of later ones: the run goes on as it began.
+        """
         kept = checkpoint.get("ensemble", {})
         self.seed = kept.get("seed", self.seed)
         stacked = self._is_stacked()
-        if self._trainer is None or not checkpoint.get("optimizer_states") or kept.get("stacked", stacked) == stacked:
+        if self._trainer is None or not checkpoint.get("optimizer_states"):
             return
+        if kept.get("stacked", stacked) != stacked:
+            self._restack(stacked)
+        if isinstance(self.estimators_, StackedMembers) and self.trainer.state.fn == "fit":
+            self.estimators_.compared = {(train, grad) for train, grad in kept.get("compared", [])}
+            self.estimators_.reason = kept.get("why_sequential", "")
+            self._ranks_agree = (True, True) in self.estimators_.compared
+
+    def _restack(self, stacked: bool) -> None:
+        """Put stacked members one after another, or stack others.
+
+        Raises:
+            MisconfigurationException: If they cannot be stacked.
+        """
         if stacked:
             self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
         else:
             self.estimators_ = as_members(list(self.estimators_), vectorize=True)
-        if isinstance(self.estimators_, SequentialMembers) == kept["stacked"]:
+        if isinstance(self.estimators_, SequentialMembers) != stacked:
             raise MisconfigurationException(
                 "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
                 f"({self.estimators_.reason}): resume with the members that it was made with."
@@ -399,11 +442,18 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
             self.n_estimators = len(members)
         return members
 
+    def _compare_with_loop(self, members: StackedMembers, inputs: Sequence[Tensor], shared: bool) -> None:
+        known = members.reason
+        with self.trainer.precision_plugin.forward_context():
+            members.compare(*inputs, shared=shared)
+        if members.reason != known:
+            self._log_why_sequential(members)
+
     def _is_stacked(self) -> bool:
         return not isinstance(self.trained_members(), SequentialMembers)
 
-    def _log_why_sequential(self) -> None:
-        if reason := self.trained_members().reason:
+    def _log_why_sequential(self, members: Members) -> None:
+        if reason := members.reason:
             self._log_info(f"members run one after another: {reason}")
 
     def _log_info(self, *messages: str) -> None:

@@ -17,7 +17,6 @@ from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_su
 from lightning_tricks.ensembles.core.factory import build_members
 from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
 from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty, tree_sizes
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
 from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.ensembles.training_data import unpack
 from lightning_tricks.ensembles.voting import IndependentMembers
@@ -80,7 +79,7 @@ class ForestMembers(IndependentMembers):
         """Return the loss with the penalty of unbalanced trees, and the outputs."""
         loss, outputs = super().training_loss(inputs, targets)
         members: Any = self.trained_members()
-        trees: list[Any] = [members.net] if isinstance(members, StackedMembers) else list(members.children())
+        trees: list[Any] = members.running_modules()
         gates = torch.cat([tree.gates for tree in trees]).unflatten(0, (len(members), -1))
         for tree in trees:
             tree.gates = None

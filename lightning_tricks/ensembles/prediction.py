@@ -15,7 +15,7 @@ from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks.ensembles.core.combination import Criterion, Uncertainty
 from lightning_tricks.ensembles.core.members import Members
-from lightning_tricks.ensembles.training_data import unpack
+from lightning_tricks.ensembles.training_data import inputs_to_predict, unpack
 
 
 class CombinedPrediction(LightningModule):
@@ -153,11 +153,7 @@ class CombinedPrediction(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Predict for a batch of inputs, or of inputs and a target, which is ignored."""
-        if isinstance(batch, Tensor):
-            return cast(Tensor, self(batch))
-        if not isinstance(batch, list | tuple):
-            raise TypeError(f"a batch to predict must be x, (x, y) or (x1, x2, ..., y), got {type(batch).__name__}.")
-        return cast(Tensor, self(*(batch[:-1] if len(batch) > 1 else batch)))
+        return cast(Tensor, self(*inputs_to_predict(batch)))
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Tensor]:
         *inputs, target = unpack(batch)

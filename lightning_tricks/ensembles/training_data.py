@@ -88,6 +88,19 @@ def unpack(batch: Any) -> Sequence[Tensor]:
     )
 
 
+def inputs_to_predict(batch: Any) -> Sequence[Any]:
+    """Return the inputs of a batch of inputs, or of inputs and a target.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if isinstance(batch, Tensor):
+        return [batch]
+    if not isinstance(batch, list | tuple):
+        raise TypeError(f"a batch to predict must be x, (x, y) or (x1, x2, ..., y), got {type(batch).__name__}.")
+    return batch[:-1] if len(batch) > 1 else batch
+
+
 def _check_not_empty(ensemble: Any, loaders: Any) -> None:
     if isinstance(loaders, DataLoader) and not why_not_reorder(loaders) and not len(loaders):
         batches: Any = loaders.batch_sampler

@@ -348,7 +348,7 @@ def test_the_first_look_leaves_no_trace():
     stack.net.conv.eval()
     state = {name: value.clone() for name, value in stack.state_dict().items()}
     rng = torch.get_rng_state()
-    stack._compare_with_sequential([_rows()])
+    stack.compare(_rows())
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(value, state[name]) for name, value in stack.state_dict().items())
     assert (stack.net.conv.training, stack.net.norm.training) == (False, True)

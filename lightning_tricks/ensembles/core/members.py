@@ -36,6 +36,10 @@ class Members(nn.Module):
         """Return one member as a module of its own: itself where members run one after another, or else a copy."""
         raise NotImplementedError
 
+    def running_modules(self) -> list[nn.Module]:
+        """Return the modules that `forward` calls, whose rows are those of the members one after another."""
+        return list(self.children())
+
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it; they share memory with it."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,6 +17,20 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 def different_attribute(first: nn.Module, other: nn.Module, counterparts: Set[tuple[int, int]] = frozenset()) -> str:
     """Return the name of an attribute that two modules of one type do not share, or nothing.
 
+    Examples:
+        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> one.activation, other.activation = torch.relu, torch.tanh
+        >>> different_attribute(one, other)
+        'activation'
+    """
+    return next(iter(different_attributes(first, other, counterparts)), "")
+
+
+def different_attributes(
+    first: nn.Module, other: nn.Module, counterparts: Set[tuple[int, int]] = frozenset()
+) -> Iterator[str]:
+    """Yield the names of the attributes that two modules of one type do not share.
+
     Parameters, buffers, submodules, hooks and the mode do not count. Of what cannot be compared, only the same object
     is the same.
 
@@ -24,22 +38,50 @@ def different_attribute(first: nn.Module, other: nn.Module, counterparts: Set[tu
         first: A module, of one model.
         other: Its counterpart in another model.
         counterparts: The identities of what counts as the same: modules of one model and their counterparts.
-
-    Examples:
-        >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> one.activation, other.activation = torch.relu, torch.tanh
-        >>> different_attribute(one, other)
-        'activation'
     """
     a, b = ({k: v for k, v in vars(part).items() if k not in _OF_EVERY_MODULE} for part in (first, other))
     known = {(id(first), id(other)), *counterparts}
     for name in dict.fromkeys([*a, *b]):
         try:
             if name not in a or name not in b or not _is_same(a[name], b[name], known):
-                return name
+                yield name
         except (RuntimeError, TypeError, ValueError):  # of an `==` of its own, such as that of a data frame
-            return name
-    return ""
+            yield name
+
+
+def same_or_rows_of(value: Any, parts: Sequence[Any], tolerance: float) -> bool:
+    """Whether a value is that of each of several, or tensors that hold their rows one after another.
+
+    Args:
+        value: What one module has for all members.
+        parts: What the module of each member has.
+        tolerance: How much tensors may differ, relative to the largest value.
+    """
+    if any(type(part) is not type(value) for part in parts):
+        return False
+    if isinstance(value, Tensor):
+        choices = [parts] if all(part.shape == value.shape for part in parts) else []
+        if value.ndim and len({part.shape[1:] for part in parts}) == 1:
+            choices.append([torch.cat(list(parts))])
+        return any(all(_is_close(value, part, tolerance) for part in choice) for choice in choices)
+    if isinstance(value, Mapping):
+        return all(list(part) == list(value) for part in parts) and all(
+            same_or_rows_of(value[name], [part[name] for part in parts], tolerance) for name in value
+        )
+    if isinstance(value, list | tuple):
+        return all(len(part) == len(value) for part in parts) and all(
+            same_or_rows_of(own, others, tolerance) for own, *others in zip(value, *parts, strict=True)
+        )
+    return all(_is_same(value, part, set()) for part in parts)
+
+
+def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.numel() and a.is_floating_point()):
+        return torch.equal(a, b)
+    a, b = (tensor.detach().nan_to_num(0.0, 0.0, 0.0).float() for tensor in (a, b))
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())
 
 
 def _is_same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
@@ -51,6 +93,8 @@ def _is_same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
     known = {*known, (id(a), id(b))}
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool(torch.equal(a, b))
+    if isinstance(a, torch.Generator):
+        return bool(torch.equal(a.get_state(), b.get_state()))
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and bool(np.array_equal(a, b))
     if isinstance(a, Mapping):

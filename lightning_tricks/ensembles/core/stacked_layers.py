@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 
@@ -53,6 +54,16 @@ class StackedLayer(nn.Module):
     def to_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Turn a member's tensor into the form in which it is stored, or back."""
         return tensor.mT if name in self.transposed else tensor
+
+    def run_each(self, rows: Tensor) -> Tensor:
+        """Run the layers one after another, each on its member's rows: what `forward` does at once."""
+        own = [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]
+        tensors = {name: self.to_stored(name, tensor).unbind() for name, tensor in own}
+        layer = self.layer[0].train(self.training)
+        parts = enumerate(self.by_member(rows))
+        return torch.cat(
+            [functional_call(layer, {name: cut[index] for name, cut in tensors.items()}, part) for index, part in parts]
+        )
 
     def by_member(self, rows: Tensor) -> Tensor:
         """Return the rows as (n, B, ...)."""

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_tricks._shared.modes import eval_mode
-from lightning_tricks._shared.text import describe_error
+from lightning_tricks.ensembles.core.comparison import compare_with_loop
 from lightning_tricks.ensembles.core.members import Members, stack_outputs
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
 
 # rows x parameters of a member, from which on a call for each member costs nothing beside its work
 _MIN_SEQUENTIAL_WORK = 10_000_000
-_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative to the largest output; 0.05 for half precision
 
 
 class StackedMembers(Members):
     """Members of one structure that run at once, as one module whose layers hold the parameters of all.
 
-    The first call compares the result with that of the members one after another: a model that mixes rows of a batch
-    outside its layers (`x - x.mean(0)`, the batch in another dimension) gives something else, and runs as a loop over
-    the stacked parameters from then on.
+    The first call in training, and that in evaluation, is compared with the members one after another: a model that
+    mixes rows of a batch outside its layers (`x - x.mean(0)`, the batch in another dimension) gives something else, and
+    runs as a loop over the stacked parameters from then on.
 
     Args:
         members: Modules for which `why_not_stack` returns an empty string.
+
+    Attributes:
+        compared: The modes that were compared: of training, and of gradients.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
         self.n_members = len(members)
         self.net = _stacked(members)
-        self._skeleton = [_to_meta(members[0])]  # in a list, so that it is no child
+        self.skeletons = [_to_meta(member) for member in members]  # in a list, so that they are no children
         self._views: list[nn.Module] = []
         self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
-        self._checked = False
+        self.compared: set[tuple[bool, bool]] = set()
         self.register_state_dict_post_hook(_split_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_join_state_dict)  # type: ignore[no-untyped-call]
 
@@ -50,10 +51,11 @@ class StackedMembers(Members):
 
     def __getitem__(self, index: int) -> nn.Module:
         """Return a member as a module that shares memory with the stack."""
-        view = copy.deepcopy(self._skeleton[0])
-        for name, tensor in self.member_tensors(range(len(self))[index]).items():
+        index = range(len(self))[index]
+        view = copy.deepcopy(self.skeletons[index])
+        for name, tensor in self.member_tensors(index).items():
             _set_tensor(view, name, tensor.detach())
-        return view.train(self.training)
+        return self._as_in_stack(view)
 
     def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
         """Yield the layers with parameters, by their names in a member."""
@@ -71,62 +73,103 @@ class StackedMembers(Members):
 
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers, as views of the stacked ones, by their names in it."""
-        return {name: tensors[index] for name, tensors in self._tensors_by_name().items()}
+        return {name: tensors[index] for name, tensors in self.tensors_by_name().items()}
 
     def member(self, index: int) -> nn.Module:
         """Return a copy of one member, which shares no memory with the stack."""
-        member = copy.deepcopy(self._skeleton[0])
+        member = copy.deepcopy(self.skeletons[index])
         for name, tensor in self.member_tensors(index).items():
             # fused optimizers of torch 2.15 take a parameter with other strides than its gradient for contiguous
             _set_tensor(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
-        return member.train(self.training)
+        return self._as_in_stack(member)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
-        compiling = torch.compiler.is_compiling()
-        if not self._checked and not compiling:
-            self._compare_with_sequential(inputs)
-        if self.reason or not (self._checked or compiling):
-            return self._run_sequentially([self._split_rows(value).unbind() for value in inputs])
-        return self._split_rows(self.net(*inputs))
+        if not torch.compiler.is_compiling():
+            self.compare(*inputs)
+        return self.split_rows(self.net(*inputs)) if self._runs_at_once else self._run_sequentially(inputs)
+
+    def running_modules(self) -> list[nn.Module]:
+        """Return the modules that `forward` calls: the one for all members, or else one for each."""
+        return [self.net] if self._runs_at_once else self.skeletons
 
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        n = self.n_members
-        if not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK:
+        if self._is_loop_for(inputs):
             return stack_outputs([view(*inputs) for view in self._member_views()])
-        return cast(Tensor, self(*(value.expand(n, *value.shape).flatten(0, 1) for value in inputs)))
+        return cast(Tensor, self(*self._repeated(inputs)))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether members were compared in the present mode."""
+        return (self.training, torch.is_grad_enabled()) in self.compared
+
+    @property
+    def _runs_at_once(self) -> bool:
+        return self.is_compared and not self.reason
+
+    def compare(self, *inputs: Tensor, shared: bool = False) -> None:
+        """Run copies at once and one after another, where that was not done in this mode, and set `reason`.
+
+        Args:
+            *inputs: What `forward` gets; or, if `shared`, `forward_shared`.
+            shared: Whether members have the same rows.
+        """
+        if self.reason or self.is_compared or (shared and self._is_loop_for(inputs)):
+            return
+        reason = compare_with_loop(self, self._repeated(inputs) if shared else inputs)
+        if reason is not None:
+            self.compared.add((self.training, torch.is_grad_enabled()))
+            self.reason = reason
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._views = []
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _tensors_by_name(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return each tensor, cut into those of the members by one operation, whose backward is one as well."""
+    def tensors_by_name(self, values: Mapping[str, Tensor] | None = None) -> dict[str, tuple[Tensor, ...]]:
+        """Return each tensor, cut into those of the members by one operation, whose backward is one as well.
+
+        Args:
+            values: Tensors to be cut instead of those of `net`, by their names in it.
+        """
         cut = {}
         for path, layer in self.stacked_layers():
             for name, tensor in _own_tensors(layer):
-                cut[_key(path, name)] = layer.to_stored(name, tensor).unbind()
+                key = _key(path, name)
+                cut[key] = layer.to_stored(name, tensor if values is None else values[key]).unbind()
         return cut
 
-    def _split_rows(self, rows: Tensor) -> Tensor:
+    def split_rows(self, rows: Tensor) -> Tensor:
         """Return rows (n x B, ...) as (n, B, ...)."""
         return rows.reshape(self.n_members, -1, *rows.shape[1:])  # in half the time of `unflatten`
 
-    def _vary_rows(self, rows: Tensor) -> Tensor:
-        """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
-        parts = [part.roll(index, 0) for index, part in enumerate(self._split_rows(rows).unbind())]
-        if rows.is_floating_point():
-            parts = [part * (1 - index / (2 * self.n_members)) for index, part in enumerate(parts)]
-        return torch.cat(parts)
+    def _repeated(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return rows (B, ...) once for each member, (n x B, ...)."""
+        return [value.expand(self.n_members, *value.shape).flatten(0, 1) for value in inputs]
 
-    def _run_sequentially(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
-        tensors = self._tensors_by_name()
-        self._skeleton[0].train(self.training)
+    def _is_loop_for(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether members run one after another on the same rows, because there are many."""
+        return not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK
+
+    def in_mode(self, member: nn.Module) -> nn.Module:
+        """Give the parts of a member the modes that they have in the stack."""
+        for path, part in self.net.named_modules():
+            member.get_submodule(path).training = part.training
+        return member
+
+    def _as_in_stack(self, member: nn.Module) -> nn.Module:
+        """Let the parts of a member have the modes, and its parameters the gradients, that they have in the stack."""
+        for name, parameter in self.net.named_parameters():
+            member.get_parameter(name).requires_grad_(parameter.requires_grad)
+        return self.in_mode(member)
+
+    def _run_sequentially(self, inputs: Sequence[Tensor]) -> Tensor:
+        tensors = self.tensors_by_name()
+        rows = zip(*(self.split_rows(value).unbind() for value in inputs), strict=True)
         return stack_outputs(
             [
-                functional_call(self._skeleton[0], {name: parts[index] for name, parts in tensors.items()}, own)
-                for index, own in enumerate(zip(*inputs, strict=True))
+                functional_call(self.in_mode(skeleton), {name: parts[index] for name, parts in tensors.items()}, own)
+                for index, (skeleton, own) in enumerate(zip(self.skeletons, rows, strict=True))
             ]
         )
 
@@ -135,28 +178,7 @@ class StackedMembers(Members):
         first = next(self.net.parameters())
         if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
             self._views = list(self)
-        if self._views[0].training != self.training:
-            for view in self._views:
-                view.train(self.training)
-        return self._views
-
-    def _compare_with_sequential(self, inputs: Sequence[Tensor]) -> None:
-        """Compare with a loop, on rows that differ from member to member, of which mixing would show."""
-        differ = len(inputs[0]) > self.n_members or any(value.is_floating_point() for value in inputs)
-        if not differ:
-            return  # one row of whole numbers: the next batch will tell
-        self._checked = True
-        with torch.no_grad(), eval_mode(self):
-            varied = [self._vary_rows(value) for value in inputs]
-            expected = self._run_sequentially([self._split_rows(value).unbind() for value in varied])
-            try:
-                given = self._split_rows(self.net(*varied))
-                off = _describe_difference(given, expected)
-            except (RuntimeError, ValueError, IndexError, AttributeError) as error:
-                self.reason = f"with stacked layers the model raises {describe_error(error)}"
-                return
-        if off:
-            self.reason = f"the model mixes rows of a batch outside its layers ({off})"
+        return [self.in_mode(view) for view in self._views]
 
 
 def _stacked(members: Sequence[nn.Module]) -> nn.Module:
@@ -198,7 +220,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
             stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
                 cut[_key(path, name)] = layer.to_stored(name, stored)
-    order = stack._skeleton[0].state_dict()
+    order = stack.skeletons[0].state_dict()
     for index in range(stack.n_members):
         # contiguous, which safetensors asks for
         state.update({f"{prefix}{index}.{name}": cut[name][index].contiguous() for name in order})
@@ -218,14 +240,3 @@ def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any)
 def _key(*parts: str) -> str:
     """Return a qualified name; the path of a module itself is empty."""
     return ".".join(filter(None, parts))
-
-
-def _describe_difference(given: Tensor, expected: Tensor) -> str:
-    if given.shape != expected.shape:
-        return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
-    tolerance = _TOLERANCES.get(given.dtype, 0.05)
-    given, expected = given.nan_to_num().float(), expected.nan_to_num().float()
-    off, largest = (given - expected).abs().max(), expected.abs().max()
-    if off > tolerance * largest.clamp(min=1e-6):
-        return f"outputs are {off:.2g} off, of {largest:.2g}"
-    return ""

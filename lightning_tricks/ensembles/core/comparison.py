@@ -1,0 +1,273 @@
+"""Whether members that run at once compute what they compute one after another, in a step of both on copies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks._shared.dry_run.model_copy import ModelCopier
+from lightning_tricks._shared.dry_run.trainer_stub import stub_trainer
+from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import describe_error
+from lightning_tricks.ensembles.core.member_draws import MemberDraws
+from lightning_tricks.ensembles.core.members import stack_outputs
+from lightning_tricks.ensembles.core.same_values import different_attributes, same_or_rows_of
+from lightning_tricks.ensembles.core.stacked_layers import StackedLayer
+
+_EXACT, _HALF = 1e-3, 1e-2  # relative to the largest value: layers are run alike, so that next to nothing is off
+
+
+@dataclass
+class Step:
+    """What a forward and a backward pass of all members gave.
+
+    Attributes:
+        outputs: The outputs, (n, B, ...).
+        gradients: Those of each parameter of each member.
+        state: The parameters and buffers of each member afterwards.
+        changed: The attributes of modules that the pass changed, by name, of each copy that ran.
+        draws: Shapes of the random numbers, of each copy that ran.
+    """
+
+    outputs: Tensor
+    gradients: list[Tensor]
+    state: list[Tensor]
+    changed: list[dict[str, Any]]
+    draws: list[list[tuple[int, ...]]]
+
+
+def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
+    """Return why members must not run at once, or nothing; None if this batch does not tell.
+
+    Both ways run on copies, with the same random numbers for each member, so that neither the members nor anything else
+    is changed. Layers with parameters run member by member in both: what may differ is what happens between them.
+
+    Args:
+        stack: The `StackedMembers`.
+        inputs: Rows of the members one after another, (n x B, ...). If all members have the same rows, they are varied.
+
+    Raises:
+        ValueError: If a forward pass changes parameters that are trained.
+    """
+    n, attempts = len(stack), [inputs]
+    if _are_same(inputs, n):
+        if len(inputs[0]) == n and not any(value.is_floating_point() for value in inputs):
+            return None
+        attempts.insert(0, [_varied(value, n) for value in inputs])
+    with isolated_rng(), _without_autocast_cache():
+        for rows in attempts:
+            with suppress(Exception):  # of the members alone: the step itself will raise it for the rows that are given
+                alone = _step_of_loop(stack, rows)
+                break
+        else:
+            return None
+        if name := _changed_parameter(stack, alone):
+            raise ValueError(
+                f"the members change {name} in their forward pass, which stacked parameters that are trained do not "
+                "allow: give vectorize=False."
+            )
+        others = random.getstate(), _numpy_state()
+        try:
+            at_once = _step_at_once(stack, rows)
+        except Exception as error:
+            return f"with stacked layers the model raises {describe_error(error)}"
+        drawn = (random.getstate(), _numpy_state()) != others
+    return _describe_difference(at_once, alone, n, drawn)
+
+
+def _step_of_loop(stack: Any, inputs: Sequence[Tensor]) -> Step:
+    cut = stack.tensors_by_name(_copied_values(stack.net))
+    rows = zip(*(value.chunk(len(stack)) for value in inputs), strict=True)
+    outputs, gradients, state, changed, draws = [], [], [], [], []
+    for index, (member, own) in enumerate(zip(stack.skeletons, rows, strict=True)):
+        copied, mode = _Copy(stack.in_mode(member), stack.net), MemberDraws([index])
+        tensors = {
+            name: parts[index].detach().requires_grad_(parts[index].requires_grad) for name, parts in cut.items()
+        }
+        output, found = _pass(copied, mode, tensors, own, lambda output: output.unsqueeze(0))
+        outputs.append(output.squeeze(0))
+        gradients.append(found)
+        state.append([tensor.detach() for tensor in tensors.values()])
+        changed.append(copied.changed())
+        draws.append(mode.shapes)
+    return Step(stack_outputs(outputs), _by_name(gradients), _by_name(state), changed, draws)
+
+
+def _step_at_once(stack: Any, inputs: Sequence[Tensor]) -> Step:
+    copied, mode, values = _Copy(stack.net, stack.net), MemberDraws(range(len(stack))), _copied_values(stack.net)
+    for part in copied.module.modules():
+        if isinstance(part, StackedLayer):
+            vars(part)["forward"] = part.run_each
+    output, gradients = _pass(copied, mode, values, inputs, stack.split_rows)
+    cut = stack.tensors_by_name(dict(zip(values, gradients, strict=True)))
+    return Step(output, _flat(cut), _flat(stack.tensors_by_name(values)), [copied.changed()], [mode.shapes])
+
+
+def _pass(
+    copied: _Copy,
+    mode: MemberDraws,
+    tensors: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    by_member: Callable[[Any], Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs (n, B, ...), and the gradients of all tensors for weights that are the same in each pass."""
+    torch.default_generator.manual_seed(0)
+    rows = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
+    _place(copied.module, tensors)
+    with mode:  # in the backward pass as well: what is checkpointed draws again
+        outputs = by_member(copied.module(*rows))
+        gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        if outputs.requires_grad and trained:
+            found = torch.autograd.grad(outputs, [*trained.values()], _weights_like(outputs), allow_unused=True)
+            gradients.update((name, own) for name, own in zip(trained, found, strict=True) if own is not None)
+    return outputs.detach(), list(gradients.values())
+
+
+def _place(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let a module compute with tensors, of any kind, in the place of its parameters and buffers of these names."""
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        part = module.get_submodule(path)
+        tensors_of_part: dict[str, Any] = part._parameters if own in part._parameters else part._buffers
+        tensors_of_part[own] = tensor
+
+
+def _weights_like(outputs: Tensor) -> Tensor:
+    """Return what stands for the gradients of the outputs (n, B, ...): waves, of the size that a mean would give."""
+    size = outputs[0].numel()
+    waves = (
+        torch.arange(size, device=outputs.device, dtype=torch.float32).mul_(1.7).cos_().div_(math.sqrt(max(size, 1)))
+    )
+    return waves.view(outputs.shape[1:]).to(outputs.dtype).expand_as(outputs)
+
+
+class _Copy:
+    """A copy of a module, without hooks, that belongs to no Trainer and logs nothing."""
+
+    def __init__(self, module: nn.Module, net: nn.Module) -> None:
+        trainer = getattr(net, "_trainer", None)
+        copier = ModelCopier(lambda value: value if isinstance(value, nn.Parameter) else value.detach().clone())
+        for known in (trainer, vars(module).get("log") if hasattr(module, "log_dict") else None):
+            if known is not None:
+                copier.substitute(known, known)
+        self.original, self.module = module, copier.copy_module(module)
+        for part in self.module.modules():
+            for name, value in vars(part).items():
+                if name.endswith("_hooks"):
+                    value.clear()
+            if hasattr(part, "log_dict"):
+                stub_trainer(part, trainer, {})
+        self._before = self._different().keys()  # of what cannot be compared, and of what a Trainer brings
+
+    def changed(self) -> dict[str, Any]:
+        """Return the attributes that a call has changed, by their qualified names."""
+        return {name: value for name, value in self._different().items() if name not in self._before}
+
+    def _different(self) -> dict[str, Any]:
+        originals, parts = dict(self.original.named_modules()), dict(self.module.named_modules())
+        pairs = {(id(originals[path]), id(part)) for path, part in parts.items()}
+        return {
+            f"{path}.{name}".lstrip("."): vars(part).get(name)
+            for path, part in parts.items()
+            if not isinstance(part, StackedLayer)
+            for name in different_attributes(originals[path], part, pairs)
+        }
+
+
+def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bool) -> str:
+    shapes, given, expected = at_once.draws[0], at_once.outputs, alone.outputs
+    if drawn_elsewhere or any([(n * rows, *rest) for rows, *rest in own] != shapes for own in alone.draws):
+        return "the model draws random numbers once for all members"
+    if given.shape != expected.shape:
+        return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
+    half = given.dtype.itemsize < 4 or torch.is_autocast_enabled(given.device.type)
+    tolerance = _HALF if half else _EXACT
+    for what, ours, theirs in (
+        ("outputs", [given], [expected]),
+        ("gradients", at_once.gradients, alone.gradients),
+        ("buffers", at_once.state, alone.state),
+    ):
+        off = _relative_difference(ours, theirs)
+        if off > tolerance:
+            return f"the model mixes rows of a batch outside its layers ({what} are {off:.2g} of the largest off)"
+    for name in dict.fromkeys(name for changed in (*at_once.changed, *alone.changed) for name in changed):
+        values = [changed.get(name) for changed in alone.changed]
+        if not same_or_rows_of(at_once.changed[0].get(name), values, tolerance):
+            return f"the model keeps {name}, which would be that of all members"
+    return ""
+
+
+def _relative_difference(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference, as a share of the largest value."""
+    off = largest = 0.0
+    for ours, theirs in zip(given, expected, strict=True):
+        if not ours.numel():
+            continue
+        if not ours.is_floating_point():
+            if not torch.equal(ours, theirs):
+                return math.inf
+            continue
+        ours, theirs = (value.nan_to_num(0.0, 0.0, 0.0).float() for value in (ours, theirs))
+        off, largest = max(off, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
+    return off / max(largest, 1e-6)
+
+
+def _copied_values(net: nn.Module) -> dict[str, Tensor]:
+    trains = torch.is_grad_enabled()
+    return {
+        name: value.detach().clone().requires_grad_(trains and value.requires_grad)
+        for name, value in (*net.named_parameters(), *net.named_buffers())
+    }
+
+
+def _flat(cut: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+    return [part.detach() for parts in cut.values() for part in parts]
+
+
+def _changed_parameter(stack: Any, alone: Step) -> str:
+    trained = {name for name, parameter in stack.net.named_parameters() if parameter.requires_grad}
+    names = [name for name, parts in stack.tensors_by_name().items() for _ in parts]
+    if not torch.is_grad_enabled():
+        return ""
+    before = _flat(stack.tensors_by_name())
+    return next((n for n, a, b in zip(names, before, alone.state, strict=True) if n in trained and not a.equal(b)), "")
+
+
+def _by_name(members: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in zip(*members, strict=True) for tensor in tensors]
+
+
+def _are_same(inputs: Sequence[Tensor], n: int) -> bool:
+    return all(torch.equal(part, parts[0]) for parts in (value.chunk(n) for value in inputs) for part in parts[1:])
+
+
+def _varied(rows: Tensor, n: int) -> Tensor:
+    """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
+    parts = [part.roll(index, 0) for index, part in enumerate(rows.chunk(n))]
+    if rows.is_floating_point():
+        parts = [part * (1 - index / (2 * n)) for index, part in enumerate(parts)]
+    return torch.cat(parts)
+
+
+def _numpy_state() -> Any:
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in np.random.get_state()]
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep copies of weights out of the cache that autocast has for the whole step."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
