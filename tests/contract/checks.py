@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_tricks import AutoResume
+from lightning_tricks import AutoResume, isolated_rng
 from tests.contract.case import Case
 from tests.contract.lab import (
     QUIET,
@@ -307,6 +308,17 @@ def every_stage_alone(case: Case, lab: Lab) -> None:
             assert _without_added(case, left, traces_of_bare) == _without_added(case, traces_of_bare), "a trace is left"
 
 
+def short_runs(case: Case, lab: Lab) -> None:
+    """Short runs, by which people try whether all works, end without an error."""
+    one_batch = {"limit_train_batches": 1, "limit_val_batches": 0}
+    for options in ({"fast_dev_run": True}, {"max_epochs": 1, **one_batch}, {"max_epochs": -1, "max_steps": 1}):
+        trainer = Trainer(callbacks=[case.make()], **{**QUIET, **options})
+        with isolated_rng(seed=0), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which may say that a schedule is longer
+            trainer.fit(EvaluatedNet(**lab.net), loader(), loader())
+        assert trainer.global_step == 1
+
+
 def _without_added(case: Case, found: dict[str, Any], bare: dict[str, Any] | None = None) -> dict[str, Any]:
     """Leave out what a structural callback is there for: other modules, and which parameters are trained."""
     if case.kind != "structural":
@@ -444,6 +456,7 @@ CHECKS = (
     leaves_module_alone,
     every_stage_alone,
     stages_in_turn,
+    short_runs,
     trainer_as_it_was,
     names_no_file,
     writes_to_no_address,

@@ -245,6 +245,14 @@ class KeepsAnInferenceTensor(Healthy):
         self.total += 1
 
 
+class NeedsTwoEpochs(Healthy):
+    """Refuses a run that only tries whether all works."""
+
+    def on_fit_start(self, trainer, pl_module):
+        if trainer.max_epochs == 1 and not trainer.fast_dev_run:
+            raise ValueError("Train longer.")
+
+
 class AssumesAFit(Healthy):
     def on_fit_start(self, trainer, pl_module):
         self.epochs = trainer.max_epochs
@@ -506,6 +514,7 @@ MUTANTS = (
     _observer(AssumesAFit, checks.every_stage_alone, AttributeError),
     _observer(ChangesWhatValidationGives, checks.every_stage_alone),
     _observer(ChangesWhatValidationGives, checks.stages_in_turn),
+    _observer(NeedsTwoEpochs, checks.short_runs, ValueError),
     _observer(LeavesAThread, checks.trainer_as_it_was),
     _observer(StaysAfterAnException, checks.trainer_as_it_was),
     _observer(RestoresWhatItFound, partial(checks.trainer_as_it_was, other=_OTHER)),
