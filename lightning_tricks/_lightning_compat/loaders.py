@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 def evaluation_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of the validation or test that runs; in `validate`, `val_dataloaders` are the last fit's."""
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
+
+
+@needs_private("MetricsMonitor with several loaders")
+def evaluation_loader_name(trainer: Trainer, index: int) -> str | None:
+    """Return the key of a loader of the validation or test that runs, if its loaders were given as a dict."""
+    given = trainer._evaluation_loop._combined_loader.iterables  # type: ignore[union-attr]
+    return str(list(given)[index]) if isinstance(given, Mapping) and index < len(given) else None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_tricks._callback import StepsCallback, is_reported
+from lightning_tricks._lightning_compat.loaders import evaluation_loader_name
 from lightning_tricks._lightning_compat.logged_values import log_epoch_value
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
@@ -364,6 +365,7 @@ class MetricsMonitor(StepsCallback):
             list(numbers),
             stack_numbers(numbers.values()),
             dataloader.suite.num_invalid(),
+            None if dataloader_idx is None else evaluation_loader_name(trainer, dataloader_idx),
         )
         self._history.add(record)
         self.results |= {self._keys.key(record.prefix, name): value for name, value in values.items()}

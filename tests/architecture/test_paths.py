@@ -284,3 +284,18 @@ def test_the_remedy_is_that_of_the_address(given, remedy):
     with pytest.raises(ValueError, match=f"{re.escape(remedy)}$"):
         check_path("path", given, "a folder")
     assert check_path("path", f"{Path.cwd()}/{given}", "a folder")
+
+
+def test_the_paths_that_no_checkpoint_may_set_are_all_that_tricks_have_and_are_listed():
+    looks_like_one, are_dropped = set(), set()
+    for trick in fields(Tricks):
+        callback = getattr(lightning_tricks, trick.metadata.get("callback", ""), None)
+        if callback is None:
+            continue
+        for name, parameter in inspect.signature(callback).parameters.items():
+            if _NAMED.search(name) or _TYPED.search(str(parameter.annotation)):
+                looks_like_one.add(f"{trick.name}.{name}")
+        are_dropped |= {f"{trick.name}.{name}" for name in callback.path_arguments}
+    text = (Path(lightning_tricks.__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8")
+    listed = re.search(r"Tricks among them name no files:(.*?)are\s+dropped", text, re.DOTALL)[1]
+    assert looks_like_one <= are_dropped == set(re.findall("`(.*?)`", listed))

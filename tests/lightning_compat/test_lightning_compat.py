@@ -295,6 +295,19 @@ def test_evaluation_loaders():
     assert seen["test"] == [6]
 
 
+def test_evaluation_loader_name():
+    class Look(lightning.pytorch.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            self.names = [loaders.evaluation_loader_name(trainer, index) for index in range(2)]
+
+    look = Look()
+    trainer = Trainer(callbacks=[look], **QUIET)
+    trainer.validate(EvaluatedNet(), {"easy": loader(), "hard": loader()}, verbose=False)
+    assert look.names == ["easy", "hard"]
+    trainer.validate(EvaluatedNet(), [loader(), loader()], verbose=False)
+    assert look.names == [None, None]
+
+
 def test_hooks_that_would_do_nothing_are_passed_over():
     class Counts(TrickCallback):
         count = 0

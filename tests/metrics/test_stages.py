@@ -10,6 +10,7 @@ import torchmetrics.classification as tm
 import torchmetrics.regression as tmr
 import torchmetrics.retrieval as tmir
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Metric, MetricCollection
@@ -292,3 +293,26 @@ def test_images_in_each_stage_alone(tmp_path, function, inference_mode):
         images = ImageLogger(3, stages=["train", "val", "test"], mean=[0.0] * 3, std=[0.5] * 3)
         run(images, data, function, inference_mode=inference_mode, logger=CSVLogger(tmp_path))
     assert len(list(tmp_path.rglob("*.png"))) == {"fit": 2, "predict": 0}.get(function, 1)
+
+
+@pytest.mark.parametrize("function", ["fit", "validate", "test"])
+@pytest.mark.parametrize("combined", [False, True])
+def test_loaders_in_a_dict_keep_their_names(function, combined, capsys):
+    data = {"preds": torch.eye(3)[torch.arange(12) % 3], "target": torch.arange(12) % 3}
+    module, loader = Table(list(data)), DataLoader(TensorDataset(*data.values()), batch_size=6)
+    given = {"easy": loader, "hard": loader}
+    given = CombinedLoader(given, "sequential") if combined else given
+    monitor = MetricsMonitor({"task": "multiclass", "num_classes": 3}, plots=False)
+    trainer = Trainer(max_epochs=1, callbacks=[monitor], **QUIET)
+    if function == "fit":
+        trainer.fit(module, loader, given)
+        shown = capsys.readouterr().out
+        assert "val/0 (easy)" in shown
+        assert "val/1 (hard)" in shown
+    else:
+        getattr(trainer, function)(module, given, verbose=False)
+    records = monitor._history.records()
+    assert [record.loader_name for record in records if record.stage != "train"] == ["easy", "hard"]
+    assert {key.rsplit("/", 1)[0] for key in monitor.results if not key.startswith("train")} == {
+        f"{function if function == 'test' else 'val'}/{number}" for number in range(2)
+    }

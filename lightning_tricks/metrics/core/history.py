@@ -32,6 +32,7 @@ class EpochRecord:
         names: The names of the values.
         values: The numbers; a tensor on the device until they are read.
         num_invalid: The number of predictions or targets that were invalid.
+        loader_name: The name of the loader, if the stage has several in a dict.
     """
 
     stage: str
@@ -42,11 +43,17 @@ class EpochRecord:
     names: list[str]
     values: Tensor | list[float]
     num_invalid: Tensor | int = 0
+    loader_name: str | None = None
 
     @property
     def prefix(self) -> str:
         """The first part of the logged keys: the stage, with several loaders also the index of the loader."""
         return self.stage if self.loader is None else f"{self.stage}/{self.loader}"
+
+    @property
+    def title(self) -> str:
+        """What tables and plots call the loader: its prefix, and its name if it has one."""
+        return self.prefix if self.loader_name is None else f"{self.prefix} ({self.loader_name})"
 
     def items(self) -> Iterator[tuple[str, float]]:
         """Return the logged keys and the numbers, which must have been read."""
@@ -146,7 +153,8 @@ class History:
                 else:
                     overall.setdefault(name, {})[record.prefix] = value
         stages = sorted({record.prefix for record in self._records}, key=_by_stage)
-        table = Table("metric", *stages, title="Metrics")
+        titles = {record.prefix: record.title for record in self._records}
+        table = Table("metric", *map(titles.__getitem__, stages), title="Metrics")
         if best:
             table.add_column("best")
         for column in table.columns[1:]:
@@ -157,7 +165,7 @@ class History:
             table.add_row(name, *cells, *([", ".join(map(_format_best, found))] if best else []))
         tables = [table]
         with_classes = [stage for stage in stages if stage in by_class]
-        tables += [_class_table(stage, by_class[stage]) for stage in with_classes[-1:]]
+        tables += [_class_table(titles[stage], by_class[stage]) for stage in with_classes[-1:]]
         return RenderGroup(*tables)
 
 

@@ -37,7 +37,8 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
     known = any(task is not None for task in tasks.values())
     for name in ("preds", "target"):
         if known and not isinstance(inputs.get(name, torch.empty(0)), Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(inputs[name]).__name__}.")
+            kind = type(inputs[name]).__name__
+            raise ValueError(f"{name} must be a tensor, got {kind}: return torch.as_tensor({name}).")
     preds, target = inputs.get("preds"), inputs.get("target")
     if not isinstance(preds, Tensor) or not isinstance(target, Tensor):
         return
@@ -49,7 +50,10 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
                 shapes = f"{_shown('preds', preds)}, {_shown('target', target)}"
                 raise ValueError(f"{key!r}: {str(error).rstrip('.')} ({shapes}).") from None
     if preds.is_floating_point() and (broken := int(preds.isnan().sum())):
-        raise ValueError(f"{broken} of {preds.numel()} predictions are NaN ({_shown('preds', preds)}).")
+        raise ValueError(
+            f"{broken} of {preds.numel()} predictions are NaN ({_shown('preds', preds)}): look for NaN in the inputs, "
+            "for a division by zero, and for an overflow in fp16."
+        )
 
 
 def _check(preds: Tensor, target: Tensor, task: Task) -> None:
@@ -60,18 +64,20 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         raise ValueError(f"the predictions have no batch dimension: they need the shape {shape}.")
     if is_scores:
         if preds.ndim != target.ndim + 1 or preds.shape[2:] != target.shape[1:] or len(preds) != len(target):
-            raise ValueError("scores of the shape (N, C, ...) need targets of the shape (N, ...).")
+            remedy = _remedy_for_scores(preds, target, classes)
+            raise ValueError(f"scores of the shape (N, C, ...) need targets of the shape (N, ...): {remedy}.")
         if classes is not None and preds.shape[1] != classes:
-            raise ValueError(f"the metric has {classes} classes, but the predictions have {preds.shape[1]}.")
+            raise ValueError(
+                f"the metric has {classes} classes, but the predictions have {preds.shape[1]}: give the metric "
+                f"num_classes={preds.shape[1]}, or return {classes} scores for each sample."
+            )
     elif preds.shape != target.shape:
-        hint = ""
-        if preds.ndim == target.ndim + 1 and preds.shape[-1] in (1, 2):
-            hint = f": use {'preds.squeeze(-1)' if preds.shape[-1] == 1 else 'the probability of 1, preds[..., 1]'}"
-        raise ValueError(f"predictions and targets must have the same shape{hint}.")
+        remedy = _remedy_for_shapes(preds, target, task)
+        raise ValueError(f"predictions and targets must have the same shape: {remedy}.")
     if task.kind == "multilabel" and (preds.ndim < 2 or preds.shape[1] != classes):
         raise ValueError(f"the metric has {classes} labels: predictions need the shape (N, {classes}).")
     if task.needs_scores and not preds.is_floating_point():
-        raise ValueError("the metric needs scores, but the predictions are classes.")
+        raise ValueError("the metric needs scores, but the predictions are classes: return the scores, without argmax.")
     if task.kind in ("binary", "multiclass", "multilabel"):
         _check_classes("targets", target, task)
         if not preds.is_floating_point() and preds.dtype is not torch.bool:
@@ -80,17 +86,61 @@ def _check(preds: Tensor, target: Tensor, task: Task) -> None:
         _check_probabilities(preds, task)
 
 
+def _remedy_for_scores(preds: Tensor, target: Tensor, classes: int | None) -> str:
+    """Say how to make targets fit scores."""
+    if preds.ndim == 1 or (preds.shape == target.shape and classes is not None and preds.shape[1] != classes):
+        return "predictions that are classes need a type of whole numbers, preds.long()"
+    if preds.shape == target.shape:
+        return "return target.argmax(dim=1) for targets that are one-hot or soft"
+    if len(preds) != len(target):
+        return f"there are {len(preds)} predictions and {len(target)} targets, so return those of one batch"
+    if preds.ndim == target.ndim and 1 in (target.shape[1], target.shape[-1]):
+        return f"return target.squeeze({1 if target.shape[1] == 1 else -1})"
+    if preds.shape[:-1] == target.shape:
+        return "the second dimension must be that of the classes, as of preds.movedim(-1, 1)"
+    return "return one class for each place that has scores"
+
+
+def _remedy_for_shapes(preds: Tensor, target: Tensor, task: Task) -> str:
+    """Say how to give predictions and targets the same shape."""
+    if preds.ndim == target.ndim + 1 and preds.shape[-1] == 1:
+        return "use preds.squeeze(-1)"
+    if target.ndim == preds.ndim + 1 and target.shape[-1] == 1:
+        return "use target.squeeze(-1)"
+    if task.kind == "multilabel" and preds.shape[:-1] == target.shape:
+        return f"for targets that are classes use torch.nn.functional.one_hot(target, {preds.shape[-1]})"
+    if task.kind == "binary" and preds.ndim == target.ndim + 1 and preds.shape[-1] == 2:
+        return "use the probability of 1, preds[..., 1]"
+    if task.kind == "multiclass" and target.ndim == preds.ndim + 1:
+        return "return target.argmax(dim=1) for targets that are one-hot or soft"
+    return "return one prediction for each target"
+
+
 def _check_classes(name: str, values: Tensor, task: Task) -> None:
     counted = values if task.ignore_index is None else values[values != task.ignore_index]
     if values.is_floating_point() and not torch.equal(counted, counted.round()):
-        raise ValueError(f"{name} must be classes, got {counted[counted != counted.round()][0]:g}.")
+        remedy = "whole numbers" if task.kind == "multiclass" else "(target > 0.5).long() for targets that are soft"
+        raise ValueError(f"{name} must be classes, got {counted[counted != counted.round()][0]:g}: return {remedy}.")
     classes = task.classes if task.kind == "multiclass" else 2
     outside = counted[(counted < 0) | (counted >= classes)] if classes is not None else counted[counted < 0]
     if len(outside):
         allowed = f"0 to {classes - 1}" if classes is not None else "at least 0"
         aside = "" if task.ignore_index is None else f" or ignore_index={task.ignore_index}"
         found = ", ".join(f"{value:g}" for value in outside.unique().tolist()[:5])
-        raise ValueError(f"{name} must be {allowed}{aside}, got {found}.")
+        remedy = f": {_remedy_for_classes(counted, outside, classes)}" if name == "targets" else ""
+        raise ValueError(f"{name} must be {allowed}{aside}, got {found}{remedy}.")
+
+
+def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None) -> str:
+    """Say what to do about targets that are no classes of the metric."""
+    wrong = outside.unique()
+    if classes == 2 and target.unique().tolist() == [-1, 1]:
+        return "return (target + 1) // 2"
+    if classes is not None and wrong.tolist() == [classes] and target.min() > 0:
+        return "if they count from 1, return target - 1"
+    if len(wrong) == 1:
+        return f"if it marks what does not count, give the metrics ignore_index={wrong[0].item():g}"
+    return "give the metrics a larger num_classes, or ignore_index for what does not count"
 
 
 def _check_probabilities(preds: Tensor, task: Task) -> None:

@@ -44,7 +44,7 @@ class PlotData:
 def make_figures(data: PlotData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
     """Plot what there is data for: "confusion_matrix", "curves" and, with several classes, "classes"."""
     record = data.record
-    title = f"{record.prefix}, epoch {record.epoch}, step {record.step}"
+    title = f"{record.title}, epoch {record.epoch}, step {record.step}"
     figures = {}
     if data.confusion is not None:
         figures["confusion_matrix"] = confusion_figure(data.confusion, class_names, title)
