@@ -357,6 +357,8 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
     "diverged": (
         r"rose from .* to .* at the end: training diverged",
         [
+            usual({"train/loss": lambda time: LOSS(time) + 4 * max(0, time - 0.5)}, NO_VAL, noise={"train/loss": 0.3}),
+            usual({"train/loss": None, "train/ce_loss": lambda time: LOSS(time) + 4 * max(0, time - 0.5)}, NO_VAL),
             usual({"train/loss": lambda time: LOSS(time) + 6 * max(0, time - 0.5)}, {**NO_VAL, **FLAT}),
             usual(
                 {"train/loss": None, "loss": lambda time: 2.3 if time > 0.6 else LOSS(time)},
