@@ -148,6 +148,7 @@ HEALTHY: dict[str, RunRecord] = {
     "steps by 0.9": usual(
         {"learning_rate": stairs(*(1e-3 * 0.9**n for n in range(6)))}, facts={"schedulers": "MultiStepLR"}
     ),
+    "three stairs": usual({"learning_rate": stairs(1e-3, 9e-4, 8e-4, 7e-4)}, facts={"schedulers": "MultiStepLR"}),
     "plateau that halved once": usual(
         {"learning_rate": stairs(1e-3, 1e-3, 5e-4)}, facts={"schedulers": "ReduceLROnPlateau"}
     ),

@@ -268,6 +268,21 @@ def test_curves_of_metrics(seed):
     ]
 
 
+def test_a_mean_is_drawn_of_many_steps_and_of_no_epochs():
+    def legends(kind, count, *keys):
+        found = [Row(kind, place, place, dict.fromkeys(keys, place % 7)) for place in range(count)]
+        return {
+            name: legend(one)
+            for name, one in figures(sections(run_page(RunRecord(rows=found)))["Loss and metrics"]).items()
+        }
+
+    assert legends("epoch", 100, "val/acc", "other") == {"acc": ["val", "best"], "other": []}
+    assert legends("step", 60, "train/acc", "other") == {"acc": ["train"], "other": []}
+    assert legends("step", 61, "train/acc", "x") == {"acc": ["train", "train, running mean"], "x": ["running mean"]}
+    assert legends("step", 61, "loss_step", "loss_epoch") == {"loss": ["(epoch)", "(step)"]}
+    assert legends("step", 61, "loss_step") == {"loss": ["running mean"]}
+
+
 @SEEDS
 def test_table_of_last_and_best_values(seed):
     record = some_record(seed)
