@@ -183,6 +183,7 @@ def test_steps_of_two_optimizers_agree_with_the_axes(tmp_path):
     record, page = read_record(tmp_path), (tmp_path / "report.html").read_text(encoding="utf-8")
     assert {part.optimizer: part.steps for part in record.parts_of(ClippedSteps)} == {0: 20, 1: 40}
     assert record.step == 40 == 1 + max(row.step for row in record.rows if row.kind == "step")
+    assert {"optimizer 0": "SGD", "optimizer 1": "SGD"}.items() <= dict(record.trainer).items()
     assert "<b>40</b><span>steps</span>" in page
     for number, steps in ((0, 20), (1, 40)):
         assert f"{steps} of {steps} steps of optimizer {number} clipped." in page
