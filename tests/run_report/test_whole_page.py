@@ -409,7 +409,9 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
 
 def test_two_runs_in_one_page():
     first, second = some_record(0), some_record(1)
-    found = sections(comparison_page(first, second, ("one", "two")))
+    page = comparison_page(first, second, ("one", "two"))
+    assert words(Tree(page).root.find(".//title")) == words(Tree(page).root.find(".//h1")) == "one and two"
+    found = sections(page)
     assert list(found) == [
         *("What differs", "Loss and metrics", "Last and best values", "Learning rate and gradients", "What stands out")
     ]
