@@ -148,6 +148,7 @@ HEALTHY: dict[str, RunRecord] = {
     "steps by 0.9": usual(
         {"learning_rate": stairs(*(1e-3 * 0.9**n for n in range(6)))}, facts={"schedulers": "MultiStepLR"}
     ),
+    "three stairs": usual({"learning_rate": stairs(1e-3, 9e-4, 8e-4, 7e-4)}, facts={"schedulers": "MultiStepLR"}),
     "plateau that halved once": usual(
         {"learning_rate": stairs(1e-3, 1e-3, 5e-4)}, facts={"schedulers": "ReduceLROnPlateau"}
     ),
@@ -357,6 +358,8 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
     "diverged": (
         r"rose from .* to .* at the end: training diverged",
         [
+            usual({"train/loss": lambda time: LOSS(time) + 4 * max(0, time - 0.5)}, NO_VAL, noise={"train/loss": 0.3}),
+            usual({"train/loss": None, "train/ce_loss": lambda time: LOSS(time) + 4 * max(0, time - 0.5)}, NO_VAL),
             usual({"train/loss": lambda time: LOSS(time) + 6 * max(0, time - 0.5)}, {**NO_VAL, **FLAT}),
             usual(
                 {"train/loss": None, "loss": lambda time: 2.3 if time > 0.6 else LOSS(time)},

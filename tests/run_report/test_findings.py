@@ -174,6 +174,16 @@ CASES = {
         record_of({}, resumes=[Resume(5, 0, 0.0), Resume(9, 0, 0.0)]),
         record_of({}),
     ),
+    "resumed five times": (
+        "The run was resumed 5 times, at steps 1, 2, 3, 4, 5.",
+        record_of({}, resumes=[Resume(step, 0, 0.0) for step in range(1, 6)]),
+        record_of({}),
+    ),
+    "resumed often": (
+        "The run was resumed 6 times, last at steps 1, 2, 3, 4, 5.",
+        record_of({}, resumes=[Resume(step, 0, 0.0) for step in range(6)]),
+        record_of({}),
+    ),
     "resumed and not exactly": (
         "The run was resumed once, at step 5, and not exactly: module.cache could not be restored.",
         record_of({}, resumes=[Resume(5, 0, 0.0, ["module.cache"])]),

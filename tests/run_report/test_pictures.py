@@ -194,6 +194,8 @@ def test_matrix_of_any_size_fits_its_picture(size):
         x, y, side = (float(one.get(name)) for name in ("x", "y", "width"))
         assert 0 <= x < x + side <= width
         assert 0 <= y < y + side <= height
+    for text, right, _ in texts(picture, "end")[:size] if size <= 40 else ():  # about 6 pixels for each character
+        assert right - 6 * len(text) > 14, "the names of the rows stand beside the name of the axis"
 
 
 def test_reliability_is_read_off_its_axes():

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_facts_are_those_of_the_run(tmp_path):
             optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.25, nesterov=True)
             return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
 
+    began = time.time()
     fit(
         Facts(),
         RunReport(tmp_path),
@@ -131,6 +133,7 @@ def test_facts_are_those_of_the_run(tmp_path):
     assert "False" not in facts["optimizer defaults"]
     assert data == {"training batches": "6 of 10", "training batch size": "4", "training workers": "0"}
     assert (record.module, record.step, record.epochs, record.is_seeded) == ("Facts", 3, 1, True)
+    assert began <= record.started <= record.started + record.seconds <= record.written + 1 <= time.time() + 1
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -180,6 +183,7 @@ def test_steps_of_two_optimizers_agree_with_the_axes(tmp_path):
     record, page = read_record(tmp_path), (tmp_path / "report.html").read_text(encoding="utf-8")
     assert {part.optimizer: part.steps for part in record.parts_of(ClippedSteps)} == {0: 20, 1: 40}
     assert record.step == 40 == 1 + max(row.step for row in record.rows if row.kind == "step")
+    assert {"optimizer 0": "SGD", "optimizer 1": "SGD"}.items() <= dict(record.trainer).items()
     assert "<b>40</b><span>steps</span>" in page
     for number, steps in ((0, 20), (1, 40)):
         assert f"{steps} of {steps} steps of optimizer {number} clipped." in page

@@ -388,6 +388,8 @@ def test_thinned_curve_keeps_extremes(values, most):
         assert min(values) == min(point.value for point in thinned)
     if len(finite) < len(values):
         assert any(not math.isfinite(point.value) for point in thinned)
+        first = next(step for step, value in enumerate(values) if not math.isfinite(value))
+        assert first in [point.step for point in thinned]
 
 
 def test_running_mean_is_the_mean_of_neighbours():

@@ -268,6 +268,21 @@ def test_curves_of_metrics(seed):
     ]
 
 
+def test_a_mean_is_drawn_of_many_steps_and_of_no_epochs():
+    def legends(kind, count, *keys):
+        found = [Row(kind, place, place, dict.fromkeys(keys, place % 7)) for place in range(count)]
+        return {
+            name: legend(one)
+            for name, one in figures(sections(run_page(RunRecord(rows=found)))["Loss and metrics"]).items()
+        }
+
+    assert legends("epoch", 100, "val/acc", "other") == {"acc": ["val", "best"], "other": []}
+    assert legends("step", 60, "train/acc", "other") == {"acc": ["train"], "other": []}
+    assert legends("step", 61, "train/acc", "x") == {"acc": ["train", "train, running mean"], "x": ["running mean"]}
+    assert legends("step", 61, "loss_step", "loss_epoch") == {"loss": ["(epoch)", "(step)"]}
+    assert legends("step", 61, "loss_step") == {"loss": ["running mean"]}
+
+
 @SEEDS
 def test_table_of_last_and_best_values(seed):
     record = some_record(seed)
@@ -351,14 +366,17 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     assert words(mistakes).endswith("Epoch 5.")
 
     assert tables(found["Cost"])["FLOPs"] == [["forward", f"{seed} kFLOP"]]
-    assert "Counted once." in words(found["Cost"])
+    assert [words(one) for one in found["Cost"].iter("p") if one.get("class") == "soft"] == ["Counted once."]
     near(
         drawn(figures(found["Cost"])["flops/mfu"])["line c0"],
         [(step, value) for step, _, value in curve(record, "flops/mfu")],
     )
 
     devices = found["Devices"]
-    assert [words(one) for one in devices.findall("p")] == ["Rank 1: All is well.", "Rank 0: All is better."]
+    assert [words(one) for one in devices.findall("p") if one.get("class") is None] == [
+        "Rank 1: All is well.",
+        "Rank 0: All is better.",
+    ]
     assert rows(devices.find("table"))[1:] == [
         ["0", "gpu0", "power w", "6 W", "7 W"],
         ["1", "gpu1", "power w", "8 W", "9 W"],
@@ -391,7 +409,9 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
 
 def test_two_runs_in_one_page():
     first, second = some_record(0), some_record(1)
-    found = sections(comparison_page(first, second, ("one", "two")))
+    page = comparison_page(first, second, ("one", "two"))
+    assert words(Tree(page).root.find(".//title")) == words(Tree(page).root.find(".//h1")) == "one and two"
+    found = sections(page)
     assert list(found) == [
         *("What differs", "Loss and metrics", "Last and best values", "Learning rate and gradients", "What stands out")
     ]
