@@ -67,6 +67,8 @@ fuzz: $(VENV)/installed-test ## Read files that are changed or made at random, a
 
 sweep: $(VENV)/installed-test ## Load files with changed names and order into 1,300 models, and list what is wrong
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.pairs
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.converters --folder $(VENV)/converters \
+	--result tests/checkpoint_remapping/converters/result.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_remapping.sweep --result tests/checkpoint_remapping/sweep_result.md
 
 matrix: $(VENV)/installed-test ## Train with all callbacks together in each of 72 ways, and list what does not hold

@@ -70,6 +70,7 @@ LOCAL = {
     "Tricks.preset.dirpath": lambda given: Tricks.preset("regression", dirpath=given),
     "TricksMixin.load_from_checkpoint.hparams_file": lambda given: Net.load_from_checkpoint("none", hparams_file=given),
     "load_adapter.folder": lambda given: load_adapter(_LAYER, given),
+    "align.rules": lambda given: align(_LAYER, _WEIGHTS, given),
     "load_weights.rules": lambda given: load_weights(_LAYER, "none.ckpt", rules=given),
     "read_ranks.path": read_ranks,
     "read_record.folder": read_record,
@@ -186,7 +187,7 @@ def test_each_value_of_a_command_is_a_path_or_listed_as_none():
         if action.type in (None, Path, str) and action.choices is None:
             texts.setdefault(command, set()).add((action.option_strings or [action.dest])[-1])
     assert texts == TEXTS
-    assert len(_PATHS) == 12
+    assert len(_PATHS) == 13
 
 
 @pytest.mark.parametrize(("command", "action"), _PATHS, ids=lambda part: getattr(part, "dest", part))

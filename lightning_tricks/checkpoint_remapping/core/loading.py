@@ -56,7 +56,8 @@ def load_weights(
             `"wrappers"` strips wrappers' parts from names and None takes the names as they are, both without a search.
         submodule: Qualified name of the part of the model that takes the weights, such as `"backbone"`.
         allow_missing: Patterns (a glob, or `re:` and a regular expression) of names of the model that may be missing.
-        allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over.
+        allow_unexpected: Patterns of names of the file, without wrappers' parts, that may be left over. Of two models
+            in a file, such as a student and its teacher, these are the one that is not meant.
         allow_mismatched: Patterns of names of the model that keep their values where shapes differ.
         interpolate: Patterns of names of position embeddings of the model, which are resized from a square grid to the
             grid of the model's patches, or to a square where the model does not say it.

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_tricks.checkpoint_remapping.core.conversions import decoders, diffusion, encoders, multimodal
+from lightning_tricks.checkpoint_remapping.core.conversions import (
+    convolutions,
+    decoders,
+    diffusion,
+    encoders,
+    multimodal,
+)
 from lightning_tricks.checkpoint_remapping.core.conversions.naming import Naming, Part, Tensor
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching
@@ -12,6 +18,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_comp
 
 Shapes = Mapping[str, Shape]
 FAMILIES: dict[str, tuple[Naming, ...]] = {
+    **convolutions.FAMILIES,
     **decoders.FAMILIES,
     **encoders.FAMILIES,
     **multimodal.FAMILIES,

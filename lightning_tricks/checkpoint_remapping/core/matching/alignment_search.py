@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_tricks._shared.checks import check_path
 from lightning_tricks.checkpoint_remapping.core.conversions.search import find_conversion
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
@@ -58,6 +60,8 @@ def align(
         >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
         {'module.weight': '0.weight', 'module.bias': '0.bias'}
     """
+    if isinstance(rules, str | os.PathLike):
+        check_path("rules", rules, "a file of rules")
     target, tensors = shapes_of(model_or_state_dict), _tensors_of(checkpoint)
     applied = apply_rules(tensors, rules, target)
     found = find_alignment(target, shapes_of(applied.tensors), not applied.search, applied.pinned).after(applied)

@@ -15,14 +15,17 @@ _ROLES = {
     "output of the attention": (
         r"attention\.output\.dense|out\.proj|o\.proj|attn\.proj|out\.lin|attn\.c\.proj|to\.out|attention\.projection"
     ),
-    "attention": r"attn|attention|mha|(^|\.)sa(\.|$)",
+    "attention": r"attn|attention|mha|(^|\.)(sa|att)(\.|$)",
+    "embedding of words": r"(^|\.)(word\.embeddings?|embed\.tokens|tok\.embeddings?|token\.embedding|wte)$",
+    "output of words": r"(^|\.)(lm\.head|embed\.out|output\.layer)$|^output$",
     "shortcut": r"downsample|shortcut|skip|(^|\.)proj(\.\d+)?$",
     "first norm": (
-        r"(norm|ln)\.?1$|norm\.before$|before\.norm$|attention\.output\.layernorm$|sa\.layer\.norm$|self\.attn\.layer\.norm$|"
-        r"input\.layernorm$|(attention|attn)\.norm$|norm\.attn$"
+        r"(norm|ln)\.?1$|norm\.before$|before\.norm$|attention\.output\.layernorm$|sa\.layer\.norm$|self\.attn\.layer\.norm(\.a)?$|"
+        r"pre\.norm\.(mha|attn)\.0$|input\.layernorm$|(attention|attn)\.norm$|norm\.attn$"
     ),
     "second norm": (
-        r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm$|"
+        r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm(\.a)?$|"
+        r"pre\.norm\.ffn\.0$|"
         r"post\.attention\.layernorm$|(ffn|ff|mlp)\.norm$"
     ),
     "third norm": r"(norm|ln)\.?[3-9]$",

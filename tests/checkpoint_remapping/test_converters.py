@@ -1,0 +1,17 @@
+"""A sample of what `make sweep` loads in the formats that other projects convert."""
+
+import pytest
+
+from tests.checkpoint_remapping.converters.cases import DIRECTIONS, RIGHT, Case
+from tests.checkpoint_remapping.converters.of_timm import CONVERTERS
+
+# Without a rule; another rank, two places of a number, fused and separate, blocks in lists and apart
+SAMPLE = ("convnextv2_atto", "pvt_v2_b0", "xcit_nano_12_p16_224", "resmlp_12_224", "poolformerv2_s12")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_files_are_loaded_as_their_own_project_converts_them(name):
+    case = Case(next(which for which in CONVERTERS if which.name == f"timm {name}"))
+    assert not case.lacking
+    ends = {(way, seed): case.outcome(way, seed) for way in DIRECTIONS for seed in (None, 0)}
+    assert {end for end, _ in ends.values()} == {RIGHT}, ends
