@@ -156,7 +156,7 @@ class _LoadPlanner:
             self.aliases = find_aliases(groups, named)
             self._leave_out_repeated({shapes[name] for name in self.aliases}, {*named.values()})
         target = {name: shape for name, shape in shapes.items() if name not in self.aliases}
-        self.alignment = find_alignment(target, shapes_of(self.file_tensors), by_name, pinned)
+        self.alignment = find_alignment(target, shapes_of(self.file_tensors), by_name, pinned, self.rules.ruled)
         self.loaded = dict(self.alignment.apply(self.file_tensors))
 
     def _leave_out_repeated(self, shapes: Collection[tuple[int, ...]], named: Collection[str]) -> None:
