@@ -18,6 +18,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import ambiguous_cases, describe_ambiguity
+from lightning_tricks.checkpoint_remapping.core.matching.proposals import in_words
 
 
 def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:
@@ -126,8 +127,10 @@ class Allowed:
             *_problem("missing in the file", missing, "allow_missing", in_model),
             *_problem("left over in the file", unexpected, "allow_unexpected", in_file),
         ]
+        rule = alignment.proposals.for_the_rest() if alignment.proposals and (missing or wrong) else None
+        problems += [f"if one of them is another's, {in_words(rule)}"] if rule else []
         if not num_loaded:
-            others = f" ({problems[0]})" if wrong else ""
+            others = f" ({'; '.join(problems[-1:] if rule else problems[:1])})" if wrong or rule else ""
             raise NothingLoadedError(f"No tensor of {source} fits {model}{others}: {alignment.diagnosis}")
         if problems:
             is_adapted = any(".lora_" in f".{name}" for name in unexpected)

@@ -161,7 +161,7 @@ class _LoadPlanner:
 
     def _align(self, tensors: Mapping[str, torch.Tensor]) -> Alignment:
         target = {n: tuple(tensor.shape) for n, tensor in self.model_tensors.items() if n not in self.aliases}
-        return find_alignment(target, shapes_of(tensors), not self.rules.search, self.rules.pinned)
+        return find_alignment(target, shapes_of(tensors), not self.rules.search, self.rules.pinned, self.rules.ruled)
 
     def leave_out(self, patterns: Sequence[Pattern]) -> None:
         """Leave out what may be left over, if a file has too much to tell what is meant, and everything else fits.

@@ -43,7 +43,7 @@ def repeated_tensors(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
             names_at[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
-    return [names for names in names_at.values() if len(names) > 1]
+    return [sorted(names) for names in names_at.values() if len(names) > 1]
 
 
 def with_names_of_header(

@@ -13,6 +13,7 @@ from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import alignment_table, summary_line
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
+from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
 from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from
 from lightning_tricks.checkpoint_remapping.core.rule_file import write_rules
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
@@ -57,6 +58,7 @@ class Alignment:
         loaded_parameters: Number of elements in the tensors that have a match.
         total_parameters: Number of elements in all tensors of the model.
         computed: Those missing that the model computes for itself, such as BatchNorm's counters.
+        proposals: Rules for what has no match.
     """
 
     matches: tuple[Match, ...]
@@ -70,6 +72,7 @@ class Alignment:
     loaded_parameters: int
     total_parameters: int
     computed: tuple[str, ...] = ()
+    proposals: Proposals | None = field(default=None, repr=False, compare=False)
     _clean_names: Mapping[str, str | None] = field(repr=False, default_factory=dict)
     _prefixes: tuple[str, str] | None = None
     _first: tuple[Any, ...] = ()  # the steps of rules that were applied before

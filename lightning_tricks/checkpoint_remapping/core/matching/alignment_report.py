@@ -11,6 +11,7 @@ from lightning_tricks._shared.units import format_si
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, FUSED, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import Prefixes
+from lightning_tricks.checkpoint_remapping.core.matching.proposals import in_words, is_at
 from lightning_tricks.checkpoint_remapping.core.wrappers import WRAPPERS, strip_wrappers
 
 if TYPE_CHECKING:
@@ -59,30 +60,14 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     cases = alignment.ambiguous if missing is None else ambiguous_cases(alignment, missing)
     sources, targets = cases[0]
     more = f" (and {len(cases) - 1} more such cases)" if len(cases) > 1 else ""
-    rule = _rule_for(alignment, sources[0], targets[0])
-    example = (
-        f": rules=[{rule!r}] takes {sources[0]} as {targets[0]}, and the rest is matched as before" if rule else ""
-    )
+    rules = (alignment.proposals.for_layers(*case) for case in cases[:8]) if alignment.proposals else iter(())
+    rule = next((rule for rule in rules if rule), None)
     hint = "".join(f"; {words}" for words in _tensorflow_names(alignment.clean_names_in_file))
     return (
         f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
-        f"model{more}{hint}. Say which is which with a rule{example}. If a part of the model is meant, "
-        "give submodule=..."
+        f"model{more}{hint}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
+        "model is meant, give submodule=..."
     )
-
-
-def _rule_for(alignment: Alignment, source: str, target: str) -> tuple[str, str] | None:
-    """Return a rule that takes a layer, or a part written as `part.*`, as one of the model, or None."""
-    if "*" in (source[-1:], target[-1:]):
-        return ("*", target) if source == "*" else (source.removesuffix("*"), target.removesuffix("*"))
-    model_names = [name for name in strip_wrappers(alignment.names_in_model).values() if name]
-    sides = ((alignment.clean_names_in_file, source), (model_names, target))
-    endings = [{name.removeprefix(path) for name in names if _is_at(name, path)} for names, path in sides]
-    if endings[0] == endings[1] and all(ending[:1] in ("", ".") for ending in endings[0]):
-        return (source, target) if endings[0] else None
-    if len(endings[0]) == len(endings[1]) == 1:
-        return source + endings[0].pop(), target + endings[1].pop()
-    return (f"{source}_*", f"{target}_*") if endings[0] == endings[1] and endings[0] else None
 
 
 def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -91,14 +76,8 @@ def ambiguous_cases(alignment: Alignment, missing: Iterable[str]) -> list[tuple[
     return [
         (sources, targets)
         for sources, targets in alignment.ambiguous
-        if any(_is_at(name, path) for path in targets for name in clean)
+        if any(is_at(name, path) for path in targets for name in clean)
     ]
-
-
-def _is_at(name: str, path: str) -> bool:
-    """Whether a tensor is that of a layer, or is in a part of the model that is written as `part.*`."""
-    stem = path.removesuffix("*").removesuffix(".")
-    return name == stem or not stem or name.startswith((f"{stem}.", f"{stem}_weight", f"{stem}_bias"))
 
 
 def diagnose(

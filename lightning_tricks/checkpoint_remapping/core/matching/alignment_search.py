@@ -25,7 +25,9 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     match_by_name,
     replace_prefix,
 )
+from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
 from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
+from lightning_tricks.checkpoint_remapping.core.matching.rule_evidence import refuse_against_rules
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument, apply_rules
@@ -82,7 +84,11 @@ def _tensors_of(tensors: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> di
 
 
 def find_alignment(
-    target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool = False, pinned: Collection[str] = ()
+    target: Mapping[str, Shape],
+    source: Mapping[str, Shape],
+    by_name: bool = False,
+    pinned: Collection[str] = (),
+    origins: Mapping[str, str] | None = None,
 ) -> Alignment:
     """Return the best alignment, with what is ambiguous.
 
@@ -91,23 +97,31 @@ def find_alignment(
         source: Shapes of the file's tensors.
         by_name: Whether names must be equal as they are.
         pinned: Names of the file that are those of the same tensors in the model; only the rest is searched.
+        origins: The names that pinned ones had before rules changed them.
     """
-    return _AlignmentSearch(target, source, by_name, pinned).run()
+    return _AlignmentSearch(target, source, by_name, pinned, origins or {}).run()
 
 
 def names_in_file(
     target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool, pinned: Collection[str]
 ) -> dict[str, str]:
     """Return the names in the file by the equal ones of the model, with one prefix on either side if needed."""
-    return _AlignmentSearch(target, source, by_name, pinned).names_in_file()
+    return _AlignmentSearch(target, source, by_name, pinned, {}).names_in_file()
 
 
 class _AlignmentSearch:
     """The tensors of a file and a model under names without wrappers' parts."""
 
     def __init__(
-        self, target: Mapping[str, Shape], source: Mapping[str, Shape], by_name: bool, pinned: Collection[str]
+        self,
+        target: Mapping[str, Shape],
+        source: Mapping[str, Shape],
+        by_name: bool,
+        pinned: Collection[str],
+        origins: Mapping[str, str],
     ) -> None:
+        # The order of a file says nothing; in messages, a weight stands before its bias
+        source = {name: source[name] for name in sorted(source, key=lambda name: (name.removesuffix("weight"), name))}
         self.by_name = by_name
         self.model_names = {
             (old if by_name and old in source else new): old
@@ -120,6 +134,8 @@ class _AlignmentSearch:
         clean_names: dict[str, str | None] = {name: name for name in rest} if by_name else strip_wrappers(rest)
         self.clean_names: dict[str, str | None] = {name: name for name in self.pinned}
         self.clean_names |= {name: name if new in self.pinned else new for name, new in clean_names.items()}
+        before = strip_wrappers(origins[name] for name in self.pinned if name in origins)
+        self.ruled = {before[origins[name]] or "": new for name, new in self.pinned.items() if name in origins}
         self.source_shapes = {new: source[old] for old, new in self.clean_names.items() if new is not None}
         self.target_shapes = {new: target[old] for new, old in self.model_names.items()}
 
@@ -136,8 +152,8 @@ class _AlignmentSearch:
         if self._needs_structure(found):
             best = self._best(found, prefixes, mismatched)
             if best is not found:
-                return self._result(best, None, mismatched)
-        return self._result(found, prefixes, mismatched)
+                return self._result(refuse_against_rules(best, self.ruled), None, mismatched)
+        return self._result(refuse_against_rules(found, self.ruled), prefixes, mismatched)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)
@@ -224,6 +240,7 @@ class _AlignmentSearch:
             loaded_parameters=sum(math.prod(self.target_shapes[name]) for name in targets),
             total_parameters=sum(map(math.prod, self.target_shapes.values())),
             computed=tuple(computed),
+            proposals=Proposals(self.source_shapes, self.target_shapes, *self._left(sources, targets)),
             _clean_names=self.clean_names,
             _prefixes=prefixes if rules_are_prefixes else None,
         )

@@ -105,6 +105,8 @@ class Justification:
         balance = self._words(one, other, *matches, counted) or _equal_names(*forks)
         if balance:
             return Evidence.NAMES if balance > 0 else Evidence.NOTHING
+        if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
+            return Evidence.NOTHING
         if counted and self._numbering.tell_apart(one, other, *forks):
             return Evidence.NAMES if _are_counted_alike(*forks) else Evidence.NUMBERS
         if self._beside_others(*forks) and not self._are_halves(one, other):
@@ -169,6 +171,14 @@ class Justification:
             return False
         back = [size for layer in siblings if layer not in (one, other) for size in layer.matrix_sizes]
         return bool(one.matrix_sizes) and back == [size[::-1] for size in one.matrix_sizes]
+
+    def _are_of_many_norms(self, one: Layer, other: Layer) -> bool:
+        """Whether the two are norms of one block of three or more: some number those before and behind, or in order."""
+        if one.has_matrix or "running_mean" in one.tensors:
+            return False
+        block = self.source.block(one)
+        equals = [layer for layer in self.source.branches[block] if layer.signature == one.signature]
+        return bool(block) and self.source.block(other) == block and len(equals) > 2
 
     def _norms(self, one: Layer, other: Layer) -> bool:
         """Whether the two are the norms of convolutions that were matched likewise."""

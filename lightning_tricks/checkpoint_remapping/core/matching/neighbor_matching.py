@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
+from itertools import pairwise, permutations, starmap
 
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order
+
+_MOST_IN_A_ROW = 5  # convolutions of which all orders are tried
 
 
 class NeighborMatching:
@@ -136,7 +138,48 @@ def _norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
             fitting = named or (norms if len(norms) == len(convolutions) == 1 else [])
             if len(fitting) == 1 and _is_norm_of(fitting[0], convolution):
                 found[convolution] = fitting[0]
+        if found.keys().isdisjoint(convolutions):
+            found |= (
+                _norms_in_sequence(family)
+                or _norms_along_channels(convolutions, norms)
+                or _norms_by_size(convolutions, norms)
+            )
     return found
+
+
+def _norms_by_size(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms of convolutions where each has channels of its own."""
+    fitting = {layer: [norm for norm in norms if _is_norm_of(norm, layer)] for layer in convolutions}
+    alone = [found[0] for found in fitting.values() if len(found) == 1]
+    return dict(zip(fitting, alone, strict=True)) if len({*alone}) == len(fitting) == len(norms) else {}
+
+
+def _norms_in_sequence(family: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norm behind each convolution of a sequence, whose numbers are the order in which it computes."""
+    if not all(layer.name.isdecimal() for layer in family):
+        return {}
+    ordered = sorted(family, key=lambda layer: int(layer.name))
+    return {layer: norm for layer, norm in pairwise(ordered) if _is_norm_of(norm, layer)}
+
+
+def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
+    """Return the norms by number, if convolutions follow each other in one order alone by their channels and norms."""
+    (stems, numbers) = zip(*map(_stem_and_number, norms), strict=True) if norms else ((), ())
+    if len(norms) != len(convolutions) or len({*stems}) > 1 or not all(numbers) or not 1 < len(norms) <= _MOST_IN_A_ROW:
+        return {}
+    norms = sorted(norms, key=lambda norm: int(_stem_and_number(norm)[1]))
+    orders = [
+        order
+        for order in permutations(convolutions)
+        if all(map(_is_norm_of, norms, order)) and all(starmap(_takes_channels, pairwise(order)))
+    ]
+    return dict(zip(orders[0], norms, strict=True)) if len(orders) == 1 else {}
+
+
+def _takes_channels(before: Layer, layer: Layer) -> bool:
+    """Whether a convolution takes the channels that another one returns, all at once or each by itself."""
+    (returned, *_), (own, taken, *_) = (one.tensors["weight"][1] for one in (before, layer))
+    return returned in ((taken,) if taken > 1 else (taken, own))
 
 
 def _convolutions(family: list[Layer]) -> list[Layer]:

@@ -15,6 +15,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.sides import (
     Fork,
     Parts,
     Side,
+    last_name,
     last_word,
     number_below,
     parts_of,
@@ -112,12 +113,26 @@ class Numbering:
         unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
         # Lists of one name are in one order: `up.0`, but not `up1`
         in_lists = self.source.is_list(source) and self.target.is_list(target)
-        if unknown and not (in_lists and last_word(source) == last_word(target)):
+        if (
+            unknown
+            and not (in_lists and last_name(source) == last_name(target))
+            and not self._sizes_rise(source, target)
+        ):
             return False
         layers = self.source.branches[source]
         # A norm that was matched with that of another block shows nothing about the blocks
         numbers = self._numbers_below(source, target, [layer for layer in layers if layer.has_matrix] or layers)
         return _never_falls(numbers) and not self._is_reversed_beside(source, target)
+
+    def _sizes_rise(self, source: Parts, target: Parts) -> bool:
+        """Whether sizes that one numbered part alone has are in the same places, and not in the same from the end."""
+        places = [
+            {number: place for place, number in enumerate(sorted(set(numbers)))}
+            for numbers in zip(*self._numbers_below(source, target, self.source.branches[source]), strict=True)
+        ]
+        distinct = self._numbers_below(source, target, self._distinct(source))
+        found = [(places[0][one], places[1][other]) for one, other in distinct]
+        return bool(found) and all(one == other != len(places[0]) - 1 - one for one, other in found)
 
     def _numbers_below(self, source: Parts, target: Parts, layers: Iterable[Layer]) -> set[tuple[int, int]]:
         """Return the numbers below two containers that were matched with each other."""
@@ -131,6 +146,12 @@ class Numbering:
                     numbers.add((one, other))
         return numbers
 
+    def _distinct(self, container: Parts) -> list[Layer]:
+        """Return the matrices in a container of the file that have a size of their own there."""
+        layers = self.source.branches[container]
+        sizes = Counter(layer.signature for layer in layers)
+        return [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
+
     def _is_reversed_beside(self, source: Parts, target: Parts) -> bool:
         """Whether sizes match what is numbered beside two containers the other way round.
 
@@ -138,9 +159,7 @@ class Numbering:
         """
         beside = self.target.containers_beside(target)
         for container in self.source.containers_beside(source):
-            layers = self.source.branches[container]
-            sizes = Counter(layer.signature for layer in layers)
-            distinct = [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
+            distinct = self._distinct(container)
             for other in beside:
                 numbers = sorted(self._numbers_below(container, other, distinct))
                 if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,12 @@ class Fork:
             (*(() if rest and rest[0].startswith(".") else begun), *rest) for rest in (self.first, self.second)
         )
         return words_in(first), words_in(second)
+
+    @property
+    def ends(self) -> tuple[Parts, Parts]:
+        """What of their names differs, whole: `norm1` and `norm2`."""
+        start = tuple(part.removeprefix(".") for part in _component(self.container))
+        return (*start, *self.first), (*start, *self.second)
 
     @property
     def branches(self) -> tuple[Parts, Parts]:
@@ -186,15 +193,40 @@ class Side:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
 
         A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
-        holds is counted so too, under any word.
+        holds is counted so too, under any word, and so are convolutions that stand behind the largest part of a model
+        and may take what its levels return.
         """
         if self.ordered and not self.is_list(container):
             return False
-        is_decoder = self._has_convolutions(container) and any(map(_is_of_decoder, container))
-        return is_decoder or any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container))
+        if any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container)):
+            return True
+        takes_levels = any(map(_is_of_decoder, container)) or self._is_behind_trunk(container)
+        return takes_levels and self._has_convolutions(container)
 
     def _has_convolutions(self, container: Parts) -> bool:
         return any(len(size) > 2 for layer in self.branches[container] for _, size in layer.sizes)
+
+    def _is_behind_trunk(self, container: Parts) -> bool:
+        """Whether the parts around a container have less than half the elements of the trunk, and are not before it."""
+        around = _outermost((*container, "0"))
+        trunk = max(self._elements, key=lambda parts: self._elements[parts])
+        if not self.ordered or 2 * self._elements[around] >= self._elements[trunk]:
+            return False
+        return self.branches[around][0].position > self.branches[trunk][0].position
+
+    @cached_property
+    def _elements(self) -> Counter[Parts]:
+        """The number of elements in each outermost container of numbered parts."""
+        counts: Counter[Parts] = Counter()
+        for layer in self.branches[()]:
+            counts[_outermost(parts_of(layer.path))] += sum(math.prod(size) for _, size in layer.sizes)
+        return counts
+
+
+def _outermost(parts: Parts) -> Parts:
+    """Return what precedes the first number of a path."""
+    numbered = (i for i, part in enumerate(parts) if part.removeprefix(".").isdecimal())
+    return parts[: next(numbered, None)]
 
 
 def _is_of_decoder(word: str) -> bool:
@@ -221,6 +253,13 @@ def number_below(container: Parts, layer: Layer) -> int | None:
 def last_word(container: Parts) -> str:
     """Return the last word of a path."""
     return "".join(words_in(container)[-1:])
+
+
+def last_name(container: Parts) -> tuple[str, ...]:
+    """Return the last words of a path, from the last one that does not stand for any part."""
+    words = words_in(container)
+    said = [i for i, word in enumerate(words) if word.lower() not in VAGUE_WORDS]
+    return words[said[-1] if said else 0 :]
 
 
 def is_vague(words: Parts) -> bool:

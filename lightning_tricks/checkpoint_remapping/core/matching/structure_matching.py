@@ -40,7 +40,7 @@ class _StructureMatcher:
 
     def __init__(self, source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> None:
         self.source_layers, self.target_layers = group_layers(source_shapes), group_layers(target_shapes)
-        source_ordered, target_ordered = is_ordered(source_shapes), is_ordered(target_shapes)
+        source_ordered, target_ordered = False, is_ordered(target_shapes)
         # The layouts of one side depend on those of the other: the file comes first
         self._prepare(self.source_layers, self.target_layers, source_ordered)
         self._prepare(self.target_layers, self.source_layers, target_ordered)

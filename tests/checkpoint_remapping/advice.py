@@ -1,0 +1,123 @@
+"""Do what the message of a refusal says, again and again, as somebody would who knows which tensor is which."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_tricks import remap_keys
+from lightning_tricks.checkpoint_remapping import CheckpointError
+from lightning_tricks.checkpoint_remapping.core.load_plan import LoadReport, plan_loading
+from tests.checkpoint_remapping.perturbations import Architecture, File
+
+RIGHT, WRONG, LOOPS, STUCK = ENDS = ("right", "WRONG", "loops", "stuck")
+MOST_STEPS = 60
+_ARGUMENT = re.compile(r"(rules|allow_missing|allow_unexpected|allow_mismatched)=(\[.*?\])(?= (?:takes|allows))")
+
+
+def follow(model: Architecture, file: File) -> tuple[str, int, str]:
+    """Load a file and follow the advice of each error; return how it ended, after how many errors, and the last one.
+
+    A rule is given as it is proposed if it is true, and else with the true target. What a message would allow is
+    allowed if it is true that the file has no tensor for it.
+    """
+    module, tensors = _module(model), {name: _tensor(model, file, old) for name, old in file.truth.items()}
+    given: dict[str, list[Any]] = {}
+    seen = set[str]()
+    for step in range(MOST_STEPS):
+        try:
+            report = plan_loading(module, tensors, **given).report
+        except CheckpointError as error:
+            message = str(error)
+        else:
+            return _verdict(model, file, report), step, ""
+        if message in seen:
+            return LOOPS, step, message
+        seen.add(message)
+        advice = [(name, ast.literal_eval(value)) for name, value in _ARGUMENT.findall(message)]
+        taken = [(name, _known(model, file, message, name, values)) for name, values in advice]
+        if not any(values for _, values in taken):
+            return STUCK, step, message
+        for name, values in taken:
+            given[name] = [*given.get(name, []), *values]
+    return STUCK, MOST_STEPS, message
+
+
+def _verdict(model: Architecture, file: File, report: LoadReport) -> str:
+    """Return whether each learned tensor of the file is in its place."""
+    origins = {new: old for old, new in report.renamed.items()}
+    found = {target: origins.get(target, target) for match in report.alignment.matches for target in match.targets}
+    if any(file.truth.get(origin) != target for target, origin in found.items()):
+        return WRONG
+    wanted = (model.learned & set(file.truth.values())) - file.resized
+    return RIGHT if wanted <= found.keys() else STUCK
+
+
+def _known(model: Architecture, file: File, message: str, argument: str, values: list[Any]) -> list[Any]:
+    """Return what somebody takes of an advice who knows which tensor is which."""
+    if argument == "rules":
+        return [rule for source, target in values if (rule := _true_rule(file, message, source, target))]
+    if argument == "allow_missing":
+        absent = model.tensors.keys() - file.truth.values()
+        return [pattern for pattern in values if _matching(pattern, model.tensors) <= absent]
+    if argument == "allow_mismatched":
+        return [pattern for pattern in values if _matching(pattern, model.tensors) <= file.resized]
+    return []  # each tensor of a file is one of the model's
+
+
+def _matching(pattern: str, names: Any) -> set[str]:
+    expression = re.compile("".join(".*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+    return {name for name in names if expression.fullmatch(name)}
+
+
+def _true_rule(file: File, message: str, source: str, target: str) -> tuple[str, str] | None:
+    """Return a rule if it is true, else that for one layer of its source with the true target."""
+    clean = remap_keys(dict.fromkeys(file.truth), ["wrappers"])
+    truth = {name: file.truth[origin] for name, origin in clean.origins.items()}
+    made = remap_keys(dict.fromkeys(truth), [(source, target)])
+    ruled = {origin: name for name, origin in made.origins.items() if name in made.rules_of}
+    if not ruled:
+        return None
+    if all(truth[origin] == name for origin, name in ruled.items()):
+        return source, target
+    wrong = [origin for origin, new in ruled.items() if truth[origin] != new]
+    name = next((origin for origin in wrong if origin.rpartition(".")[0] in message), wrong[0])
+    if source.endswith("*"):  # the same rule with the true name behind it
+        wide = re.sub(r"(?<![^.])\d+(?![^.])", "*", truth[name])
+        ends = source.rpartition(".")[2] == "*"
+        wide = wide.rpartition(".")[0] + ".*" if ends else wide
+        if wide.count("*") == source.count("*"):
+            made = remap_keys(dict.fromkeys(truth), [(source, wide)])
+            if all(truth[origin] == new for new, origin in made.origins.items() if new in made.rules_of):
+                return source, wide
+    ending = next(
+        e for e in (".weight", ".bias", "_weight", "_bias", "") if name.endswith(e) and truth[name].endswith(e)
+    )
+    if ending.startswith("."):
+        return name.removesuffix(ending), truth[name].removesuffix(ending)
+    return name, truth[name]
+
+
+def _module(model: Architecture) -> nn.Module:
+    """Return a module with the names and shapes of a model, and no values."""
+    module = nn.Module()
+    for name, tensor in model.tensors.items():
+        *path, leaf = name.split(".")
+        owner = module
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_buffer(leaf, tensor)
+    return module
+
+
+def _tensor(model: Architecture, file: File, name: str) -> torch.Tensor:
+    """Return a tensor of a shape that takes no memory."""
+    own = model.tensors[name]
+    shape = (own.shape[0] + 7, *own.shape[1:]) if name in file.resized else own.shape
+    return torch.zeros([1] * len(shape), dtype=own.dtype).expand(shape)
