@@ -121,8 +121,9 @@ def test_fused_queries_of_more_heads_than_keys_and_values(order):
 def test_fused_layer_that_is_a_convolution(order):
     apart = randn(attn__q__weight=(6, 6), attn__k__weight=(6, 6), attn__v__weight=(6, 6))
     fused = {"attention.qkv.weight": torch.cat(list(apart.values()))[:, :, None, None]}
-    assert equal(loaded({"attention.qkv.weight": (18, 6, 1, 1)}, apart, order), fused)
-    assert equal(loaded(dict.fromkeys(apart, (6, 6)), fused, order), apart)
+    for names, file in (({"attention.qkv.weight": (18, 6, 1, 1)}, apart), (dict.fromkeys(apart, (6, 6)), fused)):
+        with pytest.raises(CheckpointError):  # in some, query, key and value of each head are side by side
+            loaded(names, file, order)
 
 
 def test_vectors_of_another_rank():

@@ -20,10 +20,14 @@ _Made = list[tuple[Layer, list[Layer]]]  # layers that others could be in one, a
 def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
     """Replace the query, key and value of each attention by one layer, or two of them, if the other model has one.
 
-    The parts may differ in their number of heads. What not all of them have, such as biases, remains as it is.
+    The parts may differ in their number of heads. What not all of them have, such as biases, remains as it is. A fused
+    convolution is left alone: some networks for diffusion have query, key and value of each head side by side in it.
     """
     for word, parts in _FUSED.items():
-        own, wanted = ({layer.sizes for layer in side if word in words_of(layer.path)} for side in (layers, others))
+        own, wanted = (
+            {layer.sizes for layer in side if word in words_of(layer.path) and _is_matrix(layer)}
+            for side in (layers, others)
+        )
         separate = {fused.sizes for fused, _ in _fusible(others, parts)}
         for fused, members in _fusible(layers, parts):
             if fused.sizes in wanted - own - separate:
@@ -33,6 +37,10 @@ def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
                     if (rest := part.tensors.keys() - fused.tensors.keys())
                 ]
                 _replace(layers, members, [fused, *rests])
+
+
+def _is_matrix(layer: Layer) -> bool:
+    return all(len(shape) <= 2 for _, shape in layer.tensors.values())
 
 
 def _replace(layers: list[Layer], members: list[Layer], made: list[Layer]) -> None:
