@@ -193,15 +193,16 @@ class Side:
         """Whether projects count such parts from the first or from the last, and the order of the layers is lost.
 
         A list is registered in the order of its numbers, whichever part comes first. What a decoder of convolutions
-        holds is counted so too, under any word, and so are convolutions that stand behind the largest part of a model
-        and may take what its levels return.
+        holds is counted so too, under any word. Convolutions that stand behind the largest part of a model, and may
+        take what its levels return, are registered in either order under any name.
         """
+        if self._is_behind_trunk(container) and self._has_convolutions(container):
+            return True
         if self.ordered and not self.is_list(container):
             return False
         if any(COUNTED_EITHER_WAY.match(word.removeprefix(".")) for word in _component(container)):
             return True
-        takes_levels = any(map(_is_of_decoder, container)) or self._is_behind_trunk(container)
-        return takes_levels and self._has_convolutions(container)
+        return any(map(_is_of_decoder, container)) and self._has_convolutions(container)
 
     def _has_convolutions(self, container: Parts) -> bool:
         return any(len(size) > 2 for layer in self.branches[container] for _, size in layer.sizes)
