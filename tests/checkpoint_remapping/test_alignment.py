@@ -547,3 +547,14 @@ def test_a_thousand_tensors_and_a_head_for_other_classes():
     ]
     found = align(ARCHITECTURES["ResNet-18"]["HF"](), models.resnet18(num_classes=10).state_dict())
     assert [mismatch.target for mismatch in found.mismatched] == ["classifier.1.weight", "classifier.1.bias"]
+
+
+def test_a_layer_is_not_another_where_one_is_spelled_like_it():
+    leaves = {"conv.weight": (4, 4, 1, 1), "bn.weight": (4,), "bn.bias": (4,)}
+    own, spelled = (
+        {f"mixed.{branch}.{leaf}": torch.randn(shape) for branch in branches for leaf, shape in leaves.items()}
+        for branches in (("branch1x1", "branch_pool"), ("branch_1x_1", "branchpool"))
+    )
+    found = {match.sources: match.targets for match in align(own, spelled).matches}
+    wrong = {name for (name,), (new,) in found.items() if name.replace("_", "") != new.replace("_", "")}
+    assert not wrong
