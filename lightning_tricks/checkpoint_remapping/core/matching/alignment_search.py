@@ -27,7 +27,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
 from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
-from lightning_tricks.checkpoint_remapping.core.matching.rule_evidence import refuse_contradictions
+from lightning_tricks.checkpoint_remapping.core.matching.rule_evidence import refuse_against_rules
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument, apply_rules
@@ -152,8 +152,8 @@ class _AlignmentSearch:
         if self._needs_structure(found):
             best = self._best(found, prefixes, mismatched)
             if best is not found:
-                return self._result(refuse_contradictions(best, self.ruled, self.target_shapes), None, mismatched)
-        return self._result(refuse_contradictions(found, self.ruled, self.target_shapes), prefixes, mismatched)
+                return self._result(refuse_against_rules(best, self.ruled), None, mismatched)
+        return self._result(refuse_against_rules(found, self.ruled), prefixes, mismatched)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)

@@ -1,4 +1,4 @@
-"""What contradicts a match: the caller's rules for other blocks, and another name that is spelled the same."""
+"""What the caller's rules say about the layers that they do not name: those of other blocks go together likewise."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
-from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Matching
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a part of a list
 _Numbers = tuple[int, ...]
 
 
-def refuse_contradictions(found: Matching, ruled: Mapping[str, str], shapes: Mapping[str, Shape]) -> Matching:
-    """Return the matches that contradict neither rules nor the spelling of names; the others are ambiguous.
+def refuse_against_rules(found: Matching, ruled: Mapping[str, str]) -> Matching:
+    """Return the matches that do not contradict rules; the others are ambiguous.
 
     A rule that takes `blocks.0.norm1` as `layers.0.ln_2` says that `blocks.1.norm1` is not `layers.1.ln_1`, and one
-    that takes `blocks.0` as `layers.3` says that the blocks are counted from the other end. A `branchpool` is no
-    `branch1x1` where the model has a `branch_pool` of its shape.
+    that takes `blocks.0` as `layers.3` says that the blocks are counted from the other end.
 
     Args:
         found: The matches.
         ruled: The names of the model by those of the file to which rules lead.
-        shapes: The shapes of the model's tensors.
     """
-    rules, spelling = _Rules(ruled), _Spelling(shapes)
+    rules = _Rules(ruled)
     against = [
         m
         for m in found.matches
-        if len(m.sources) == len(m.targets) == 1
-        and (
-            rules.contradict(m.sources[0], m.targets[0])
-            or (not m.reason.startswith(CONVERSION) and spelling.contradicts(m.sources[0], m.targets[0]))
-        )
+        if len(m.sources) == len(m.targets) == 1 and rules.contradict(m.sources[0], m.targets[0])
     ]
     groups: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = defaultdict(lambda: ({}, {}))
     for match in against:
@@ -69,24 +62,6 @@ class _Rules:
             (mine > one) != (theirs > other) or (mine < one) != (theirs < other)
             for mine, theirs in self._numbers.get(kinds, ())
         )
-
-
-class _Spelling:
-    """The names of a model, as they are without separators."""
-
-    def __init__(self, shapes: Mapping[str, Shape]) -> None:
-        self._shapes, self._names = shapes, defaultdict[tuple[str, Shape], set[str]](set)
-        for name, shape in shapes.items():
-            self._names[re.sub(r"[\W_]", "", name), shape].add(name)
-
-    def contradicts(self, source: str, target: str) -> bool:
-        """Whether a name of the file has other words than that of the model, where another one has them all.
-
-        Where words are the same, numbers differ, which may be counted from elsewhere.
-        """
-        same = self._names.get((re.sub(r"[\W_]", "", source), self._shapes[target]), set()) - {source}
-        letters = (re.sub(r"[\W\d_]", "", name) for name in (source, target))
-        return bool(same) and target not in same and len({*letters}) > 1
 
 
 def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:

@@ -125,7 +125,7 @@ _CAUSAL_MASKS = re.compile(r"(^|\.)(attn|attention)\.bias$")  # GPT-2's; with on
 @lru_cache(maxsize=65536)
 def words_of(path: str) -> frozenset[str]:
     """Return the words of a qualified name, and the roles that they stand for."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path)
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z]|\d+[a-z])", "_", path)  # `branch1x1` has the word of `branch_pool`
     parts = [_same_word(part) for part in re.split(r"[._\-]", spaced.lower()) if part]
     text = ".".join(re.split(r"[._\-]", path.lower()))
     return frozenset({role for role, pattern in _ROLES.items() if re.search(pattern, text)} | set(parts))
