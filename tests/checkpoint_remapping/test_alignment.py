@@ -549,11 +549,11 @@ def test_a_thousand_tensors_and_a_head_for_other_classes():
     assert [mismatch.target for mismatch in found.mismatched] == ["classifier.1.weight", "classifier.1.bias"]
 
 
-def test_a_layer_is_not_another_where_one_is_spelled_like_it():
+def test_a_word_before_a_number_is_one():
     leaves = {"conv.weight": (4, 4, 1, 1), "bn.weight": (4,), "bn.bias": (4,)}
     own, spelled = (
         {f"mixed.{branch}.{leaf}": torch.randn(shape) for branch in branches for leaf, shape in leaves.items()}
         for branches in (("branch1x1", "branch_pool"), ("branch_1x_1", "branchpool"))
     )
-    with pytest.raises(AmbiguousAlignmentError, match=r"\('mixed.branch_1x_1.conv', 'mixed.branch1x1.conv'\)"):
+    with pytest.raises(AmbiguousAlignmentError):  # `branch` is a word of both
         align(own, spelled)

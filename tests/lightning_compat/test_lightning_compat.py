@@ -296,15 +296,19 @@ def test_evaluation_loaders():
 
 
 def test_evaluation_loader_name():
+    class OfSeveralLoaders(EvaluatedNet):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
     class Look(lightning.pytorch.Callback):
         def on_validation_start(self, trainer, pl_module):
             self.names = [loaders.evaluation_loader_name(trainer, index) for index in range(2)]
 
     look = Look()
     trainer = Trainer(callbacks=[look], **QUIET)
-    trainer.validate(EvaluatedNet(), {"easy": loader(), "hard": loader()}, verbose=False)
+    trainer.validate(OfSeveralLoaders(), {"easy": loader(), "hard": loader()}, verbose=False)
     assert look.names == ["easy", "hard"]
-    trainer.validate(EvaluatedNet(), [loader(), loader()], verbose=False)
+    trainer.validate(OfSeveralLoaders(), [loader(), loader()], verbose=False)
     assert look.names == [None, None]
 
 
