@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FlopsReport, ModelReport, count_flops, summarize_model
+from lightning_tricks._shared.dry_run.shared_state import restored_state
 from tests.contract.lab import QUIET
 
 _SEEN: list = []
@@ -140,3 +141,17 @@ def test_a_fit_keeps_what_its_own_steps_left_and_nothing_more():
     assert (module.calls, module.locked.count, type(module).count) == (3, 3, 3)
     assert all(type(loss) is torch.Tensor for loss in (*module.a_list, *type(module).losses, *_SEEN))
     _SEEN.clear()
+
+
+def test_a_table_that_makes_what_is_asked_for_is_put_back_as_it_was():
+    class Makes(OrderedDict):  # as transformers' table of activations
+        def __getitem__(self, key):
+            return super().__getitem__(key)()
+
+    table = Makes(relu=nn.ReLU)
+    with restored_state(table):
+        table["gelu"] = nn.GELU
+    assert [*dict.items(table)] == [("relu", nn.ReLU)]
+    with restored_state(table):
+        pass
+    assert type(table["relu"]) is nn.ReLU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 # whose objects keep no values of a model's steps, or are restored elsewhere
 _LIBRARIES = frozenset(["builtins", "lightning", "lightning_fabric", "lightning_tricks", "numpy", "pytorch_lightning"])
 _LIBRARIES |= {"torch", "torchmetrics", "typing"}
+_CONTAINERS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)  # an OrderedDict before what it is as well
 _MOST_ELEMENTS = 1000  # of a container whose elements are looked at: a larger one holds data
 _MOST_VALUES = 5000  # the nearest
 
@@ -55,12 +56,9 @@ class _Walk:
                 self._visit(value)
 
     def _visit(self, value: Any) -> None:
-        if isinstance(value, list | deque):
-            self._note(value, tuple(value), value.extend, value)
-        elif isinstance(value, dict):
-            self._note(value, dict(value), value.update, value.values())
-        elif isinstance(value, set):
-            self._note(value, set(value), value.update, value)
+        kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+        if kind is not None:
+            self._note(value, kind)
         elif isinstance(value, tuple | frozenset):
             self._add(value)
         elif isinstance(value, types.FunctionType):
@@ -77,19 +75,25 @@ class _Walk:
             self._visit_class(value)
         elif not isinstance(value, types.ModuleType) and hasattr(value, "__dict__"):
             if isinstance(vars(value), dict) and (isinstance(value, nn.Module) or not _is_of_library(type(value))):
-                self._note(vars(value), dict(vars(value)), vars(value).update, vars(value).values())
+                self._note(vars(value), dict)
             self._add(type(value).__mro__)
 
-    def _note(self, container: Any, contents: Any, fill: Callable[[Any], Any], elements: Iterable[Any]) -> None:
+    def _note(self, container: Any, kind: Any) -> None:
+        keys, values = _contents(container, kind)
+
         def restore() -> None:
-            if len(container) != len(contents) or any(
-                a is not b for a, b in zip(_flat(container), _flat(contents), strict=True)
-            ):
-                container.clear()
-                fill(contents)
+            now_keys, now_values = _contents(container, kind)
+            now = zip(now_keys + now_values, keys + values, strict=True)
+            if len(now_keys) != len(keys) or any(one is not other for one, other in now):
+                kind.clear(container)
+                for key, value in zip(keys, values, strict=True):
+                    if isinstance(container, dict):
+                        kind.__setitem__(container, key, value)
+                    else:
+                        (kind.add if kind is set else kind.append)(container, value)
 
         self.restores.append(restore)
-        self._add(elements)
+        self._add(values)
 
     def _add(self, elements: Any) -> None:
         if len(elements) <= _MOST_ELEMENTS:
@@ -137,8 +141,13 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def _flat(container: Any) -> Iterable[Any]:
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+def _contents(container: Any, kind: Any) -> tuple[list[Any], list[Any]]:
+    """Return the keys and the values of a dict, whatever a subclass makes of a value that is asked for.
+
+    Of another container they are its elements, both times.
+    """
+    keys = [*kind.__iter__(container)]
+    return keys, [dict.__getitem__(container, key) for key in keys] if isinstance(container, dict) else keys
 
 
 def _is_of_library(cls: type) -> bool:
