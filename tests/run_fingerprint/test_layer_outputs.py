@@ -76,6 +76,7 @@ def test_outputs_within_transforms_are_recorded(run, tmp_path):
         run(net, rows * scale)
         recorder.on_batch_end(None, may_have_stepped=False)
     recorder.writer.flush()
+    recorder.writer.close()
     first, same, other = (
         {column.name: value for column, value in row.as_dict().items() if column.kind == "forward"}
         for row in read_record(tmp_path / "run.jsonl")
@@ -164,5 +165,6 @@ def test_an_optimizer_shows_the_gradients_of_its_own_parameters(tmp_path, first)
     recorder.on_batch_start(0, 0, 0, torch.ones(1, 3))
     recorder.on_optimizer_step(torch.optim.SGD(net[first].parameters(), lr=0.1))
     recorder.on_exception()
+    recorder.writer.close()
     *_, row = read_record(tmp_path / "run.jsonl")
     assert [column.name for column in row.as_dict() if column.kind == "gradient"] == [f"{first}.weight"]

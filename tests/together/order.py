@@ -86,9 +86,11 @@ def fit_in_order(names: Sequence[str], seed: int | None, folder: Path, *, averag
 
 
 def _contents(path: Path, folder: str) -> Any:
-    """A checkpoint without what names its folder, its clocks and its random state."""
+    """A checkpoint without what names its folder, its fit, its clocks and its random state."""
     checkpoint = torch.load(path, weights_only=False)
     states = {key: value for key, value in checkpoint["callbacks"].items() if not key.startswith("ModelCheckpoint")}
+    for name, of_one_fit in (("RunReport", "id"), ("RunFingerprint", "digest")):
+        states.get(name, {}).pop(of_one_fit, None)
     return {**{key: checkpoint[key] for key in ("epoch", "global_step", "state_dict", "optimizer_states")}, **states}
 
 

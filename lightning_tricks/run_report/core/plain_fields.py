@@ -20,7 +20,7 @@ def from_plain(kind: type[Made], content: dict[str, Any]) -> Made:
     Examples:
         >>> from lightning_tricks.run_report.core.record import Resume
         >>> from_plain(Resume, {"step": 3, "epoch": 0, "time": 1.5})
-        Resume(step=3, epoch=0, time=1.5, not_restored=[])
+        Resume(step=3, epoch=0, time=1.5, not_restored=[], id='', rows=0)
     """
     declared: Any = kind
     hints = _hints(declared)
