@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from fnmatch import translate
 
+LIST_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in a qualified name, of a part of a list: the 3 of `blocks.3.norm1`
+
 
 @dataclass(frozen=True)
 class Pattern:

@@ -6,12 +6,13 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.text import describe_error
@@ -23,25 +24,12 @@ from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS
 from lightning_tricks.run_report.core.setting_texts import SettingTexts, digest
 
 _ENVIRONMENT = (  # beginnings of the names of variables that are recorded
-    *(
-        "ACCELERATE",
-        "AMP_",
-        "ATEN_",
-        "CUBLAS",
-        "CUDA",
-        "CUDNN",
-        "FSDP_",
-        "GLOO_",
-        "GOMP_",
-        "HSA_",
-        "KMP_",
-        "MKL_",
-        "NCCL_",
-    ),
-    *("NVIDIA_TF32", "OMP_", "PL_", "PYTHONHASHSEED", "PYTORCH_", "ROCM", "TORCH", "TRITON_", "XLA_"),
+    *("ACCELERATE", "AMP_", "ATEN_", "CUBLAS", "CUDA", "CUDNN", "FSDP_", "GLOO_", "GOMP_", "HSA_", "KMP_", "MKL_"),
+    *("NCCL_", "NVIDIA_TF32", "OMP_", "PL_", "PYTHONHASHSEED", "PYTORCH_", "ROCM", "TORCH", "TRITON_", "XLA_"),
 )
 _LOADER_ARGUMENTS = (
-    *("collate_fn", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn"),
+    *("collate_fn", "num_workers", "persistent_workers", "pin_memory"),
+    *("prefetch_factor", "timeout", "worker_init_fn"),
 )
 _MOST_FILES = 500
 
@@ -110,7 +98,7 @@ def _add_data(found: SettingTexts, trainer: Trainer, module: LightningModule) ->
         found.add("type", type(datamodule).__qualname__, "datamodule")
         found.add_arguments("datamodule", datamodule)
     for name, loaders in (("train_dataloader", trainer.train_dataloader), ("val_dataloaders", trainer.val_dataloaders)):
-        _add_loaders(found, name, list(_flat(loaders)))
+        _add_loaders(found, name, [] if loaders is None else CombinedLoader(loaders, "sequential").flattened)
 
 
 def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
@@ -130,16 +118,6 @@ def _add_loaders(found: SettingTexts, name: str, loaders: list[Any]) -> None:
                 found.add("length", len(data), label)
             found.add_arguments(label, data)
             data = getattr(data, "dataset", None)
-
-
-def _flat(loaders: Any) -> Iterator[Any]:
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    if isinstance(loaders, list | tuple):
-        for part in loaders:
-            yield from _flat(part)
-    elif loaders is not None:
-        yield loaders
 
 
 def _code_of(function: Any) -> str:

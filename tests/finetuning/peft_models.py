@@ -141,3 +141,13 @@ ARCHITECTURES = {  # -> how the model is made, its input
     "ViT, torchvision": (_torchvision("VisionTransformer", 32, 16, 1, 2, 16, 24), IMAGES),
     "Swin, torchvision": (_torchvision("SwinTransformer", [2, 2], 8, [1, 1], [2, 2], [2, 2]), IMAGES),
 }
+
+
+def perturb(model):
+    """Give whatever is trained, and running statistics, other values."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model

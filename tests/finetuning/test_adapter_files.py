@@ -19,6 +19,7 @@ from lightning_tricks.finetuning.core.low_rank import LowRank
 from lightning_tricks.finetuning.lora import LoRA
 from tests.contract.lab import fork
 from tests.finetuning.models import swin
+from tests.finetuning.peft_models import perturb
 
 peft = pytest.importorskip("peft")
 
@@ -52,16 +53,6 @@ class Tied(nn.Module):
 def seeded(make, *arguments, **named):
     torch.manual_seed(3)
     return make(*arguments, **named).eval()
-
-
-def perturb(model):
-    """Give whatever is trained, and running statistics, other values."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def read_with_peft(base, folder):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.finetuning import load_adapter, merge
-from tests.finetuning.peft_models import ARCHITECTURES
+from tests.finetuning.peft_models import ARCHITECTURES, perturb
 
 peft = pytest.importorskip("peft")
 
@@ -57,12 +57,7 @@ def adapt_by_peft(name, **config):
             model = peft.get_peft_model(build(name), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **config})).eval()
         except (AttributeError, TypeError, ValueError):
             return None
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturb(model)
 
 
 def merged_by_peft(model):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks._shared.patterns import LIST_NUMBER, Pattern
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import (
     AmbiguousAlignmentError,
@@ -57,7 +57,7 @@ def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
     """Yield globs for a name, from the widest: all below a parent, then names that differ in numbers alone."""
     ends = [found.start() for found in re.finditer(r"\.", name)]
     yield from (f"{_escaped(name[:end])}.*" for end in ends)
-    numbered = re.sub(r"(?<![^.])\d+(?![^.])", "*", _escaped(name))
+    numbered = LIST_NUMBER.sub("*", _escaped(name))
     if sum(map(Pattern(numbered).matches, names)) > 1:
         yield numbered
 

@@ -234,11 +234,11 @@ def _flat(cut: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _changed_parameter(stack: Any, alone: Step) -> str:
-    trained = {name for name, parameter in stack.net.named_parameters() if parameter.requires_grad}
-    names = [name for name, parts in stack.tensors_by_name().items() for _ in parts]
     if not torch.is_grad_enabled():
         return ""
-    before = _flat(stack.tensors_by_name())
+    trained = {name for name, parameter in stack.net.named_parameters() if parameter.requires_grad}
+    cut = stack.tensors_by_name()
+    names, before = [name for name, parts in cut.items() for _ in parts], _flat(cut)
     return next((n for n, a, b in zip(names, before, alone.state, strict=True) if n in trained and not a.equal(b)), "")
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def without_numbers(layer: Layer) -> str:
 
 
 def _numbers_between_dots(layer: Layer) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "#", layer.path)
+    return LIST_NUMBER.sub("#", layer.path)
 
 
 def _all_numbers_but_the_last(layer: Layer) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import islice, product
 from typing import Any
 
+from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 from lightning_tricks.checkpoint_remapping.core.remapping import remap_keys
 from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 
 Proposal = tuple[str, str] | dict[str, Any]
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a part of a list
 _MOST_TRIED = 8  # pairs of layers for which a rule is tried
 _MOST_STARS = 3  # that a file of rules may have
 
@@ -74,8 +73,8 @@ class Proposals:
 
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
-        glob = [_NUMBER.sub("*", name) for name in (source, target)]
-        if _NUMBER.findall(source) == _NUMBER.findall(target) and 0 < glob[0].count("*") <= _MOST_STARS:
+        glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
+        if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= _MOST_STARS:
             end = "" if source in self.sources or source.endswith("*") else ".*"
             if glob[0].count("*") < _MOST_STARS or not end:
                 wide = glob[0] + end, glob[1] + end

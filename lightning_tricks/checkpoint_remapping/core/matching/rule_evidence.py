@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
+from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a part of a list
 _Numbers = tuple[int, ...]
 
 
@@ -65,4 +64,4 @@ class _Rules:
 
 
 def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:
-    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+    return LIST_NUMBER.sub("#", name), tuple(map(int, LIST_NUMBER.findall(name)))
