@@ -429,6 +429,23 @@ def test_a_skipped_step_that_never_comes_is_taken_back(fused):
     assert (weight < 1).all()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_is_skipped_twice_is_skipped_once(fused):
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    steps = []
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, torch.nan])
+        _ = skip_step_on_device_(optimizer, torch.tensor(True)) if fused else skip_step_(optimizer)
+    optimizer.register_step_post_hook(lambda *_: steps.append(weight.tolist()))  # of others, and later
+    optimizer.step()
+    assert steps == [[1.0, 1.0]]
+    assert not optimizer._optimizer_step_pre_hooks
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert steps[1] < [1.0, 1.0]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300), st.integers(1, 60))
 @settings(max_examples=30, deadline=None)
 def test_counts_are_those_of_counting_each_step_alone(steps, every):

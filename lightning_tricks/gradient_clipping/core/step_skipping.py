@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
@@ -12,12 +13,16 @@ from torch.optim import SGD, Optimizer
 
 from lightning_tricks._torch_compat.optimizers import is_fused
 
+# What was installed for a step that has not come: only one hook of ours may be removed while torch calls the hooks
+_WAITING: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
+
 
 def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     """Drop the gradients, so that the next step does nothing.
 
     Zero gradients would not do: weight decay and momentum move the weights all the same. What an optimizer counts in
-    its parameter groups (schedule-free ones do) is restored after the step.
+    its parameter groups (schedule-free ones do) is restored after the step. If it is called again before that step,
+    the second call takes the place of the first.
 
     Args:
         optimizer: Any optimizer that ignores parameters without a gradient, as those of torch do, and evaluates no
@@ -39,10 +44,12 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-    options, depth, hooks = copy_group_options(optimizer), 0, ExitStack()
+    options, depth, hooks = copy_group_options(optimizer), 0, _waiting_anew(optimizer)
 
     def enter(*_: Any) -> None:
         nonlocal depth
+        if depth == 0:  # the last post hook, as torch does not allow removing one of those before it
+            hooks.callback(optimizer.register_step_post_hook(leave).remove)
         depth += 1
 
     def leave(*_: Any) -> None:
@@ -57,8 +64,15 @@ def skip_step_(optimizer: Optimizer) -> Callable[[], None]:
 
     with suppress(AttributeError):  # it wraps another optimizer, and has no hooks of its own
         hooks.callback(optimizer.register_step_pre_hook(enter).remove)
-        hooks.callback(optimizer.register_step_post_hook(leave).remove)
     return end
+
+
+def _waiting_anew(optimizer: Any) -> ExitStack:
+    """Take back what was installed for a step that never came, and return a place for what is installed now."""
+    if (earlier := _WAITING.get(optimizer)) is not None:
+        earlier.close()
+    _WAITING[optimizer] = ExitStack()
+    return _WAITING[optimizer]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -84,6 +98,8 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[], None]:
     """Make the next step do nothing where a condition holds, without reading it back to the host.
 
+    If it is called again before that step, the condition of the second call counts.
+
     Args:
         optimizer: An optimizer for which `skips_on_device` holds.
         condition: A bool, shape ().
@@ -92,11 +108,19 @@ def skip_step_on_device_(optimizer: Optimizer, condition: Tensor) -> Callable[[]
         A function for a step that never comes: it takes the condition back. After the step it does nothing.
     """
     # a GradScaler sets the same attributes to tell a fused optimizer that it found an overflow
-    installed = ExitStack()
+    installed = _waiting_anew(optimizer)
     for name, value in (("found_inf", condition.float()), ("grad_scale", None)):
         setattr(optimizer, name, value)
-        installed.callback(delattr, optimizer, name)
-    installed.enter_context(optimizer.register_step_post_hook(lambda *_: installed.close()))
+        installed.callback(delattr, proxy(optimizer), name)
+    is_in_step = False
+
+    def enter(*_: Any) -> None:
+        nonlocal is_in_step
+        if not is_in_step:  # as in `skip_step_`
+            is_in_step = True
+            installed.callback(optimizer.register_step_post_hook(lambda *_: installed.close()).remove)
+
+    installed.callback(optimizer.register_step_pre_hook(enter).remove)
     return installed.close
 
 
