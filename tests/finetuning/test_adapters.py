@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from abc import ABC
 
 import pytest
 import torch
@@ -407,3 +408,32 @@ def test_initial_values_are_those_of_a_linear_layer():
     down = model[0].adapter.down_weight
     assert 0.5 / 8 < down.abs().max() <= 1 / 8  # the width is 64
     assert not model[0].adapter.up_weight.any()
+
+
+class _Abstract(ABC, nn.Linear):
+    """A linear layer with a class that Python does not let a subclass replace, as quanto's are."""
+
+
+def _block(first, last):
+    return nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "fc1": first(8, 16), "fc2": last(16, 8)})
+
+
+@pytest.mark.parametrize("add", [add_adapters, add_lora])
+def test_a_class_that_cannot_be_extended_is_named_before_anything_changes(add):
+    model = nn.Sequential(nn.Linear(8, 8), _Abstract(8, 8))
+    settings = (AdapterSettings if add is add_adapters else LoRASettings)(4, target_modules="*")
+    with pytest.raises(ValueError, match=r"the classes of 1 layers cannot be extended, .*: 1 \(_Abstract\)\. Use Peft"):
+        add(model, settings)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*torch.ao.quantization")
+def test_quantized_layers_of_blocks_are_not_left_out_silently():
+    quantized = torch.ao.nn.quantized.dynamic.Linear
+    model = nn.ModuleList([_block(nn.Linear, nn.Linear), _block(quantized, nn.Linear), _block(nn.Linear, quantized)])
+    with pytest.raises(
+        ValueError, match=r"the weights of 2 layers are quantized, .*: 1\.fc1, 2\.fc2\. Use PeftAdapters"
+    ):
+        add_adapters(model)
+    assert list(add_adapters(model, AdapterSettings(exclude=["1", "2"])).layers) == ["0.fc2"]

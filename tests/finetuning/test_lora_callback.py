@@ -20,6 +20,7 @@ from lightning_tricks import (
     OptimizerSpec,
     Tricks,
     TricksMixin,
+    VotingClassifier,
     isolated_rng,
 )
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
@@ -308,3 +309,12 @@ def test_a_compiled_module_is_compiled_with_the_change():
         _trainer(LoRA(4)).fit(wrap(module), loader())
         weights.append(module.state_dict())
     torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("targets", ["linear", "*"])
+def test_stacked_members_of_an_ensemble_are_refused_with_the_remedy(targets):
+    made = {"criterion": nn.CrossEntropyLoss(), "optimizer": ("SGD", {"lr": 0.1}), "vectorize": True}
+    ensemble = VotingClassifier(lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)), 3, **made)
+    trainer = Trainer(callbacks=[LoRA(2, target_modules=targets)], max_epochs=1, **QUIET)
+    with pytest.raises(MisconfigurationException, match=r"2 layers hold the weights of all members .*vectorize=False"):
+        trainer.fit(ensemble, loader(), loader())

@@ -95,3 +95,11 @@ def test_another_scale_is_refused_without_a_trainer_as_well(tmp_path):
     add_lora(model, LoRASettings(rank=2, alpha=3.0))
     with pytest.raises(BaseMismatchError, match=r"of other values \(net\.0\.lora_weight\.scale"):
         load_trainable(model, tmp_path / "small.ckpt")
+
+
+def test_a_class_without_lora_is_told_so(tmp_path):
+    _fit(_module(), max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
+    with pytest.raises(
+        BaseMismatchError, match=r"trained with LoRA, which the model does not have: add it before .*LoRA\("
+    ):
+        load_trainable(_module(), tmp_path / "small.ckpt")

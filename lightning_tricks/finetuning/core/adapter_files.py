@@ -42,7 +42,7 @@ from lightning_tricks.finetuning.core.adapter_format import (
 from lightning_tricks.finetuning.core.injection import InjectionReport
 from lightning_tricks.finetuning.core.lora_injection import describe_lora, put_changes
 from lightning_tricks.finetuning.core.lora_plan import LoRASettings, changes_at, weights_of
-from lightning_tricks.finetuning.core.targets import plain_names, refuse_compiled
+from lightning_tricks.finetuning.core.targets import check_targets, plain_names
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -192,7 +192,7 @@ def _add(
     missing = [".".join(place) for place in own if place not in factors]
     if missing:
         raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
-    refuse_compiled(model, targets, "the adapter")
+    check_targets(model, targets, "the adapter")
     settings = LoRASettings(dropout=config.dropout, use_rslora=config.use_rslora)
     put_changes(model, changes_at(modules, {place: len(right) for place, (_, right) in factors.items()}), settings)
     for place, change in changed_weights(modules):

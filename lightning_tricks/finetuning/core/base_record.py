@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint
 
 _EXTRA_STATE = "_extra_state"  # the name under which a module saves what `get_extra_state` returns
+_OF_LORA = re.compile(r"(^|\.)lora_\w+\.scale$")  # the buffer of a change, which stays as it was
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -107,10 +109,18 @@ def verified_tensors(model: nn.Module, base: Mapping[str, TensorRecord], *, stri
         _phrase([name for name in others if name not in dtypes], "of other values"),
     )
     if any(phrases):
+        remedy = (
+            "Build the model with the same pretrained weights. Frozen layers that start from random weights are saved "
+            "with TrainableCheckpoint(extra=[...])."
+        )
+        if any(_OF_LORA.search(name) for name in missing):
+            remedy = (
+                "It was trained with LoRA, which the model does not have: add it before the checkpoint is loaded, by "
+                "the callback LoRA(...), add_lora(model, LoRASettings(...)) or Tricks(lora=...)."
+            )
         raise BaseMismatchError(
             f"The model is not the one that was trained. Of {len(base):,} tensors that this checkpoint left out, "
-            f"{'; '.join(filter(None, phrases))}. Build the model with the same pretrained weights. Frozen layers that "
-            "start from random weights are saved with TrainableCheckpoint(extra=[...])."
+            f"{'; '.join(filter(None, phrases))}. {remedy}"
         )
     return values
 

@@ -33,12 +33,12 @@ from lightning_tricks.finetuning.core.injection import (
     unfuse,
     without_excluded,
 )
-from lightning_tricks.finetuning.core.lora_plan import refuse_quantized
+from lightning_tricks.finetuning.core.lora_plan import is_linear, refuse_other_weights
 from lightning_tricks.finetuning.core.targets import (
     as_patterns,
+    check_targets,
     matching,
     plain_names,
-    refuse_compiled,
     select_modules,
 )
 from lightning_tricks.finetuning.core.transformer_blocks import find_blocks, reads_weights_of_its_parts, widths_of
@@ -176,12 +176,12 @@ def _plan(model: nn.Module, settings: AdapterSettings) -> _Plan:
         patterns = as_patterns("target_modules", settings.target_modules)
         if not patterns:
             raise ValueError("target_modules must name at least one pattern, got none.")
-        refuse_quantized({name: part for name, part in matching(patterns, rest).items() if widths_of(part) is None})
+        refuse_other_weights({name: part for name, part in matching(patterns, rest).items() if widths_of(part) is None})
         targets = select_modules(
             "target_modules", patterns, rest, lambda part: widths_of(part) is not None, "linear layers or attentions"
         )
         _refuse_bypassed(targets, {"": model, **modules})
-    refuse_compiled(model, targets, "adapters")
+    check_targets(model, targets, "adapters")
     widths = {}
     for name, module in targets.items():
         (inputs, _), (_, outputs) = (widths_of(part) or (0, 0) for part in (first.get(name, module), module))
@@ -192,6 +192,7 @@ def _plan(model: nn.Module, settings: AdapterSettings) -> _Plan:
 def _in_blocks(
     kind: str, modules: Mapping[str, nn.Module], rest: Mapping[str, nn.Module]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    refuse_other_weights({name: part for name, part in rest.items() if is_linear(part) and widths_of(part) is None})
     attentions, feed_forwards = find_blocks(modules)
     if not feed_forwards:
         raise ValueError(

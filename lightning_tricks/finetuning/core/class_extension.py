@@ -25,6 +25,20 @@ def extend(module: nn.Module, mixin: type, weights: tuple[str, ...] = ()) -> Non
     module.__class__ = _extended_class(below, mixin, weights)
 
 
+class _Nothing:
+    """A mixin that changes nothing."""
+
+
+def is_extensible(module: nn.Module) -> bool:
+    """Whether Python lets a module take on a subclass of its class, which depends on the bases: not under `abc.ABC`."""
+    below: Any = type(module)
+    try:
+        object.__setattr__(object.__new__(below), "__class__", type(below)(below.__name__, (_Nothing, below), {}))
+    except TypeError:
+        return False
+    return True
+
+
 def restore(module: nn.Module, mixin: type) -> None:
     """Take away the mixin of a type that `extend` put in front of a module's class; others stay.
 

@@ -20,9 +20,9 @@ from lightning_tricks.finetuning.core.injection import DEFAULT_MODULES_TO_SAVE, 
 from lightning_tricks.finetuning.core.lora_layers import is_transposed_linear
 from lightning_tricks.finetuning.core.targets import (
     as_patterns,
+    check_targets,
     matching,
     plain_names,
-    refuse_compiled,
     select_modules,
     value_for,
 )
@@ -79,7 +79,7 @@ def plan_lora(model: nn.Module, settings: LoRASettings) -> tuple[list[Change], d
     modules = plain_names(model)
     saved = select_saved(settings.modules_to_save, modules)
     targets = _targets(settings, modules, saved)
-    refuse_compiled(model, targets, "LoRA")
+    check_targets(model, targets, "LoRA")
     ranks = {Pattern(text): rank for text, rank in (settings.rank_pattern or {}).items()}
     select_modules("rank_pattern", list(ranks), targets, what="targets")
     places = {
@@ -122,7 +122,7 @@ def _targets(
 ) -> dict[str, nn.Module]:
     rest = without_excluded(settings.exclude, saved, modules)
     if settings.target_modules == "linear":
-        refuse_quantized({name: part for name, part in rest.items() if _is_linear(part)})
+        refuse_other_weights({name: part for name, part in rest.items() if is_linear(part)})
         chosen = {
             name: part
             for name, part in rest.items()
@@ -134,7 +134,7 @@ def _targets(
     patterns = as_patterns("target_modules", settings.target_modules)
     if not patterns:
         raise ValueError("target_modules must name at least one pattern, got none.")
-    refuse_quantized(matching(patterns, rest))
+    refuse_other_weights(matching(patterns, rest))
     chosen = select_modules(
         "target_modules", patterns, rest, lambda part: bool(weights_of(part)), "layers with a matrix"
     )
@@ -142,8 +142,14 @@ def _targets(
     return {name: part for name, part in rest.items() if name in chosen or name in inside}
 
 
-def refuse_quantized(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse layers with quantized weights among those that patterns match."""
+def refuse_other_weights(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse layers with quantized weights, or those of several members of an ensemble, among the chosen ones."""
+    stacked = [name for name, part in modules.items() if hasattr(part, "n_members")]
+    if stacked:
+        raise ValueError(
+            f"target_modules: {len(stacked)} layers hold the weights of all members of an ensemble, and cannot be "
+            f"adapted: {list_names(stacked)}. Pass vectorize=False to the ensemble, or leave them out by exclude."
+        )
     quantized = [name for name, part in modules.items() if is_quantized(part)]
     if quantized:
         raise ValueError(
@@ -152,7 +158,8 @@ def refuse_quantized(modules: Mapping[str, nn.Module]) -> None:
         )
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a layer is a linear one, also in another form, as quantized ones are."""
     return isinstance(module, nn.Linear) or "linear" in class_below(module).__name__.lower()
 
 

@@ -26,7 +26,7 @@ from lightning_tricks.finetuning.core.injection import (
     without_excluded,
 )
 from lightning_tricks.finetuning.core.prefix_attention import Prefix, PrefixAttention
-from lightning_tricks.finetuning.core.targets import as_patterns, plain_names, refuse_compiled, select_modules
+from lightning_tricks.finetuning.core.targets import as_patterns, check_targets, plain_names, select_modules
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _plan(model: nn.Module, settings: PrefixSettings) -> tuple[dict[str, nn.Mult
     targets = {name: part for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
     for name, module in targets.items():
         _check_attention(name, module)
-    refuse_compiled(model, targets, "prefixes")
+    check_targets(model, targets, "prefixes")
     return targets, saved
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place
+from lightning_tricks.finetuning.core.class_extension import is_extensible
 
 T = TypeVar("T")
 
@@ -75,11 +77,11 @@ def value_for(patterns: Mapping[Pattern, T], name: str, default: T) -> T:
     return next((value for pattern, value in patterns.items() if pattern.matches(name)), default)
 
 
-def refuse_compiled(model: nn.Module, targets: Mapping[str, nn.Module], what: str) -> None:
+def check_targets(model: nn.Module, targets: Mapping[str, nn.Module], what: str) -> None:
     """Refuse modules that are, or lie in, compiled ones, whose code is made for the modules as they were.
 
     Raises:
-        ValueError: If there is one; the message names it.
+        ValueError: If there is one, or one that cannot be extended; the message names it.
     """
     for name, module in model.named_modules():
         if compiled_module(module) is None and not compiles_in_place(module):
@@ -90,6 +92,12 @@ def refuse_compiled(model: nn.Module, targets: Mapping[str, nn.Module], what: st
                 f"{strip_compile_prefix(name) or type(module).__name__} is compiled: add {what} first, and call "
                 "torch.compile on the result."
             )
+    fixed = [f"{name} ({type(target).__name__})" for name, target in targets.items() if not is_extensible(target)]
+    if fixed:
+        raise ValueError(
+            f"target_modules: the classes of {len(fixed)} layers cannot be extended, as one of their bases is "
+            f"abc.ABC or has slots: {list_names(fixed)}. Use PeftAdapters, or leave them out by exclude."
+        )
 
 
 def _no_match(
