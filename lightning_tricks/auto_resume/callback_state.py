@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
 
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_callback_state, restore_checkpoint_callback_state
-from lightning_tricks._lightning_compat.lottery_tickets import capture_lottery_tickets, restore_lottery_tickets
+from lightning_tricks._lightning_compat.model_pruning import capture_lottery_tickets, restore_lottery_tickets
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks.auto_resume.module_state import move_to_device
 

@@ -25,6 +25,7 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
 from lightning_tricks.finetuning.core.freezing import ParameterCount
 from lightning_tricks.finetuning.core.frozen_norms import (
     frozen_norms,
@@ -35,7 +36,6 @@ from lightning_tricks.finetuning.core.frozen_norms import (
     set_norm_modes_,
 )
 from lightning_tricks.finetuning.core.group_splitting import split_groups_
-from lightning_tricks.finetuning.core.reach import is_compiled
 from lightning_tricks.finetuning.core.unfreezing_schedule import (
     UnfreezingPlan,
     check_multipliers,

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import AdaptationCallback
-from lightning_tricks.finetuning.core.reach import Reach, is_compiled, watching_reach
+from lightning_tricks.finetuning.core.adapter_coverage import Reach, is_compiled, watching_reach
 
 _TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 _EVALUATION = tuple(

@@ -20,7 +20,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
 from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.units import format_bytes
-from lightning_tricks.finetuning.core.base_record import (
+from lightning_tricks.finetuning.core.base_model_fingerprint import (
     BaseMismatchError,
     TensorRecord,
     base_fingerprints,

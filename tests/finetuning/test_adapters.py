@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.finetuning.adapters import Adapters
+from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
 from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
 from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings, adapters_report, add_adapters
 from lightning_tricks.finetuning.core.injection import parts_of
-from lightning_tricks.finetuning.core.reach import watching_reach
 from tests.contract.lab import same
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]

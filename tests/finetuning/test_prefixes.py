@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
+from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
 from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
 from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings, add_adapters
 from lightning_tricks.finetuning.core.injection import parts_of
 from lightning_tricks.finetuning.core.prefix_attention import Prefix
 from lightning_tricks.finetuning.core.prefixes import PrefixSettings, add_prefixes, prefixes_report
-from lightning_tricks.finetuning.core.reach import watching_reach
 from tests.contract.lab import same
 from tests.finetuning.models import disturb, torchvision_vit
 

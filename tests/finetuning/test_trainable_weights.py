@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.finetuning.core.base_record import (
+from lightning_tricks.finetuning.core.base_model_fingerprint import (
     BaseMismatchError,
     base_fingerprints,
     forget,

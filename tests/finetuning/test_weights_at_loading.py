@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin, isolated_rng
 from lightning_tricks.finetuning import TrainableCheckpoint
-from lightning_tricks.finetuning.core.base_record import BaseMismatchError
+from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError
 from tests.contract.lab import QUIET, loader, same
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")

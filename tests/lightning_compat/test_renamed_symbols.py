@@ -28,7 +28,7 @@ from lightning_tricks._lightning_compat import (
     fit_loaders,
     fit_observer,
     loggers,
-    lottery_tickets,
+    model_pruning,
     process_signals,
     results,
 )
@@ -280,10 +280,10 @@ def test_a_renamed_flag_of_a_finder(finder):
 
 def test_renamed_attributes_of_callbacks_that_change_weights():
     pruning = ModelPruning("l1_unstructured")
-    assert lottery_tickets.capture_lottery_tickets(pruning) == {}
+    assert model_pruning.capture_lottery_tickets(pruning) == {}
     _rename(pruning, "_original_layers")
     with pytest.raises(RuntimeError, match=MATCH):
-        lottery_tickets.capture_lottery_tickets(pruning)
+        model_pruning.capture_lottery_tickets(pruning)
     averaging = StochasticWeightAveraging(0.1)
     averaging._scheduler_state = {"base_lrs": [0.1]}
     _rename(averaging, "_swa_scheduler")

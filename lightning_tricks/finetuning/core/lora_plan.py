@@ -144,7 +144,7 @@ def _targets(
 
 def refuse_other_weights(modules: Mapping[str, nn.Module]) -> None:
     """Refuse layers with quantized weights, or those of several members of an ensemble, among the chosen ones."""
-    stacked = [name for name, part in modules.items() if hasattr(part, "n_members")]
+    stacked = [name for name, part in modules.items() if hasattr(part, "n_members") and weights_of(part)]
     if stacked:
         raise ValueError(
             f"target_modules: {len(stacked)} layers hold the weights of all members of an ensemble, and cannot be "

@@ -18,8 +18,8 @@ from lightning_tricks._shared.extras import import_extra
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
+from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
 from lightning_tricks.finetuning.core.injection import InjectionReport, make_report, parameters_of
-from lightning_tricks.finetuning.core.reach import is_compiled
 
 _ADAPTER = "default"  # peft's name for an adapter
 _MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters

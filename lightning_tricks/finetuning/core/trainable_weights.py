@@ -15,7 +15,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import clone_tensors
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.files.reading import read_checkpoint
-from lightning_tricks.finetuning.core.base_record import (
+from lightning_tricks.finetuning.core.base_model_fingerprint import (
     TensorRecord,
     forget,
     is_plain,
@@ -159,7 +159,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
 
     Examples:
         >>> import tempfile
-        >>> from lightning_tricks.finetuning.core.base_record import base_fingerprints
+        >>> from lightning_tricks.finetuning.core.base_model_fingerprint import base_fingerprints
         >>> model = nn.Linear(3, 2)
         >>> base = base_fingerprints(model)
         >>> model.bias.data.zero_()

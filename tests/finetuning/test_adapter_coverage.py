@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks.finetuning.core.reach import watching_reach
+from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
 from lightning_tricks.finetuning.reach_check import ReachCheckingCallback
 from tests.contract.lab import QUIET, EvaluatedNet, loader, traces
 
