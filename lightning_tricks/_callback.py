@@ -10,15 +10,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from lightning_tricks._lightning_compat.ddp import ddp_wrapper, stops_at_unused_parameters
 from lightning_tricks._lightning_compat.imports import other_import_style
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.logger_images import can_log_images
 from lightning_tricks._shared.report_parts import ReportPart
-from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
 
 _STEP_HOOKS = (
     "on_train_batch_start",
@@ -251,53 +247,3 @@ class StepsCallback(TrickCallback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call `on_stage_end`."""
         self.on_stage_end(trainer, pl_module, "test")
-
-
-class UnusedParameterCheck:
-    """Names the parameters that the first batch gave no gradient, where DDP would fail without naming any.
-
-    Without DDP, and where DDP looks for such parameters itself, this is one warning.
-    """
-
-    def __init__(self, trick: str) -> None:
-        self._trick = trick
-        self._waiting: dict[str, Tensor] = {}
-        self._had_backward = False
-
-    def start(self, parameters: Mapping[str, Tensor]) -> None:
-        """Look at the next batch for gradients of parameters, given by name; those that are frozen need none."""
-        self._waiting = dict(parameters)
-        self._had_backward = False
-
-    def stop(self) -> None:
-        """Look at nothing any more."""
-        self.start({})
-
-    def after_backward(self, trainer: Trainer) -> None:
-        """Call this in `on_after_backward`: it raises an error where DDP would fail in the next pass.
-
-        Raises:
-            MisconfigurationException: The error; it names the parameters and the rank.
-        """
-        if not self._waiting:
-            return
-        self._had_backward = True
-        missing = names_without_gradient(self._waiting)
-        self._waiting = {name: self._waiting[name] for name in missing}
-        if missing and stops_at_unused_parameters(trainer):
-            raise MisconfigurationException(
-                f"{self._trick}: {describe_without_gradient(missing, trainer.global_rank)}. DDP waits for each of "
-                "them and fails in the next pass. Freeze or remove what the loss does not depend on, or use "
-                'Trainer(strategy="ddp_find_unused_parameters_true").'
-            )
-
-    def after_batch(self, trainer: Trainer) -> None:
-        """Call this in `on_train_batch_end`: it warns about parameters without a gradient in this batch."""
-        if not self._had_backward:
-            return
-        missing = list(self._waiting)
-        self.stop()
-        if missing and trainer.is_global_zero:
-            rank = trainer.global_rank if ddp_wrapper(trainer) is not None else None
-            words = describe_without_gradient(missing, rank)
-            rank_zero_warn(f"{self._trick}: in its first batch, {words}. They stay as they are.")

@@ -20,30 +20,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks._shared.unused_parameters import parameters_without_gradient as parameters_without_gradient
-    from lightning_tricks.finetuning.adapters import Adapters as Adapters
-    from lightning_tricks.finetuning.core.adapter_files import load_adapter as load_adapter
-    from lightning_tricks.finetuning.core.adapter_files import save_adapter as save_adapter
+    from lightning_tricks.finetuning.core.adapter_loading import load_adapter as load_adapter
+    from lightning_tricks.finetuning.core.adapter_saving import save_adapter as save_adapter
+    from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError as BaseMismatchError
     from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings as AdapterSettings
     from lightning_tricks.finetuning.core.bottleneck_adapters import add_adapters as add_adapters
     from lightning_tricks.finetuning.core.freezing import freeze_ as freeze_
     from lightning_tricks.finetuning.core.freezing import trainable_summary as trainable_summary
     from lightning_tricks.finetuning.core.freezing import unfreeze_ as unfreeze_
     from lightning_tricks.finetuning.core.injection import InjectionReport as InjectionReport
+    from lightning_tricks.finetuning.core.lora_injection import LoRASettings as LoRASettings
     from lightning_tricks.finetuning.core.lora_injection import add_lora as add_lora
-    from lightning_tricks.finetuning.core.lora_plan import LoRASettings as LoRASettings
-    from lightning_tricks.finetuning.core.merging import merge as merge
+    from lightning_tricks.finetuning.core.lora_injection import merge as merge
     from lightning_tricks.finetuning.core.prefixes import PrefixSettings as PrefixSettings
     from lightning_tricks.finetuning.core.prefixes import add_prefixes as add_prefixes
     from lightning_tricks.finetuning.core.trainable_weights import load_trainable as load_trainable
     from lightning_tricks.finetuning.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
-    from lightning_tricks.finetuning.lora import LoRA as LoRA
-    from lightning_tricks.finetuning.peft_adapters import PeftAdapters as PeftAdapters
-    from lightning_tricks.finetuning.prefix_tuning import PrefixTuning as PrefixTuning
+    from lightning_tricks.finetuning.parameter_efficient import Adapters as Adapters
+    from lightning_tricks.finetuning.parameter_efficient import LoRA as LoRA
+    from lightning_tricks.finetuning.parameter_efficient import PeftAdapters as PeftAdapters
+    from lightning_tricks.finetuning.parameter_efficient import PrefixTuning as PrefixTuning
     from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint as TrainableCheckpoint
 
     __all__ = [
         "AdapterSettings",
         "Adapters",
+        "BaseMismatchError",
         "GradualUnfreezing",
         "InjectionReport",
         "LoRA",
@@ -71,20 +73,17 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "._shared.unused_parameters": ("parameters_without_gradient",),
-            "adapters": ("Adapters",),
-            "core.adapter_files": ("load_adapter", "save_adapter"),
+            "core.adapter_loading": ("load_adapter",),
+            "core.adapter_saving": ("save_adapter",),
+            "core.base_model_fingerprint": ("BaseMismatchError",),
             "core.bottleneck_adapters": ("AdapterSettings", "add_adapters"),
             "core.freezing": ("freeze_", "trainable_summary", "unfreeze_"),
             "core.injection": ("InjectionReport",),
-            "core.lora_injection": ("add_lora",),
-            "core.lora_plan": ("LoRASettings",),
-            "core.merging": ("merge",),
+            "core.lora_injection": ("LoRASettings", "add_lora", "merge"),
             "core.prefixes": ("PrefixSettings", "add_prefixes"),
             "core.trainable_weights": ("load_trainable",),
             "gradual_unfreezing": ("GradualUnfreezing",),
-            "lora": ("LoRA",),
-            "peft_adapters": ("PeftAdapters",),
-            "prefix_tuning": ("PrefixTuning",),
+            "parameter_efficient": ("Adapters", "LoRA", "PeftAdapters", "PrefixTuning"),
             "trainable_checkpoint": ("TrainableCheckpoint",),
         },
     )

@@ -1,9 +1,10 @@
-"""What the callbacks share that add parameters to a model before its optimizer is made."""
+"""The bases of the callbacks: parameters are added before the optimizer is made, and each that trains is used."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,20 +12,92 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
-from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
+from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.ddp import ddp_wrapper, stops_at_unused_parameters
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._lightning_compat.modules import is_compiled_by_lightning
 from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_of_type
 from lightning_tricks._shared.added_parameters import added_modules
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.text import list_names
+from lightning_tricks._shared.unused_parameters import describe_without_gradient, names_without_gradient
+from lightning_tricks.finetuning.core.adapter_coverage import AdapterCoverage, is_compiled, watching_coverage
 
+_TRAINING = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+_EVALUATION = tuple(
+    f"on_{stage}_batch_{edge}" for stage in ("validation", "test", "predict") for edge in ("start", "end")
+)
 _log = logging.getLogger("lightning.pytorch.tricks.finetuning")
 
 
-class AdaptationCallback(TrickCallback):
+class GradientCheckingCallback(TrickCallback):
+    """The base of callbacks that name the parameters that the first batch gave no gradient.
+
+    DDP would stop at them without a name, so that this is an error. Without DDP, and where DDP looks for such
+    parameters itself, it is one warning.
+    """
+
+    def __init__(self) -> None:
+        self._installed = ExitStack()  # between setup and teardown
+        self._waiting: dict[str, Tensor] = {}  # the parameters that had no gradient yet
+        self._had_backward = False
+
+    def _expect_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Look at the next batch for gradients of parameters, given by name; those that are frozen need none."""
+        self._waiting, self._had_backward = dict(parameters), False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for parameters without a gradient.
+
+        Raises:
+            MisconfigurationException: Where DDP would fail in the next pass; it names the parameters and the rank.
+        """
+        if not self._waiting:
+            return
+        self._had_backward = True
+        missing = names_without_gradient(self._waiting)
+        self._waiting = {name: self._waiting[name] for name in missing}
+        if missing and stops_at_unused_parameters(trainer):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: {describe_without_gradient(missing, trainer.global_rank)}. DDP waits for each "
+                "of them and fails in the next pass. Freeze or remove what the loss does not depend on, or use "
+                'Trainer(strategy="ddp_find_unused_parameters_true").'
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Warn about parameters without a gradient."""
+        if not self._had_backward:
+            return
+        missing = list(self._waiting)
+        self._expect_gradients({})
+        if missing and trainer.is_global_zero:
+            rank = trainer.global_rank if ddp_wrapper(trainer) is not None else None
+            words = describe_without_gradient(missing, rank)
+            rank_zero_warn(f"{type(self).__name__}: in its first batch, {words}. They stay as they are.")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove everything that this callback installed."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove everything that this callback installed."""
+        self._close()
+
+    def _close(self) -> None:
+        self._installed.close()
+        self._expect_gradients({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_installed": ExitStack(), "_waiting": {}, "_had_backward": False}
+
+
+class AdaptationCallback(GradientCheckingCallback):
     """The base of callbacks that add parameters to a module: after its layers are there, before its optimizer is.
 
     The module keeps what was added when the fit is over. A module that has it already, from an earlier fit or from
@@ -37,9 +110,8 @@ class AdaptationCallback(TrickCallback):
     report: Any = None
 
     def __init__(self) -> None:
+        super().__init__()
         self.report = None
-        self._installed = ExitStack()  # between setup and teardown
-        self._unused = UnusedParameterCheck(type(self).__name__)
 
     def adapt(self, module: LightningModule) -> Any:
         """Add the parameters to a module, unless it has them, and return a report.
@@ -104,31 +176,91 @@ class AdaptationCallback(TrickCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to look for parameters without a gradient."""
-        self._unused.start({strip_compile_prefix(name): one for name, one in pl_module.named_parameters()})
+        self._expect_gradients({strip_compile_prefix(name): one for name, one in pl_module.named_parameters()})
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for parameters without a gradient."""
-        self._unused.after_backward(trainer)
+
+class CoverageCheckingCallback(AdaptationCallback):
+    """The base of callbacks whose modules are checked in the first batch of training and in that of evaluation.
+
+    A module that is never called, because the one around it reads its weights, is an error; one that the batch did not
+    need is named in a warning. The hooks are disabled after these batches.
+    Compiled modules are not checked: what is called in them cannot be seen.
+    """
+
+    _watch: ExitStack | None = None  # during a batch
+    _coverage: AdapterCoverage | None = None
+
+    def adapted(self, module: LightningModule) -> Collection[str]:
+        """Return the qualified names of the modules whose `forward` has to run."""
+        raise NotImplementedError
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare the checks of a run."""
+        self._watch = self._coverage = None
+        super().setup(trainer, pl_module, stage)
+
+    def _start(self, pl_module: LightningModule) -> None:
+        if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
+            rank_zero_info(
+                f"{type(self).__name__}: whether all adapted modules are called is not checked in a compiled module."
+            )
+            return
+        if self._watch is not None:
+            self._watch.close()  # a batch that the module skips has no end
+        self._watch = self._installed.enter_context(ExitStack())
+        self._coverage = self._watch.enter_context(watching_coverage(pl_module, self.adapted(pl_module)))
+
+    def _end(self, what: str, hooks: tuple[str, ...]) -> None:
+        self.skip_hooks(*hooks)
+        if self._watch is None or self._coverage is None:
+            return
+        self._watch.close()
+        coverage, self._watch, self._coverage = self._coverage, None, None
+        trick, count = type(self).__name__, len(coverage.called) + len(coverage.bypassed) + len(coverage.idle)
+        if coverage.bypassed:
+            raise MisconfigurationException(
+                f"{trick}: {len(coverage.bypassed)} of {count} adapted modules have no effect in {what}: "
+                f"{list_names(coverage.bypassed)}. The module around them does not call them, but reads their weights, "
+                "or does without them: use LoRA(...), which changes the weights themselves, or leave them out by "
+                "target_modules or exclude."
+            )
+        if coverage.idle:
+            rank_zero_warn(
+                f"{trick}: the first batch of {what} did not use {len(coverage.idle)} of {count} adapted modules, nor "
+                f"the modules that contain them: {list_names(coverage.idle)}."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Watch which modules are called."""
+        self._start(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Warn about parameters without a gradient."""
-        self._unused.after_batch(trainer)
+        """Report what was not called, or has no gradient."""
+        self._end("training", _TRAINING)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove what `setup` installed."""
-        self._installed.close()
-        self._unused.stop()
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Watch which modules are called."""
+        self._start(pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove what `setup` installed."""
-        self._installed.close()
-        self._unused.stop()
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Report what was not called."""
+        self._end("evaluation", _EVALUATION)
 
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_installed": ExitStack(), "_unused": UnusedParameterCheck(type(self).__name__)}
-        return super().__getstate__() | fresh
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
 def _is_lost_after_fit(trainer: Trainer) -> bool:

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_tricks.finetuning.core.lora_injection import add_lora
-from lightning_tricks.finetuning.core.lora_plan import LoRASettings
-from lightning_tricks.finetuning.core.merging import merge
+from lightning_tricks.finetuning.core.lora_injection import LoRASettings, add_lora, merge
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_tricks._callback import TrickCallback, UnusedParameterCheck
 from lightning_tricks._lightning_compat.checkpoints import value_in_checkpoint
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.guards import overriding
@@ -25,9 +24,10 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.adaptation import GradientCheckingCallback
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
-from lightning_tricks.finetuning.core.freezing import ParameterCount
-from lightning_tricks.finetuning.core.frozen_norms import (
+from lightning_tricks.finetuning.core.freezing import (
+    ParameterCount,
     frozen_norms,
     held_norms,
     hold_norms_,
@@ -47,7 +47,7 @@ from lightning_tricks.finetuning.core.unfreezing_schedule import (
 _SAVED_KEY = "gradual_unfreezing"  # in checkpoints of FSDP
 
 
-class GradualUnfreezing(TrickCallback):
+class GradualUnfreezing(GradientCheckingCallback):
     """Freeze a module, and let its parameters train from chosen epochs or steps on.
 
     Give the optimizer all parameters that shall ever train, also the frozen ones: no `filter(requires_grad)`. Those
@@ -97,6 +97,7 @@ class GradualUnfreezing(TrickCallback):
         freeze_norm: bool = True,
         unit: Literal["epoch", "step"] = "epoch",
     ) -> None:
+        super().__init__()
         self.schedule = schedule
         self.lr_multipliers = lr_multipliers
         self.freeze_norm = freeze_norm
@@ -105,11 +106,9 @@ class GradualUnfreezing(TrickCallback):
             raise TypeError(f"freeze_norm must be True or False, got {freeze_norm!r} ({type(freeze_norm).__name__}).")
         self._patterns = check_schedule(schedule)
         self._multipliers = check_multipliers(lr_multipliers)
-        self._unused = UnusedParameterCheck("GradualUnfreezing")
         self._plan: UnfreezingPlan | None = None  # of the fit that runs
         self._key: int | None = None  # what has been applied
         self._held: set[str] = set()  # the normalisation that this fit has held
-        self._installed = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that hides the parameters."""
@@ -157,16 +156,6 @@ class GradualUnfreezing(TrickCallback):
         """Release what trains from this step on."""
         self._apply(trainer, pl_module)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for parameters without a gradient."""
-        self._unused.after_backward(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Warn about parameters without a gradient."""
-        self._unused.after_batch(trainer)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the run was too short to release."""
         if self._plan is not None and self._key is not None and (late := self._plan.released_after(self._key)):
@@ -179,14 +168,6 @@ class GradualUnfreezing(TrickCallback):
         """Save under FSDP what trains, by which a resumed run knows whose optimizer state to load."""
         if trainer.strategy.restore_checkpoint_after_setup:
             checkpoint[_SAVED_KEY] = self._key
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put back what the fit changed."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put back what the fit changed."""
-        self._close()
 
     def changes_later(self, pl_module: LightningModule) -> Collection[str]:
         """Return the names of what the schedule releases, and of the statistics that are frozen until then."""
@@ -223,7 +204,7 @@ class GradualUnfreezing(TrickCallback):
             rewrap_ddp(trainer)
             if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
                 torch.compiler.reset()  # torch 2.6 runs what it compiled for the frozen parameters
-        self._unused.start({name: parameter for parameter, name in plan.names.items()})
+        self._expect_gradients({name: parameter for parameter, name in plan.names.items()})
 
     def _freezing_before(
         self, load: Callable[..., Any], pl_module: LightningModule, plan: UnfreezingPlan
@@ -318,14 +299,11 @@ class GradualUnfreezing(TrickCallback):
             )
 
     def _close(self) -> None:
-        self._installed.close()
-        self._unused.stop()
+        super()._close()
         self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy that is made in the middle of a fit takes no parameters along
-        fresh = {"_installed": ExitStack(), "_unused": UnusedParameterCheck("GradualUnfreezing"), "_plan": None}
-        return super().__getstate__() | fresh
+        return super().__getstate__() | {"_plan": None}  # a copy in the middle of a fit takes no parameters along
 
 
 @contextmanager

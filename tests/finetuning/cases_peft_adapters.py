@@ -3,7 +3,7 @@
 import torch
 
 from lightning_tricks import isolated_rng
-from lightning_tricks.finetuning.peft_adapters import PeftAdapters
+from lightning_tricks.finetuning import PeftAdapters
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Net, Setting
 

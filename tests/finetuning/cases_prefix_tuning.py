@@ -3,8 +3,7 @@
 import torch
 
 from lightning_tricks import PrefixTuning, isolated_rng
-from lightning_tricks.finetuning import add_prefixes
-from lightning_tricks.finetuning.core.prefixes import PrefixSettings
+from lightning_tricks.finetuning import PrefixSettings, add_prefixes
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Net, Setting
 from tests.finetuning.cases_lora import dtype_of

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks.finetuning.core.adapter_coverage import watching_coverage
 
 
 class TiedText(nn.Module):
@@ -100,6 +101,13 @@ def output(model: nn.Module, inputs: Tensor) -> Tensor:
     if isinstance(out, Tensor):
         return out
     return out[0]
+
+
+def called(model: nn.Module, names, run) -> list[str]:
+    """Which of the named modules a function calls."""
+    with watching_coverage(model, names) as coverage:
+        run()
+    return coverage.called
 
 
 def disturb(model: nn.Module, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Which modules a batch reaches, and the check of it in the first batches of a run."""
+"""Which modules a batch calls, and the check of it in the first batches of a run."""
 
 import warnings
 
@@ -8,8 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
-from lightning_tricks.finetuning.reach_check import ReachCheckingCallback
+from lightning_tricks.finetuning.adaptation import CoverageCheckingCallback
+from lightning_tricks.finetuning.core.adapter_coverage import watching_coverage
 from tests.contract.lab import QUIET, EvaluatedNet, loader, traces
 
 
@@ -24,7 +24,7 @@ class _Functional(nn.Linear):
         return super().forward(nn.functional.linear(x, self.inner[0].weight))
 
 
-class _Watched(ReachCheckingCallback):
+class _Watched(CoverageCheckingCallback):
     def __init__(self, *names):
         super().__init__()
         self.names = names
@@ -36,16 +36,16 @@ class _Watched(ReachCheckingCallback):
         return self.names
 
 
-def test_modules_are_reached_bypassed_or_idle():
+def test_modules_are_called_bypassed_or_idle():
     model = nn.Sequential(_Functional(), nn.Sequential(nn.Linear(10, 10)))
     before = traces(model)
     names = ["0", "0.inner.0", "1.0"]
-    with watching_reach(model, names) as reach:
+    with watching_coverage(model, names) as coverage:
         model[0](torch.ones(1, 10))
-    assert (reach.reached, reach.bypassed, reach.idle) == (["0"], ["0.inner.0"], ["1.0"])
-    with watching_reach(model, names) as reach:
+    assert (coverage.called, coverage.bypassed, coverage.idle) == (["0"], ["0.inner.0"], ["1.0"])
+    with watching_coverage(model, names) as coverage:
         model(torch.ones(1, 10))
-    assert (reach.reached, reach.bypassed, reach.idle) == (["0", "1.0"], ["0.inner.0"], [])
+    assert (coverage.called, coverage.bypassed, coverage.idle) == (["0", "1.0"], ["0.inner.0"], [])
     assert traces(model) == before
 
 
@@ -53,9 +53,9 @@ def test_modules_are_reached_bypassed_or_idle():
 def test_a_fused_layer_bypasses_its_parts_in_evaluation_only():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     for training in (True, False):
-        with watching_reach(layer.train(training), ["linear2", "self_attn"]) as reach, torch.no_grad():
+        with watching_coverage(layer.train(training), ["linear2", "self_attn"]) as coverage, torch.no_grad():
             layer(torch.randn(2, 3, 8))
-        assert reach.bypassed == ([] if training else ["linear2", "self_attn"])
+        assert coverage.bypassed == ([] if training else ["linear2", "self_attn"])
 
 
 class _Bypassing(EvaluatedNet):

@@ -11,13 +11,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tricks.finetuning import LoRASettings, add_lora, merge
-from lightning_tricks.finetuning.adapters import Adapters
-from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
-from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
-from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings, adapters_report, add_adapters
-from lightning_tricks.finetuning.core.injection import parts_of
+from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from tests.contract.lab import same
+from tests.finetuning.models import called
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 
@@ -122,8 +118,8 @@ def _randn(*shape):
 def _wake(model, seed=2):
     """Give adapters an effect, as training would."""
     generator = torch.Generator().manual_seed(seed)
-    for part in parts_of(model, BottleneckAdapter):
-        for parameter in part.parameters():
+    for name, parameter in model.named_parameters():
+        if "adapter." in name:
             parameter.data.normal_(0, 0.3, generator=generator)
 
 
@@ -146,9 +142,9 @@ def test_every_adapter_is_reached_and_evaluation_equals_training(kind, make):
 
     _wake(model)
     for training in (True, False):
-        with watching_reach(model.train(training), report.layers) as reach, torch.no_grad():
-            run(model)
-        assert reach.reached == list(report.layers)
+        with torch.no_grad():
+            names = called(model.train(training), report.layers, lambda: run(model))
+        assert names == list(report.layers)
     with torch.inference_mode():
         evaluated = run(model.eval())
     trained = run(model.train())
@@ -290,14 +286,13 @@ def test_arguments_are_checked(settings, words):
 def test_a_second_injection_is_refused_and_known_by_its_settings():
     model, _ = encoder()
     settings = AdapterSettings(4, kind="parallel")
-    assert adapters_report(model, settings) is None
     report = add_adapters(model, settings)
-    assert adapters_report(model, settings) == report
-    with pytest.raises(ValueError, match="has adapters already"):
+    assert Adapters(4, kind="parallel").adapt(model) == report
+    with pytest.raises(ValueError, match="has adapters already, which a second call would reset: build the model anew"):
         add_adapters(model, settings)
     for other in ({"bottleneck": 5}, {"kind": "pfeiffer", "scale": 4.0}, {"scale": 1.0}, {"exclude": "layers.0"}):
         with pytest.raises(ValueError, match="other layers or of another kind"):
-            adapters_report(model, AdapterSettings(**{"bottleneck": 4, "kind": "parallel"} | other))
+            Adapters(**{"bottleneck": 4, "kind": "parallel"} | other).adapt(model)
 
 
 def test_the_report_counts():

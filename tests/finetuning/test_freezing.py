@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_tricks.finetuning import freeze_, parameters_without_gradient, trainable_summary, unfreeze_
-from lightning_tricks.finetuning.core.freezing import ParameterCount
-from lightning_tricks.finetuning.core.frozen_norms import frozen_norms, held_norms
+from lightning_tricks.finetuning.core.freezing import ParameterCount, frozen_norms, held_norms
 
 
 def model(*, affine=True):

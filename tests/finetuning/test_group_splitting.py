@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
 from lightning_tricks.finetuning.core.group_splitting import split_groups_
-from lightning_tricks.lr_schedules.core.scheduler import FactorLR
+from lightning_tricks.lr_schedules import FactorLR
 
 M = 0.25  # exact in binary, so that scaling before and after gives the same bits
 LR = 0.5

@@ -11,11 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_tricks import isolated_rng, load_weights
-from lightning_tricks.finetuning import LoRASettings, add_lora
-from lightning_tricks.finetuning.core.peft_injection import inject_peft, peft_config, peft_report
-from lightning_tricks.finetuning.lora import LoRA
-from lightning_tricks.finetuning.peft_adapters import PeftAdapters
-from lightning_tricks.finetuning.trainable_checkpoint import TrainableCheckpoint
+from lightning_tricks.finetuning import LoRA, LoRASettings, PeftAdapters, TrainableCheckpoint, add_lora
 from tests.contract.lab import QUIET, EvaluatedNet, loader
 
 peft = pytest.importorskip("peft")
@@ -33,7 +29,11 @@ def net():
 
 
 def inject_by_peft(model, config):
-    return peft.inject_adapter_in_model(peft_config(config), model)
+    return peft.inject_adapter_in_model(peft.get_peft_config(dict(config)), model)
+
+
+def inject(model, config):
+    return PeftAdapters(config).adapt(model)
 
 
 def trainable(model):
@@ -61,7 +61,7 @@ def test_methods(method):
     model, by_peft, batch = net(), net(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     expected = model(batch)
     state = torch.get_rng_state()
-    report = inject_peft(model, config)
+    report = inject(model, config)
     assert torch.equal(torch.get_rng_state(), state)  # the run's random numbers are those without adapters
     inject_by_peft(by_peft, config)
     assert model.state_dict().keys() == by_peft.state_dict().keys()
@@ -75,7 +75,7 @@ def test_methods(method):
 
 def test_modules_to_save_are_trained_whole():
     model = net()
-    report = inject_peft(model, {**IA3, "modules_to_save": ["2"]})
+    report = inject(model, {**IA3, "modules_to_save": ["2"]})
     assert report.saved == ("2",)
     assert report.trainable == report.added + 8 * 4 + 4
     assert "with all of 2" in str(report)
@@ -86,7 +86,7 @@ def test_equal_values_from_equal_seeds():
     for draws in (0, 3):
         torch.manual_seed(7)
         torch.rand(draws)
-        inject_peft(model := net(), lora("0"))
+        inject(model := net(), lora("0"))
         models.append(model)
     first, second = (model.state_dict() for model in models)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
@@ -107,12 +107,12 @@ def test_a_pattern_without_a_match():
     ):
         model = net()
         with pytest.raises(ValueError, match=rf"config: {argument}: 'no.*' matches none of the 3 modules"):
-            inject_peft(model, {**lora("0"), argument: pattern})
+            inject(model, {**lora("0"), argument: pattern})
         assert_as_before(model, before)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         with pytest.raises(ValueError, match="'1' matches none of the adapted layers"):
-            inject_peft(net(), lora("0", rank_pattern={"1": 3}))
+            inject(net(), lora("0", rank_pattern={"1": 3}))
 
 
 def assert_as_before(model, before):
@@ -128,7 +128,7 @@ def test_a_rank_larger_than_the_layer(method):
     inject_by_peft(net(), {**lora("0"), "peft_type": method, "r": 64})
     model = net()
     with pytest.raises(ValueError, match=r"r=64 exceeds the largest possible rank of 0, 6 \(shape \(8, 6\)\)"):
-        inject_peft(model, {**lora("0"), "peft_type": method, "r": 64})
+        inject(model, {**lora("0"), "peft_type": method, "r": 64})
     assert_as_before(model, net())
 
 
@@ -142,7 +142,7 @@ def test_a_module_in_two_places():
     assert type(by_peft[2]) is nn.Linear
     model = make()
     with pytest.raises(ValueError, match="0, 2 are one module"):
-        inject_peft(model, lora("0", "2"))
+        inject(model, lora("0", "2"))
     assert model[0] is model[2]
     assert_as_before(model, make())
 
@@ -151,7 +151,7 @@ def test_a_module_in_two_places():
 def test_tied_weights_are_said_aloud():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    report = inject_peft(model, lora("0"))
+    report = inject(model, lora("0"))
     assert "0.weight, 2.weight" in report.remark
     assert "0.weight, 2.weight share a weight, but no adapter" in str(report)
 
@@ -166,21 +166,19 @@ def test_second_injection():
         warnings.simplefilter("ignore")
         inject_by_peft(again := copy.deepcopy(model), lora("0"))
     assert not again[0].lora_B["default"].weight.any()
-    for refuse in (inject_peft, peft_report):
-        with pytest.raises(ValueError, match="has adapters"):
-            refuse(model, lora("0"))
+    with pytest.raises(ValueError, match=r"has adapters of peft already, .* injected by others"):
+        inject(model, lora("0"))
     assert model[0].lora_B["default"].weight.all()
 
     ours = net()
-    report = inject_peft(ours, lora("0"))
-    assert peft_report(net(), lora("0")) is None
-    assert peft_report(ours, lora("0")) == report
-    assert peft_report(pickle.loads(pickle.dumps(ours)), lora("0")) == report
+    report = inject(ours, lora("0"))
+    assert inject(ours, lora("0")) == report
+    assert inject(pickle.loads(pickle.dumps(ours)), lora("0")) == report
     with pytest.raises(ValueError, match="of another configuration"):
-        peft_report(ours, lora("0", lora_alpha=3))
+        inject(ours, lora("0", lora_alpha=3))
     add_lora(other := net(), LoRASettings(rank=1))
     with pytest.raises(ValueError, match=r"has adapters already, such as 0\.lora_weight"):
-        inject_peft(other, lora("0"))
+        inject(other, lora("0"))
 
 
 @pytest.mark.trap("finetuning: Adapters put into a model in eval mode are in train mode")
@@ -194,10 +192,10 @@ def test_adapters_have_the_mode_of_their_layer():
     config = lora("0", lora_dropout=0.5, modules_to_save=["2"])
     inject_by_peft(by_peft := make(), config)
     assert by_peft[0].lora_dropout["default"].training
-    inject_peft(model := make(), config)
+    inject(model := make(), config)
     assert model.training
     assert not any(part.training for child in (model[0], model[2]) for part in child.modules())
-    inject_peft(model := net(), config)
+    inject(model := net(), config)
     assert all(part.training for part in model.modules())
 
 
@@ -213,7 +211,7 @@ def test_multihead_attention():
     model = make()
     parameters = list(model.parameters())
     with pytest.raises(ValueError, match=r"attention is an nn.MultiheadAttention.*Use LoRA\(...\)"):
-        inject_peft(model, lora("attention"))
+        inject(model, lora("attention"))
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert_as_before(model, make())
 
@@ -233,7 +231,7 @@ def test_multihead_attention():
 def test_layers_that_peft_refuses(layer):
     model = nn.Sequential(nn.Linear(4, 4), layer)
     with pytest.raises(ValueError, match="peft cannot adapt Sequential"):
-        inject_peft(model, lora("0", "1"))
+        inject(model, lora("0", "1"))
     assert type(model[0]) is nn.Linear  # peft leaves it adapted
     assert model[1] is layer
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -244,7 +242,7 @@ def test_compiled_modules():
         if type(model[0]) is nn.Linear:
             model[2].compile(backend="eager")
         with pytest.raises(ValueError, match="is compiled: add the adapters first"):
-            inject_peft(model, lora("0"))
+            inject(model, lora("0"))
 
 
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva' but `eva_config` is not specified:UserWarning")
@@ -392,10 +390,9 @@ def test_only_the_submodule_is_frozen():
 def test_config_object_and_dict_are_one():
     config = peft.IA3Config(target_modules=["0"], feedforward_modules=["0"])
     one, other = net(), net()
-    assert inject_peft(one, config) == inject_peft(other, IA3)
+    assert inject(one, config) == inject(other, IA3)
     assert config.target_modules == {"0"}  # as it was
-    assert peft_report(one, IA3) is not None
-    assert peft_config({**IA3, "target_modules": [0]}).target_modules == {"0"}  # as jsonargparse reads names in YAML
+    assert inject(net(), {**IA3, "target_modules": [0]}).layers == {"0": "Linear"}  # as jsonargparse reads YAML
 
 
 @pytest.mark.trap("finetuning: Full checkpoints get `*.base_layer.weight` keys: plain ones no longer load")
@@ -425,7 +422,7 @@ def test_small_checkpoints(tmp_path):
 
 @pytest.mark.trap("finetuning: `get_peft_model(LightningModule)` is refused by the Trainer")
 def test_get_peft_model():
-    wrapped = peft.get_peft_model(EvaluatedNet(), peft_config(lora("net.0")))
+    wrapped = peft.get_peft_model(EvaluatedNet(), peft.get_peft_config(lora("net.0")))
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         Trainer(**QUIET).fit(wrapped, loader())
 
@@ -433,7 +430,7 @@ def test_get_peft_model():
 @pytest.mark.parametrize("config", [IA3, lora("0", "2")], ids=["IA3", "LORA"])
 def test_weights_of_the_base_are_loaded_into_a_model_with_adapters(config):
     pretrained = {f"module.{name}": value + 1 for name, value in net().state_dict().items()}
-    inject_peft(model := net(), config)
+    inject(model := net(), config)
     report = load_weights(model, pretrained)
     loaded = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items()}
     assert report.loaded == report.total == len(pretrained) == 4

@@ -12,7 +12,7 @@ from tests.finetuning.peft_models import ARCHITECTURES, perturb
 peft = pytest.importorskip("peft")
 
 _WORDS = (
-    "is no change of their weights",  # convolutions with groups and the like
+    "is not a change of their weights",  # convolutions with groups and the like
     "twice: as a layer, and as a part of the attention",
     "which share a weight in the model",
     "which are one tensor in the model",

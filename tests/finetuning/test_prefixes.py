@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.finetuning import LoRASettings, add_lora, merge
-from lightning_tricks.finetuning.core.adapter_coverage import watching_reach
-from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
-from lightning_tricks.finetuning.core.bottleneck_adapters import AdapterSettings, add_adapters
-from lightning_tricks.finetuning.core.injection import parts_of
-from lightning_tricks.finetuning.core.prefix_attention import Prefix
-from lightning_tricks.finetuning.core.prefixes import PrefixSettings, add_prefixes, prefixes_report
+from lightning_tricks.finetuning import (
+    AdapterSettings,
+    LoRASettings,
+    PrefixSettings,
+    PrefixTuning,
+    add_adapters,
+    add_lora,
+    add_prefixes,
+    merge,
+)
 from tests.contract.lab import same
-from tests.finetuning.models import disturb, torchvision_vit
+from tests.finetuning.models import called, disturb, torchvision_vit
 
 HEADS, BATCH, QUERIES, KEYS = 2, 3, 4, 5
 FORMS = {
@@ -216,9 +219,9 @@ def test_an_encoder_reads_its_prefixes_in_evaluation_too(target, padded):
     base, names = model(x, src_key_padding_mask=padding).detach(), dict(model.state_dict())
     report = add_prefixes(model, PrefixSettings(3, target))
     disturb(model)
-    with watching_reach(model.eval(), report.layers) as reach, torch.inference_mode():
-        evaluated = model(x, src_key_padding_mask=padding)
-    assert reach.reached == list(report.layers)
+    with torch.inference_mode():
+        evaluated = model.eval()(x, src_key_padding_mask=padding)
+        assert called(model, report.layers, lambda: model(x, src_key_padding_mask=padding)) == list(report.layers)
     trained = model.train()(x, src_key_padding_mask=padding)
     torch.testing.assert_close(evaluated, trained)
     assert not torch.allclose(trained, base, atol=1e-3)
@@ -244,27 +247,30 @@ def test_decoders_and_torchvisions_vit():
         assert not torch.allclose(trained, base, atol=1e-3)
 
 
+def _parts(model, kind="prefix"):
+    return [part for name, part in model.named_modules() if name.rpartition(".")[2] == kind]
+
+
 def test_a_prefixed_model_pickles_copies_compiles_and_is_known():
     torch._dynamo.reset()
     model, x = _encoder(), _randn(2, 5, 8)
     settings = PrefixSettings(3)
-    assert prefixes_report(model, settings) is None
     report = add_prefixes(model, settings, generator=torch.Generator().manual_seed(5))
     other = _encoder()
     add_prefixes(other, settings, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(parts_of(model, Prefix)[1].keys, parts_of(other, Prefix)[1].keys)
-    assert abs(parts_of(model, Prefix)[1].values.std() - 0.02) < 0.01
+    assert torch.equal(_parts(model)[1].keys, _parts(other)[1].keys)
+    assert abs(_parts(model)[1].values.std() - 0.02) < 0.01
     out = model(x)
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert torch.equal(twin(x), out)
-        assert prefixes_report(twin, settings) == report
+        assert PrefixTuning(3).adapt(twin) == report
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), out)
     with pytest.raises(ValueError, match="has prefixes already"):
         add_prefixes(model, settings)
     for changed in ({"length": 4}, {"exclude": "layers.0"}):
         with pytest.raises(ValueError, match="in other attentions or of another length"):
-            prefixes_report(model, PrefixSettings(**{"length": 3} | changed))
+            PrefixTuning(**{"length": 3} | changed).adapt(model)
 
 
 class _Own(nn.MultiheadAttention):
@@ -287,7 +293,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(model, settings, words
     with pytest.raises(ValueError, match=words):
         add_prefixes(model, PrefixSettings(**settings))
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert not parts_of(model, Prefix)
+    assert not _parts(model)
 
 
 def test_the_length_is_checked():
@@ -312,7 +318,7 @@ def test_with_lora_on_the_same_attention(lora_first):
     assert sum("lora" in name for name in trained) == 4
     merge(model)
     torch.testing.assert_close(attention(x, x, x)[0], out)
-    assert len(parts_of(model, Prefix)) == 1
+    assert len(_parts(model)) == 1
     with pytest.raises(ValueError, match=r"no LoRA to merge\. What was added in 0\.prefix cannot be folded"):
         merge(model)
 
@@ -324,10 +330,9 @@ def test_with_adapters_on_the_same_attention():
     add_adapters(models[0], AdapterSettings(3, "0"))
     disturb(models[0])
     x = _randn(5, 2, 8)
-    with watching_reach(models[0], ["0.prefix", "0.adapter"]) as reach:
-        models[0][0](x, x, x)
-    assert reach.reached == ["0.prefix", "0.adapter"]
+    names = ["0.prefix", "0.adapter"]
+    assert called(models[0], names, lambda: models[0][0](x, x, x)) == names
     add_adapters(models[1], AdapterSettings(3, "0"))
     with pytest.raises(ValueError, match="add prefixes before adapters"):
         add_prefixes(models[1], PrefixSettings(3))
-    assert len(parts_of(models[1], BottleneckAdapter)) == 1
+    assert len(_parts(models[1], "adapter")) == 1

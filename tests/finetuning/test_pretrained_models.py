@@ -20,7 +20,7 @@ from lightning_tricks import (
     save_weights,
     summarize_model,
 )
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.finetuning import LoRASettings, add_lora, merge
 from lightning_tricks.lr_schedules import build_optimizer
 from tests.contract.lab import QUIET, same

@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_tricks import AutoResume, GradualUnfreezing, LoRA, TrainableCheckpoint, isolated_rng
-from lightning_tricks.finetuning import LoRASettings, add_lora, load_trainable, merge
-from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError
+from lightning_tricks.finetuning import BaseMismatchError, LoRASettings, add_lora, load_trainable, merge
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, loader, same
 

@@ -16,9 +16,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_tricks import AutoResume, CheckpointRemapping, Tricks, TricksMixin, isolated_rng, load_weights
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.finetuning import GradualUnfreezing, TrainableCheckpoint, load_trainable
-from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError
+from lightning_tricks.checkpoint_remapping import CheckpointError
+from lightning_tricks.finetuning import BaseMismatchError, GradualUnfreezing, TrainableCheckpoint, load_trainable
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, loader, same, traces_on_trainer
 

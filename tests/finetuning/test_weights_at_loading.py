@@ -9,8 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from torch import nn
 
 from lightning_tricks import CheckpointRemapping, GradualUnfreezing, LoRA, TricksMixin, isolated_rng
-from lightning_tricks.finetuning import TrainableCheckpoint
-from lightning_tricks.finetuning.core.base_model_fingerprint import BaseMismatchError
+from lightning_tricks.finetuning import BaseMismatchError, TrainableCheckpoint
 from tests.contract.lab import QUIET, loader, same
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")

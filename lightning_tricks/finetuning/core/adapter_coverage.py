@@ -1,4 +1,4 @@
-"""Find out which modules of a model a batch reaches."""
+"""Find out which modules with added parameters a batch calls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_
 
 
 @dataclass
-class Reach:
-    """What a batch reached of some modules.
+class AdapterCoverage:
+    """Which of some modules a batch used.
 
     Attributes:
-        reached: The names of the modules whose `forward` ran.
+        called: The names of the modules whose `forward` ran.
         bypassed: The names of those whose `forward` did not run while that of the module around them did, such as in a
             fused layer, or one that reads the weights of its parts.
         idle: The names of those that lie in a module whose `forward` did not run either: the batch did not use it.
     """
 
-    reached: list[str] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)
     bypassed: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def watching_reach(model: nn.Module, names: Iterable[str]) -> Iterator[Reach]:
+def watching_coverage(model: nn.Module, names: Iterable[str]) -> Iterator[AdapterCoverage]:
     """Watch which modules run while the context is entered; the lists are filled when it is left.
 
     Hooks are not used: some fused layers take another path where there is one. Nothing else of the modules changes.
@@ -42,27 +42,27 @@ def watching_reach(model: nn.Module, names: Iterable[str]) -> Iterator[Reach]:
     Examples:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> with watching_reach(model, ["0", "1"]) as reach:
+        >>> with watching_coverage(model, ["0", "1"]) as coverage:
         ...     out = model[0](torch.ones(1, 2))
-        >>> reach
-        Reach(reached=['0'], bypassed=[], idle=['1'])
+        >>> coverage
+        AdapterCoverage(called=['0'], bypassed=[], idle=['1'])
     """
     names, ran = list(names), set[int]()
     around = {name: _module_around(model, name) for name in names}
     watched = {id(part): part for name in names for part in (model.get_submodule(name), around[name])}
-    reach = Reach()
+    coverage = AdapterCoverage()
     with ExitStack() as stack:
         for part in watched.values():
             if "forward" not in vars(part):  # another one's override stays
                 stack.enter_context(overriding(part, forward=_noting(part, ran)))
-        yield reach
+        yield coverage
     for name in names:
         if id(model.get_submodule(name)) in ran:
-            reach.reached.append(name)
+            coverage.called.append(name)
         elif id(around[name]) in ran:
-            reach.bypassed.append(name)
+            coverage.bypassed.append(name)
         else:
-            reach.idle.append(name)
+            coverage.idle.append(name)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,26 +1,220 @@
-"""The two files of an adapter, as the peft library writes them."""
+"""The two files of an adapter, as the peft library writes them, and what of the layers of a model peft knows.
+
+They are read and written here, and never by peft, for what peft would lose: changes of recurrent layers, of parts of an
+attention and of convolutions with groups, for which it has no layers; weights that several layers share, which it
+adapts apart; and the promise that loading unpickles nothing and downloads nothing. It would also have to be injected
+into a copy of the model, as the changes of this package lie in weights and not in modules around them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number, check_path
 from lightning_tricks._shared.files import atomic_write, open_file
+from lightning_tricks._shared.patterns import check_repeats
+from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.finetuning.core.adapter_config import AdapterConfig, read_config
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.class_extension import class_below
+from lightning_tricks.finetuning.core.lora_layers import LowRank, changes_of
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
+Place = tuple[str, str]  # the qualified name of a layer, and the name of its weight
+
 _WRITER = "lightning_tricks"
 _MATRIX = re.compile(r"^(?:(.+)\.)?lora_(?:embedding_)?([AB])(?:\.(\w+))?$")
+_DOUBLES_OUT_PROJ = Version("0.21.99")  # the last version of peft that is known to do it
+_LARGEST_CONFIG = 4 << 20  # bytes
+_LARGEST_ALPHA = 1e9
+PLAIN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_INITIAL_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the weights of the base
+# What says where a file comes from, which layers it is for, which the names of its tensors say as well, or how it was
+# initialized, or is read only beside a setting that is refused
+_WITHOUT_EFFECT = frozenset(
+    [
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "runtime_config",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+        "init_lora_weights",
+        "eva_config",
+        "megatron_core",
+        "qalora_group_size",
+        "loftq_config",
+        "ensure_weight_tying",
+    ]
+)
+_USED = frozenset(
+    ["r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "modules_to_save", "bias"]
+)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What of an `adapter_config.json` decides about the outputs of a model, and how training goes on.
+
+    Attributes:
+        alpha: The scale of layers without one of their own.
+        alphas: Regular expression over names of layers, as peft reads it -> scale.
+        use_rslora: Whether a scale is divided by the square root of the rank.
+        dropout: The dropout of the inputs of the changes.
+        modules_to_save: The ends of names of modules that are stored whole.
+        by_peft: Whether peft wrote the file.
+        is_old: Whether its peft adds the change of the `out_proj` of an `nn.MultiheadAttention` that is wrapped as a
+            whole twice (huggingface/peft#3774).
+    """
+
+    alpha: float
+    alphas: Mapping[str, float]
+    use_rslora: bool
+    dropout: float
+    modules_to_save: Sequence[str]
+    is_old: bool
+    by_peft: bool
+
+    def alpha_of(self, layer: str) -> float:
+        """Return the scale of a layer, before it is divided by its rank."""
+        found = (alpha for text, alpha in self.alphas.items() if re.match(rf"(.*\.)?({text})$", layer))
+        return next(found, self.alpha)
+
+
+def read_adapter(folder: str | os.PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """Read both files.
+
+    Raises:
+        FileNotFoundError: If the folder or one of the files is missing.
+        ValueError: If a file is corrupt or too large, or the adapter has a setting that only peft has.
+    """
+    path = Path(check_path("folder", folder, "a folder"))
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"folder={os.fspath(folder)!r} is not a folder. Adapters are not downloaded: "
+            "huggingface_hub.snapshot_download(...) returns a folder."
+        )
+    files = sorted(entry.name for entry in path.iterdir())
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in files]
+    if missing:
+        remedy = (
+            " adapter_model.bin is a pickle, which is not read: load it with peft, and call "
+            "save_pretrained(folder, safe_serialization=True)."
+        )
+        raise FileNotFoundError(
+            f"{path} has no {' and no '.join(missing)}, only {list_names(files)}."
+            f"{remedy if 'adapter_model.bin' in files else ''}"
+        )
+    tensors, writer = _read_tensors(path / WEIGHTS_FILE)
+    try:
+        return _read_config(path / CONFIG_FILE, by_peft=writer != _WRITER), tensors
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path / CONFIG_FILE}: {error}") from error
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Return the tensors of a file, and who wrote it."""
+    from safetensors import SafetensorError, safe_open
+
+    open_file(path).close()  # which refuses what is no file
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, (file.metadata() or {}).get("writer")  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error}): copy it again.") from error
+
+
+def _read_config(path: Path, *, by_peft: bool) -> AdapterConfig:
+    with open_file(path) as file:
+        data = file.read(_LARGEST_CONFIG + 1)
+    if len(data) > _LARGEST_CONFIG:
+        raise ValueError(f"it is larger than {_LARGEST_CONFIG >> 20} MiB.")
+    config = parse_json(data, Budget(len(data)))
+    if not isinstance(config, dict):
+        raise ValueError(f"a mapping is needed, got {type(config).__name__}.")
+    _refuse_other_methods(config)
+    alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict):
+        raise ValueError(f"alpha_pattern must be a mapping, got {type(alphas).__name__}.")
+    for text in alphas:
+        check_repeats(text)
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"alpha_pattern: {text!r} is not a regular expression: {error}.") from error
+    check_count("r", config.get("r"))
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise ValueError(f"modules_to_save must be a list of names, got {saved!r:.60}.")
+    version = config.get("peft_version")
+    try:
+        is_old = version is None or Version(str(version)) <= _DOUBLES_OUT_PROJ  # the first ones did not write it
+    except InvalidVersion:
+        raise ValueError(f"peft_version must be a version, got {version!r:.60}.") from None
+    return AdapterConfig(
+        _check_alpha("lora_alpha", config.get("lora_alpha")),
+        {text: _check_alpha(f"alpha_pattern[{text!r}]", alpha) for text, alpha in alphas.items()},
+        bool(config.get("use_rslora")),
+        check_dropout("lora_dropout", config.get("lora_dropout", 0.0)),
+        saved,
+        is_old,
+        by_peft,
+    )
+
+
+def _refuse_other_methods(config: Mapping[str, Any]) -> None:
+    """Refuse an adapter of another method, or with settings by which the outputs differ from those of LoRA."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(
+            f"peft_type must be 'LORA', got {kind!r}: the adapters of other methods are those of peft, which "
+            "PeftAdapters adds to a model."
+        )
+    if (initial := config.get("init_lora_weights")) not in _INITIAL_VALUES:
+        raise ValueError(
+            f"init_lora_weights={initial!r} has changed the weights of the base: save the adapter with "
+            "save_pretrained(folder, path_initial_model_for_weight_conversion=...) of peft."
+        )
+    unknown = [name for name, value in config.items() if name not in _WITHOUT_EFFECT | _USED and value]
+    unknown += ["bias"] * (config.get("bias", "none") != "none")
+    if unknown:
+        raise ValueError(
+            f"{', '.join(f'{name}={config[name]!r:.60}' for name in unknown)}: LoRA of this package has no such "
+            f"setting, and without it the outputs would differ. Load the adapter with peft."
+        )
+
+
+def _check_alpha(name: str, alpha: object) -> float:
+    return check_number(name, alpha, above=0, at_most=_LARGEST_ALPHA)
+
+
+def write_adapter(folder: str | os.PathLike[str], tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write both files, each of them atomically."""
+    from safetensors.torch import save_file
+
+    path = Path(check_path("folder", folder, "a folder"))
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path / WEIGHTS_FILE) as staged:
+        save_file(tensors, staged, metadata={"format": "pt", "writer": _WRITER})
+    with atomic_write(path / CONFIG_FILE) as staged:
+        staged.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def names_of_matrices(layer: str, module: nn.Module, weight: str, is_wrapped: bool) -> tuple[str, str]:
@@ -37,7 +231,7 @@ def names_of_matrices(layer: str, module: nn.Module, weight: str, is_wrapped: bo
 
 def parse_names(
     tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
-) -> tuple[dict[tuple[str, str], dict[str, Tensor]], dict[str, Tensor], set[str]]:
+) -> tuple[dict[Place, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Sort the tensors of a file by what they are.
 
     Args:
@@ -51,7 +245,7 @@ def parse_names(
     Raises:
         ValueError: If a name does not begin as peft's do, or a layer has one of the two matrices, or two changes.
     """
-    changes: dict[tuple[str, str], dict[str, Tensor]] = {}
+    changes: dict[Place, dict[str, Tensor]] = {}
     values: dict[str, Tensor] = {}
     frozen: set[str] = set()
     for name, tensor in tensors.items():
@@ -60,7 +254,7 @@ def parse_names(
         inner = name.removeprefix(PREFIX)
         found = _MATRIX.match(inner)
         if found is None:
-            plain = inner if _owner(inner) in modules else inner.replace(".base_layer.", ".")
+            plain = inner if inner.rpartition(".")[0] in modules else inner.replace(".base_layer.", ".")
             values[plain] = tensor
             frozen |= {plain} if plain != inner else set()
             continue
@@ -84,63 +278,40 @@ def parse_names(
     return changes, values, frozen
 
 
-def write_adapter(folder: str | os.PathLike[str], tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write both files, each of them atomically."""
-    from safetensors.torch import save_file
-
-    path = Path(check_path("folder", folder, "a folder"))
-    path.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path / WEIGHTS_FILE) as staged:
-        save_file(tensors, staged, metadata={"format": "pt", "writer": _WRITER})
-    with atomic_write(path / CONFIG_FILE) as staged:
-        staged.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+def changed_weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, LowRank]]:
+    """Yield the changed weights of a model; a weight that layers share comes once for each."""
+    for name, module in modules.items():
+        for weight, change in changes_of(module).items():
+            yield (name, weight), change
 
 
-def read_adapter(folder: str | os.PathLike[str]) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """Read both files.
-
-    Raises:
-        FileNotFoundError: If the folder or one of the files is missing.
-        ValueError: If a file is corrupt, or the adapter is of a kind that only peft has.
-    """
-    path = Path(check_path("folder", folder, "a folder"))
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"folder={os.fspath(folder)!r} is no folder. Adapters are not downloaded: "
-            "huggingface_hub.snapshot_download(...) returns a folder."
-        )
-    files = sorted(entry.name for entry in path.iterdir())
-    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in files]
-    if missing:
-        raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}, only {list_names(files)}.{_remedy(files)}")
-    tensors, writer = _read_tensors(path / WEIGHTS_FILE)
-    try:
-        config = read_config(path / CONFIG_FILE)
-        return replace(config, by_peft=writer != _WRITER), tensors
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path / CONFIG_FILE}: {error}") from error
+def attention_of(layer: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the name of the `nn.MultiheadAttention` whose `out_proj` a layer is."""
+    parent, _, name = layer.rpartition(".")
+    return parent if name == "out_proj" and isinstance(modules.get(parent), nn.MultiheadAttention) else None
 
 
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
+def layer_for_peft(place: Place, places: Container[Place], modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the layer that peft replaces: an attention and its `out_proj` are one, if both are changed."""
+    attention = attention_of(place[0], modules)
+    return attention if attention is not None and (attention, "in_proj_weight") in places else place[0]
 
 
-def _remedy(files: Sequence[str]) -> str:
-    if "adapter_model.bin" in files:
-        return (
-            " adapter_model.bin is a pickle, which is not read: load it with peft, and call "
-            "save_pretrained(folder, safe_serialization=True)."
-        )
-    return ""
+def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
+    """Return the weight that a module registers, or that hooks and parametrizations compute."""
+    value: Any = registered_tensor(module, weight)
+    return getattr(module, weight) if value is None else value  # type: ignore[no-any-return]
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """Return the tensors of a file, and who wrote it."""
-    from safetensors import SafetensorError, safe_open
+def computed_otherwise(module: nn.Module) -> str | None:
+    """Return for what peft puts something else beside a layer than a change of its weight, or None."""
+    kind = class_below(module).__name__
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
+        return None if plain else f"{kind} with groups, dilation or padding_mode"
+    return f"{kind} with max_norm" if isinstance(module, nn.Embedding) and module.max_norm is not None else None
 
-    open_file(path).close()  # which refuses what is no file
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, (file.metadata() or {}).get("writer")  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is corrupt or truncated ({error}): copy it again.") from error
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a layer computes otherwise than the class of torch that peft takes it for."""
+    return any(isinstance(module, plain) and class_below(module).forward is not plain.forward for plain in PLAIN)

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
+from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_choice, check_count, check_dropout, check_number
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.finetuning.core.adapter_layers import (
-    NONLINEARITIES,
-    Adapted,
-    BottleneckAdapter,
-    Handover,
-    HandsOver,
-    ParallelAdapted,
-)
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
 from lightning_tricks.finetuning.core.injection import (
     DEFAULT_MODULES_TO_SAVE,
+    Injection,
     InjectionReport,
-    freeze_base,
-    generator_or_new,
-    make_report,
+    check_selection,
+    draw_,
+    matching,
     parameters_of,
     parts_of,
-    select_saved,
-    trained_whole,
-    unfuse,
-    without_excluded,
-)
-from lightning_tricks.finetuning.core.lora_plan import is_linear, refuse_other_weights
-from lightning_tricks.finetuning.core.targets import (
-    as_patterns,
-    check_targets,
-    matching,
-    plain_names,
     select_modules,
+    unfuse,
 )
+from lightning_tricks.finetuning.core.lora_layers import is_linear, refuse_other_weights
 from lightning_tricks.finetuning.core.transformer_blocks import find_blocks, reads_weights_of_its_parts, widths_of
 
+NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 KINDS = {"houlsby": ("gelu", 1.0), "pfeiffer": ("relu", 1.0), "parallel": ("relu", 4.0)}  # as in the papers
 
 
@@ -72,8 +66,7 @@ class AdapterSettings:
         if self.scale is not None:
             check_number("scale", self.scale, above=0, at_most=1e9)
         check_dropout("dropout", self.dropout)
-        for name in ("target_modules", "exclude", "modules_to_save"):
-            as_patterns(name, getattr(self, name))
+        check_selection(self)
 
     @property
     def shape(self) -> tuple[int, str, float, bool]:
@@ -111,116 +104,217 @@ def add_adapters(
         Adapters (pfeiffer, bottleneck 8) in 2 Linear add 2,192 values; 2,842 of 69,786 values (4.07%) are trained, with
         all of 1.
     """
-    settings = settings or AdapterSettings()
-    if parts_of(model, BottleneckAdapter):
-        raise ValueError(
-            f"{type(model).__name__} has adapters already, and second ones would reset them: build the model anew."
-        )
-    plan = _plan(model, settings)
-    generator = generator_or_new(generator)
-    freeze_base(model, plan.saved.values())
-    bottleneck, nonlinearity, scale, is_parallel = settings.shape
-    for name, module in plan.targets.items():
-        first = plan.first.get(name)
-        inputs, outputs = plan.widths[name]
-        like = next(module.parameters())
-        adapter = BottleneckAdapter(like, inputs, outputs, bottleneck, nonlinearity, scale, settings.dropout, generator)
-        module.add_module("adapter", adapter.train(module.training))
-        extend(module, ParallelAdapted if is_parallel else Adapted)
-        if first is not None:
-            extend(first, HandsOver)
-            first.handover = module.handover = Handover()  # type: ignore[assignment]
-    unfuse(model, plan.targets.values())
-    return _report(model, settings, plan)
+    return AdapterInjection.add(model, settings or AdapterSettings(), generator)
 
 
-def adapters_report(model: nn.Module, settings: AdapterSettings) -> InjectionReport | None:
-    """Return what `add_adapters` added to a model with these settings; None if the model has no adapters.
+class BottleneckAdapter(AddedParameters):
+    """Two linear layers with a nonlinearity between them: `scale * (W_up f(W_down x + b_down) + b_up)`.
 
-    Raises:
-        ValueError: If it was added with other settings.
+    Args:
+        like: A tensor with the dtype and device of the parameters.
+        inputs: The width of the input.
+        outputs: The width of the output.
+        bottleneck: The width between the layers.
+        nonlinearity: The name of `f`.
+        scale: The scale of the output.
+        dropout: The probability with which a value between the layers is set to zero in training.
+        generator: Draws the initial values.
+
+    Attributes:
+        down_weight: Parameter (bottleneck, inputs), uniform at the start as in `nn.Linear`.
+        down_bias: Parameter (bottleneck,), zero at the start.
+        up_weight: Parameter (outputs, bottleneck), zero at the start, so that the output is zero.
+        up_bias: Parameter (outputs,), zero at the start.
     """
-    present: list[Any] = parts_of(model, BottleneckAdapter)
-    if not present:
-        return None
-    plan = _plan(model, settings)
-    of_targets: list[Any] = [getattr(module, "adapter", None) for module in plan.targets.values()]
-    is_parallel = any(isinstance(module, ParallelAdapted) for module in model.modules())
-    shapes = {(part.bottleneck, part.nonlinearity, part.scale, is_parallel) for part in present}
-    if set(map(id, present)) != set(map(id, of_targets)) or shapes != {settings.shape}:
-        raise ValueError(
-            f"{type(model).__name__} has adapters already, in other layers or of another kind: build the model anew."
-        )
-    return _report(model, settings, plan)
+
+    def __init__(
+        self,
+        like: Tensor,
+        inputs: int,
+        outputs: int,
+        bottleneck: int,
+        nonlinearity: str = "relu",
+        scale: float = 1.0,
+        dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()  # a quantized weight is not
+        make = partial(torch.empty, dtype=dtype, device=like.device)
+        self.bottleneck, self.nonlinearity, self.scale = bottleneck, nonlinearity, scale
+        self.down_weight = nn.Parameter(make(bottleneck, inputs))
+        self.down_bias = nn.Parameter(make(bottleneck))
+        self.up_weight = nn.Parameter(make(outputs, bottleneck))
+        self.up_bias = nn.Parameter(make(outputs))
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the initial values, with which the output is zero."""
+        bound = 1 / math.sqrt(self.down_weight.shape[1])
+        draw_(self.down_weight, lambda drawn: drawn.uniform_(-bound, bound, generator=generator))
+        for parameter in (self.down_bias, self.up_weight, self.up_bias):
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scaled output for an input (..., inputs)."""
+        thin = self.dropout(NONLINEARITIES[self.nonlinearity](F.linear(x, self.down_weight, self.down_bias)))
+        return self.scale * F.linear(thin, self.up_weight, self.up_bias)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for the print of a model."""
+        return f"bottleneck={self.bottleneck}, nonlinearity={self.nonlinearity!r}, scale={self.scale:g}"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The modules that get an adapter, its widths, the other layers whose input it takes, and what is trained whole."""
+class Adapted:
+    """A mixin for a module whose output, or the first of its outputs, goes through an adapter with a residual."""
 
-    targets: dict[str, nn.Module]
-    widths: dict[str, tuple[int, int]]
-    first: dict[str, nn.Module]
-    saved: dict[str, nn.Module] = field(repr=False)
+    adapter: BottleneckAdapter
 
-
-def _plan(model: nn.Module, settings: AdapterSettings) -> _Plan:
-    modules = plain_names(model)
-    saved = select_saved(settings.modules_to_save, modules)
-    rest = without_excluded(settings.exclude, saved, modules)
-    first: dict[str, nn.Module] = {}
-    if settings.target_modules == "blocks":
-        targets, pairs = _in_blocks(settings.kind, modules, rest)
-        first = {last: modules[name] for last, name in pairs.items()} if settings.kind == "parallel" else {}
-    else:
-        patterns = as_patterns("target_modules", settings.target_modules)
-        if not patterns:
-            raise ValueError("target_modules must name at least one pattern, got none.")
-        refuse_other_weights({name: part for name, part in matching(patterns, rest).items() if widths_of(part) is None})
-        targets = select_modules(
-            "target_modules", patterns, rest, lambda part: widths_of(part) is not None, "linear layers or attentions"
-        )
-        _refuse_bypassed(targets, {"": model, **modules})
-    check_targets(model, targets, "adapters")
-    widths = {}
-    for name, module in targets.items():
-        (inputs, _), (_, outputs) = (widths_of(part) or (0, 0) for part in (first.get(name, module), module))
-        widths[name] = (inputs if settings.kind == "parallel" else outputs, outputs)
-    return _Plan(targets, widths, first, saved)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the module plus that of the adapter for it."""
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _add(out, self.adapter(out[0] if isinstance(out, tuple) else out))
 
 
-def _in_blocks(
-    kind: str, modules: Mapping[str, nn.Module], rest: Mapping[str, nn.Module]
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    refuse_other_weights({name: part for name, part in rest.items() if is_linear(part) and widths_of(part) is None})
-    attentions, feed_forwards = find_blocks(modules)
-    if not feed_forwards:
-        raise ValueError(
-            f'target_modules="blocks": none of the {len(modules)} modules is a transformer block with an attention and '
-            'a feed-forward network of known names: name the layers whose output gets an adapter, such as "*.linear2".'
-        )
-    wanted = {*feed_forwards, *(attentions if kind == "houlsby" else ())}
-    targets = {name: module for name, module in rest.items() if name in wanted}
-    if not targets:
-        raise ValueError('target_modules="blocks": exclude and modules_to_save leave none of the blocks.')
-    return targets, {last: first for last, first in feed_forwards.items() if last in targets}
+class Handover:
+    """The input of a feed-forward network, from its first layer to its last."""
+
+    value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Return the input, and keep no reference to it."""
+        value, self.value = self.value, None
+        if value is None:
+            raise RuntimeError("the last layer of a feed-forward network was called without the first.")
+        return value
 
 
-def _refuse_bypassed(targets: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]) -> None:
-    for name in targets:
-        parent = name.rpartition(".")[0]
-        around = modules.get(parent)
-        if around is not None and reads_weights_of_its_parts(around):
+class HandsOver:
+    """A mixin for the first layer of a feed-forward network."""
+
+    handover: Handover
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of the layer, and keep its input for the adapter."""
+        self.handover.value = _input(args, kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class ParallelAdapted:
+    """A mixin for a layer to whose output an adapter adds: one of its own input, or of another layer's."""
+
+    adapter: BottleneckAdapter
+    handover: Handover | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the layer plus that of the adapter."""
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return _add(out, self.adapter(_input(args, kwargs) if self.handover is None else self.handover.take()))
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the input that a layer was given: by position, or by the name that it has in an attention or a layer."""
+    return args[0] if args else kwargs[next((name for name in ("query", "x") if name in kwargs), "input")]
+
+
+def _add(out: Any, change: Tensor) -> Any:
+    """Add to an output, or to the first of those of `nn.MultiheadAttention`."""
+    return (out[0] + change, *out[1:]) if isinstance(out, tuple) else out + change
+
+
+class AdapterInjection(Injection):
+    """Bottleneck adapters of layers.
+
+    Attributes:
+        first: Name of a target -> the layer whose input its adapter gets, if that is not its own.
+        widths: Name of a target -> the widths of the inputs and outputs of its adapter.
+    """
+
+    part = BottleneckAdapter
+    noun = "adapters"
+    otherwise = "in other layers or of another kind"
+
+    def choose_targets(self) -> dict[str, nn.Module]:
+        """Return the layers that get an adapter."""
+        is_parallel = self.settings.kind == "parallel"
+        self.first: dict[str, nn.Module] = {}
+        if self.settings.target_modules == "blocks":
+            targets, pairs = self._in_blocks()
+            self.first = {last: self.modules[first] for last, first in pairs.items()} if is_parallel else {}
+        else:
+            targets = self._by_patterns()
+        self.widths: dict[str, tuple[int, int]] = {}
+        for name, module in targets.items():
+            (inputs, _), (_, outputs) = (widths_of(part) or (0, 0) for part in (self.first.get(name, module), module))
+            self.widths[name] = (inputs if is_parallel else outputs, outputs)
+        return targets
+
+    def _in_blocks(self) -> tuple[dict[str, nn.Module], dict[str, str]]:
+        others = {name: part for name, part in self.rest.items() if is_linear(part) and widths_of(part) is None}
+        refuse_other_weights(others)
+        attentions, feed_forwards = find_blocks(self.modules)
+        if not feed_forwards:
             raise ValueError(
-                f"target_modules: {name} lies in a {class_below(around).__name__}, which reads its weight and never "
-                f"calls it, so that an adapter would be ignored: give {parent!r}, whose output is the same."
+                f'target_modules="blocks": none of the {len(self.modules)} modules is a transformer block with an '
+                "attention and a feed-forward network of known names: name the layers whose output gets an adapter, "
+                'such as "*.linear2".'
             )
+        wanted = {*feed_forwards, *(attentions if self.settings.kind == "houlsby" else ())}
+        targets = {name: module for name, module in self.rest.items() if name in wanted}
+        if not targets:
+            raise ValueError('target_modules="blocks": exclude and modules_to_save leave none of the blocks.')
+        return targets, {last: first for last, first in feed_forwards.items() if last in targets}
 
+    def _by_patterns(self) -> dict[str, nn.Module]:
+        patterns = self.target_patterns()
+        others = {name: part for name, part in matching(patterns, self.rest).items() if widths_of(part) is None}
+        refuse_other_weights(others)
+        targets = select_modules(
+            "target_modules",
+            patterns,
+            self.rest,
+            lambda part: widths_of(part) is not None,
+            "linear layers or attentions",
+        )
+        for name in targets:
+            parent = name.rpartition(".")[0]
+            around = self.modules.get(parent, self.model)
+            if reads_weights_of_its_parts(around):
+                raise ValueError(
+                    f"target_modules: {name} lies in a {class_below(around).__name__}, which reads its weight and "
+                    f"never calls it, so that an adapter would be ignored: give {parent!r}, whose output is the same."
+                )
+        return targets
 
-def _report(model: nn.Module, settings: AdapterSettings, plan: _Plan) -> InjectionReport:
-    bottleneck, *_ = settings.shape
-    wide = [name for name, widths in plan.widths.items() if bottleneck > min(widths)]
-    remark = f"The bottleneck is wider than {list_names(wide)}." if wide else ""
-    what = f"Adapters ({settings.kind}, bottleneck {bottleneck})"
-    added = parameters_of(parts_of(model, BottleneckAdapter))
-    return make_report(model, what, plan.targets, added, trained_whole(plan.saved), remark)
+    def put(self, generator: torch.Generator) -> None:
+        """Add the adapters."""
+        bottleneck, nonlinearity, scale, is_parallel = self.settings.shape
+        dropout = self.settings.dropout
+        for name, module in self.targets.items():
+            like = next(module.parameters())
+            adapter = BottleneckAdapter(like, *self.widths[name], bottleneck, nonlinearity, scale, dropout, generator)
+            module.add_module("adapter", adapter.train(module.training))
+            extend(module, ParallelAdapted if is_parallel else Adapted)
+            if (first := self.first.get(name)) is not None:
+                extend(first, HandsOver)
+                first.handover = module.handover = Handover()  # type: ignore[assignment]
+        unfuse(self.model, self.targets.values())
+
+    def planned(self) -> dict[int, Any]:
+        """Return the ids of the adapters of the targets, and what they have in common."""
+        return {id(getattr(module, "adapter", None)): self.settings.shape for module in self.targets.values()}
+
+    def settings_of(self, part: BottleneckAdapter) -> Any:
+        """Return what an adapter has in common with the others."""
+        is_parallel = any(isinstance(module, ParallelAdapted) for module in self.model.modules())
+        return part.bottleneck, part.nonlinearity, part.scale, is_parallel
+
+    def report(self) -> InjectionReport:
+        """Return which adapters the model has."""
+        bottleneck = self.settings.bottleneck
+        wide = [name for name, widths in self.widths.items() if bottleneck > min(widths)]
+        remark = f"The bottleneck is wider than {list_names(wide)}." if wide else ""
+        what = f"Adapters ({self.settings.kind}, bottleneck {bottleneck})"
+        added = parameters_of(parts_of(self.model, BottleneckAdapter))
+        return InjectionReport.of(self.model, what, self.targets, added, self.trained_whole(), remark)

@@ -1,19 +1,22 @@
-"""What adding parameters to a model has in common: which parts stay, what is frozen, initial values, and the report."""
+"""What adding parameters to a model has in common: which layers get them, what is frozen, and the report."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.added_parameters import AddedParameters, added_modules
+from lightning_tricks._shared.checks import did_you_mean
+from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.finetuning.core.class_extension import class_below, extend
-from lightning_tricks.finetuning.core.targets import as_patterns, select_modules
+from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place
+from lightning_tricks.finetuning.core.class_extension import class_below, extend, is_extensible
 
 T = TypeVar("T", bound=AddedParameters)
 
@@ -42,6 +45,28 @@ class InjectionReport:
     total: int
     remark: str = ""
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        what: str,
+        layers: Mapping[str, nn.Module],
+        added: Iterable[nn.Parameter],
+        saved: Iterable[str],
+        remark: str = "",
+    ) -> InjectionReport:
+        """Count what was added to a model: the parameters `added`, in layers that are given by name."""
+        parameters = list(model.parameters())
+        return cls(
+            what,
+            {name: kind_of_layer(module) for name, module in layers.items()},
+            tuple(saved),
+            sum(parameter.numel() for parameter in dict.fromkeys(added)),
+            sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            sum(parameter.numel() for parameter in parameters),
+            remark,
+        )
+
     def __str__(self) -> str:
         counted = ", ".join(f"{count} {kind}" for kind, count in Counter(self.layers.values()).items())
         saved = f", with all of {list_names(self.saved)}" if self.saved else ""
@@ -51,34 +76,114 @@ class InjectionReport:
         ).rstrip()
 
 
-def make_report(
-    model: nn.Module,
-    what: str,
-    layers: Mapping[str, nn.Module],
-    added: Iterable[nn.Parameter],
-    saved: Iterable[str],
-    remark: str = "",
-) -> InjectionReport:
-    """Count what was added to a model.
+class Injection(ABC):
+    """Parameters that settings add to a model: a plan, whose errors come before anything is changed.
 
     Args:
-        model: The model, with what was added.
-        what: What it is, in words.
-        layers: What was given parameters, by name.
-        added: The parameters that were added.
-        saved: The names of the modules that are trained whole.
-        remark: A sentence on what is unusual.
+        model: The model.
+        settings: A dataclass with the fields `target_modules`, `exclude` and `modules_to_save`, and others.
+
+    Attributes:
+        modules: The modules of the model by qualified name.
+        saved: Those that are trained whole.
+        rest: Those that may get parameters.
+        targets: Those that get them.
     """
-    parameters = list(model.parameters())
-    return InjectionReport(
-        what,
-        {name: kind_of_layer(module) for name, module in layers.items()},
-        tuple(saved),
-        sum(parameter.numel() for parameter in dict.fromkeys(added)),
-        sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        sum(parameter.numel() for parameter in parameters),
-        remark,
-    )
+
+    part: ClassVar[type[AddedParameters]]  # the module that holds the parameters of a target
+    noun: ClassVar[str]
+    otherwise: ClassVar[str]  # how those that a model has already may differ
+    remedy: ClassVar[str] = "build the model anew"
+    may_be_the_model: ClassVar[bool] = False  # whether the model itself may be a target
+
+    def __init__(self, model: nn.Module, settings: Any) -> None:
+        self.model, self.settings = model, settings
+        self.modules = ({"": model} if self.may_be_the_model else {}) | plain_names(model)
+        given = settings.modules_to_save
+        if tuple(given) == DEFAULT_MODULES_TO_SAVE:  # which a model need not have
+            self.saved = {name: part for name, part in self.modules.items() if name.rpartition(".")[2] in given}
+        else:
+            self.saved = select_modules("modules_to_save", as_patterns("modules_to_save", given), self.modules)
+        excluded = select_modules("exclude", as_patterns("exclude", settings.exclude), self.modules)
+        out = tuple(f"{name}." for name in (*excluded, *self.saved))
+        self.rest = {name: part for name, part in self.modules.items() if not f"{name}.".startswith(out)}
+        self.targets = self.choose_targets()
+        check_targets(model, self.targets, self.noun)
+
+    @abstractmethod
+    def choose_targets(self) -> dict[str, nn.Module]:
+        """Return the modules that get parameters.
+
+        Raises:
+            ValueError: If there is none, or one cannot have any.
+        """
+
+    @abstractmethod
+    def put(self, generator: torch.Generator) -> None:
+        """Add the parameters; the model is frozen already."""
+
+    @abstractmethod
+    def planned(self) -> dict[int, Any]:
+        """Return the ids of the parts in the planned places, and the settings that they would have."""
+
+    @abstractmethod
+    def settings_of(self, part: Any) -> Any:
+        """Return the settings of a part that the model has, as `planned` does."""
+
+    @abstractmethod
+    def report(self) -> InjectionReport:
+        """Return what the model has."""
+
+    @classmethod
+    def add(cls, model: nn.Module, settings: Any, generator: torch.Generator | None = None) -> InjectionReport:
+        """Freeze a model, add the parameters and return what was added.
+
+        Raises:
+            ValueError: If that is impossible, or the model has such parameters already; nothing is changed then.
+        """
+        if parts_of(model, cls.part):
+            raise ValueError(
+                f"{type(model).__name__} has {cls.noun} already, which a second call would reset: {cls.remedy}."
+            )
+        injection = cls(model, settings)
+        freeze_base(model, injection.saved.values())
+        injection.put(generator or seeded_generator())
+        return injection.report()
+
+    @classmethod
+    def ensure(cls, model: nn.Module, settings: Any) -> InjectionReport:
+        """Add the parameters to a model, unless it has them, and return what it has.
+
+        Raises:
+            ValueError: As `add`, or if they were added with other settings.
+        """
+        present = parts_of(model, cls.part)
+        if not present:
+            return cls.add(model, settings)
+        injection = cls(model, settings)
+        if {id(part): injection.settings_of(part) for part in present} != injection.planned():
+            raise ValueError(f"{type(model).__name__} has {cls.noun} already, {cls.otherwise}: {cls.remedy}.")
+        return injection.report()
+
+    @classmethod
+    def names_in(cls, model: nn.Module) -> list[str]:
+        """Return the names of the modules of a model that have such parameters."""
+        return [name.rpartition(".")[0] for name, part in added_modules(model) if isinstance(part, cls.part)]
+
+    def target_patterns(self) -> list[Pattern]:
+        """Return the patterns of the targets.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        patterns = as_patterns("target_modules", self.settings.target_modules)
+        if not patterns:
+            raise ValueError("target_modules must name at least one pattern, got none.")
+        return patterns
+
+    def trained_whole(self) -> list[str]:
+        """Return the names of the modules all of whose parameters are trained."""
+        return [name for name, part in self.saved.items() if all(one.requires_grad for one in part.parameters())]
 
 
 def kind_of_layer(module: nn.Module) -> str:
@@ -87,11 +192,6 @@ def kind_of_layer(module: nn.Module) -> str:
     public = (cls for cls in classes if getattr(nn, cls.__name__, None) is cls)
     own = classes[0] if not classes[0].__module__.startswith("torch.nn") else next(public)
     return own.__name__
-
-
-def trained_whole(saved: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of modules all of whose parameters are trained."""
-    return tuple(name for name, part in saved.items() if all(one.requires_grad for one in part.parameters()))
 
 
 def parts_of(model: nn.Module, kind: type[T]) -> list[T]:
@@ -104,34 +204,17 @@ def parameters_of(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [parameter for part in parts for parameter in part.parameters()]
 
 
-def select_saved(given: str | Sequence[str], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that are trained whole; a model need not have the default ones."""
-    if tuple(given) == DEFAULT_MODULES_TO_SAVE:
-        return {name: part for name, part in modules.items() if name.rpartition(".")[2] in DEFAULT_MODULES_TO_SAVE}
-    return select_modules("modules_to_save", as_patterns("modules_to_save", given), modules)
-
-
-def without_excluded(
-    exclude: str | Sequence[str], saved: Iterable[str], modules: Mapping[str, nn.Module]
-) -> dict[str, nn.Module]:
-    """Return the modules but those that are excluded, or trained whole, and what lies in them."""
-    excluded = select_modules("exclude", as_patterns("exclude", exclude), modules)
-    out = tuple(f"{name}." for name in (*excluded, *saved))
-    return {name: part for name, part in modules.items() if not f"{name}.".startswith(out)}
-
-
-def freeze_base(model: nn.Module, saved: Iterable[nn.Module]) -> None:
+def freeze_base(model: nn.Module, saved: Iterable[nn.Module] = ()) -> None:
     """Freeze the parameters of a model but those of some modules, and those that were added before."""
-    kept = [*saved, *(part for _, part in added_modules(model))]
-    trained = {id(parameter) for part in kept for parameter in part.parameters()}
+    trained = set(map(id, parameters_of([*saved, *(part for _, part in added_modules(model))])))
     for parameter in model.parameters():
         if id(parameter) not in trained:
             parameter.requires_grad_(False)
 
 
-def generator_or_new(generator: torch.Generator | None) -> torch.Generator:
-    """Return a generator, or a new one that is seeded as torch was, so that all ranks draw the same values."""
-    return torch.Generator().manual_seed(torch.initial_seed()) if generator is None else generator
+def seeded_generator() -> torch.Generator:
+    """Return a generator that is seeded as torch was, so that all ranks draw the same values."""
+    return torch.Generator().manual_seed(torch.initial_seed())
 
 
 @torch.no_grad()
@@ -141,6 +224,110 @@ def draw_(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
         drawn = torch.empty(parameter.shape, dtype=torch.float32)
         draw(drawn)
         parameter.copy_(drawn)
+
+
+def check_selection(settings: Any) -> None:
+    """Check the arguments that select modules.
+
+    Raises:
+        TypeError: If one is neither a pattern nor a list of patterns.
+        ValueError: If a pattern is empty or not a regular expression.
+    """
+    for name in ("target_modules", "exclude", "modules_to_save"):
+        as_patterns(name, getattr(settings, name))
+
+
+def as_patterns(argument: str, given: str | Sequence[str]) -> list[Pattern]:
+    """Return patterns from an argument that takes one or several.
+
+    Raises:
+        TypeError: If the argument is neither a string nor a list of strings.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{argument} must be a pattern or a list of patterns, got {given!r} ({type(given).__name__}).")
+    return [Pattern(text) for text in given]
+
+
+def plain_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules below a model by qualified name, without the prefixes of `torch.compile`; a shared one once.
+
+    The module inside a compiled one stands for both.
+    """
+    named = ((strip_compile_prefix(f"{name}."), part) for name, part in model.named_modules())
+    return {name[:-1]: part for name, part in named if name not in ("", ".") and compiled_module(part) is None}
+
+
+def matching(patterns: Sequence[Pattern], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that a pattern matches."""
+    return {name: part for name, part in modules.items() if any(pattern.matches(name) for pattern in patterns)}
+
+
+def select_modules(
+    argument: str,
+    patterns: Sequence[Pattern],
+    modules: Mapping[str, nn.Module],
+    suits: Callable[[nn.Module], bool] = lambda module: True,
+    what: str = "modules",
+) -> dict[str, nn.Module]:
+    """Return the modules that suit and that a pattern matches.
+
+    Args:
+        argument: The name of the argument with the patterns, for errors.
+        patterns: The patterns.
+        modules: All modules by qualified name.
+        suits: Whether a module can be taken; a pattern may match others as well.
+        what: The modules that suit, in words and in the plural, for errors.
+
+    Raises:
+        ValueError: If a pattern matches none that suits.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = matching([pattern], modules)
+        suitable = {name for name, module in matched.items() if suits(module)}
+        if not suitable:
+            raise ValueError(f"{argument}: {_no_match(pattern, matched, modules, what)}")
+        found |= suitable
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def _no_match(
+    pattern: Pattern, matched: Mapping[str, nn.Module], all_modules: Mapping[str, nn.Module], what: str
+) -> str:
+    if matched:
+        name, module = next(iter(matched.items()))
+        return (
+            f"pattern {pattern.text!r} matches {len(matched)} modules, such as {name!r} ({type(module).__name__}), but "
+            f"none of them are {what}."
+        )
+    last = [name for name in all_modules if name.rpartition(".")[2] == pattern.text]
+    hint = f" Did you mean '*.{pattern.text}'?" if last else did_you_mean(pattern.text, all_modules)
+    return f"pattern {pattern.text!r} matches none of the {len(all_modules)} modules.{hint}"
+
+
+def check_targets(model: nn.Module, targets: Mapping[str, nn.Module], what: str) -> None:
+    """Refuse modules that are compiled, or lie in compiled ones, whose code is made for the modules as they were.
+
+    Raises:
+        ValueError: If there is one, or one whose class cannot be extended; the message names it.
+    """
+    for name, module in model.named_modules():
+        if compiled_module(module) is None and not compiles_in_place(module):
+            continue
+        inside = {id(part) for part in module.modules()}
+        if any(id(target) in inside for target in targets.values()):
+            raise ValueError(
+                f"{strip_compile_prefix(name) or type(module).__name__} is compiled: add {what} first, and call "
+                "torch.compile on the result."
+            )
+    fixed = [f"{name} ({type(target).__name__})" for name, target in targets.items() if not is_extensible(target)]
+    if fixed:
+        raise ValueError(
+            f"target_modules: the classes of {len(fixed)} layers cannot be extended, as one of their bases is "
+            f"abc.ABC or has slots: {list_names(fixed)}. Use PeftAdapters, or leave them out by exclude."
+        )
 
 
 class UnfusedLayer:

@@ -1,27 +1,69 @@
-"""`add_lora`: put low-rank changes beside the weights of a model."""
+"""`add_lora` and `merge`: put low-rank changes beside the weights of a model, and fold them in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.added_parameters import added_modules
+from lightning_tricks._shared.checks import check_count, check_dropout, check_number
+from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.finetuning.core.class_extension import extend
+from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core.class_extension import check_restorable, extend, restore
 from lightning_tricks.finetuning.core.injection import (
+    DEFAULT_MODULES_TO_SAVE,
+    Injection,
     InjectionReport,
-    freeze_base,
-    generator_or_new,
-    make_report,
+    check_selection,
+    matching,
     parameters_of,
-    parts_of,
-    trained_whole,
+    select_modules,
 )
-from lightning_tricks.finetuning.core.lora_layers import CHANGE, changes_of, has_transposed_weight, kind_for
-from lightning_tricks.finetuning.core.lora_plan import Change, LoRASettings, plan_lora
-from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.core.lora_layers import (
+    CHANGE,
+    LoRA,
+    LowRank,
+    changes_of,
+    has_transposed_weight,
+    is_linear,
+    is_transposed_linear,
+    kind_for,
+    refuse_other_weights,
+    weights_of,
+)
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """The arguments of `add_lora`, checked.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range, or a pattern is empty or not a regular expression.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: str | Sequence[str] = "linear"
+    exclude: str | Sequence[str] = ()
+    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
+    dropout: float = 0.0
+    rank_pattern: Mapping[str, int] | None = None
+    use_rslora: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_number("alpha", self.alpha, above=0, at_most=1e9)
+        check_dropout("dropout", self.dropout)
+        check_selection(self)
+        for pattern, rank in (self.rank_pattern or {}).items():
+            Pattern(pattern)
+            check_count(f"rank_pattern[{pattern!r}]", rank)
 
 
 def add_lora(
@@ -50,30 +92,154 @@ def add_lora(
         >>> print(add_lora(model, LoRASettings(rank=4, target_modules="0", modules_to_save="2")))
         Low-rank changes (rank 4) in 1 Linear add 512 values; 1,162 of 5,322 values (21.83%) are trained, with all of 2.
     """
-    settings = settings or LoRASettings()
-    if parts_of(model, LowRank):
-        raise ValueError(
-            f"{type(model).__name__} has LoRA already, and a second one would reset it: merge(model) first, or build "
-            "the model anew."
+    return LoRAInjection.add(model, settings or LoRASettings(), generator)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A weight that is to be changed, and all places where it is: names of modules, modules, names of the weight."""
+
+    weight: Tensor = field(repr=False)
+    rank: int
+    places: list[tuple[str, nn.Module, str]]
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that a change of the weight can have."""
+        return min(self.weight.shape[0], self.weight.shape[1:].numel())
+
+    def too_large(self) -> str:
+        """Return that the rank is larger, and what to do."""
+        (name, _, weight), most = self.places[0], self.largest_rank
+        return (
+            f"rank={self.rank} exceeds the largest possible rank of {name}.{weight}, {most} (shape "
+            f"{tuple(self.weight.shape)}): give a smaller rank, rank_pattern={{{name!r}: {most}}}, exclude={name!r}, "
+            f"or modules_to_save={name!r} to train it whole."
         )
-    changes, saved = plan_lora(model, settings)
-    put_changes(model, changes, settings, saved.values(), generator)
-    return describe_lora(model, trained_whole(saved))
 
 
-def put_changes(
-    model: nn.Module,
-    changes: Iterable[Change],
-    settings: LoRASettings,
-    saved: Iterable[nn.Module] = (),
-    generator: torch.Generator | None = None,
-) -> None:
-    """Freeze a model but for some modules, and put changes beside its weights."""
-    generator = generator_or_new(generator)
-    freeze_base(model, saved)
+class LoRAInjection(Injection):
+    """Low-rank changes of the weights of layers.
+
+    Attributes:
+        changes: The changes, each once.
+    """
+
+    part = LowRank
+    noun = "LoRA"
+    otherwise = "with other layers, ranks, scales or dropout"
+    remedy = "merge(model) first, or build the model anew"
+
+    def choose_targets(self) -> dict[str, nn.Module]:
+        """Return the layers whose weights are changed."""
+        targets = self._linear() if self.settings.target_modules == "linear" else self._by_patterns()
+        ranks = {Pattern(text): rank for text, rank in (self.settings.rank_pattern or {}).items()}
+        select_modules("rank_pattern", list(ranks), targets, what="targets")
+        places = {
+            (name, weight): next((rank for pattern, rank in ranks.items() if pattern.matches(name)), self.settings.rank)
+            for name, module in targets.items()
+            for weight in weights_of(module)
+        }
+        self.changes = changes_at({"": self.model, **self.modules}, places)
+        misfits = [change for change in self.changes if change.rank > change.largest_rank]
+        if misfits:
+            others = [".".join(change.places[0][::2]) for change in misfits[1:]]
+            more = f" So it does in {len(others)} more: {list_names(others)}." if others else ""
+            raise ValueError(f"{misfits[0].too_large()}{more}")
+        return targets
+
+    def _linear(self) -> dict[str, nn.Module]:
+        refuse_other_weights({name: part for name, part in self.rest.items() if is_linear(part)})
+        chosen = {
+            name: part
+            for name, part in self.rest.items()
+            if (isinstance(part, nn.Linear | nn.MultiheadAttention) or is_transposed_linear(part)) and weights_of(part)
+        }
+        if not chosen:
+            raise ValueError(f'target_modules="linear": none of the {len(self.rest)} modules is a linear layer.')
+        return chosen
+
+    def _by_patterns(self) -> dict[str, nn.Module]:
+        patterns = self.target_patterns()
+        refuse_other_weights(matching(patterns, self.rest))
+        chosen = select_modules(
+            "target_modules", patterns, self.rest, lambda part: bool(weights_of(part)), "layers with a matrix"
+        )
+        inside = {f"{name}.out_proj" for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
+        return {name: part for name, part in self.rest.items() if name in chosen or name in inside}
+
+    def put(self, generator: torch.Generator) -> None:
+        """Add the changes."""
+        put_changes(self.changes, self.settings, generator)
+
+    def planned(self) -> dict[int, Any]:
+        """Return the ids of the changes of the planned weights, and their settings."""
+        settings = self.settings
+        return {
+            id(getattr(owner, CHANGE + weight, None)): (
+                change.rank,
+                settings.alpha,
+                settings.use_rslora,
+                settings.dropout,
+            )
+            for change in self.changes
+            for _, owner, weight in change.places
+        }
+
+    def settings_of(self, part: LowRank) -> Any:
+        """Return the settings of a change."""
+        return part.rank, part.alpha, part.use_rslora, part.dropout.p
+
+    def report(self) -> InjectionReport:
+        """Return which changes the model has."""
+        return describe_lora(self.model, self.trained_whole())
+
+
+def changes_at(modules: Mapping[str, nn.Module], ranks: Mapping[tuple[str, str], int]) -> list[Change]:
+    """Return the changes of some weights, each once, without changing anything.
+
+    Args:
+        modules: All modules by qualified name.
+        ranks: Name of a module and of its weight -> the rank of the change.
+    """
+    owners = owners_of_parameters(modules)
+    changes: dict[int, Change] = {}
+    for (name, weight), rank in ranks.items():
+        module = modules[name]
+        registered = registered_tensor(module, weight)
+        if id(registered) in changes:
+            continue
+        tensor = getattr(module, weight) if registered is None else registered
+        places = [(name, module, weight)]
+        places += [place for place in owners.get(id(registered), []) if place[1:] != (module, weight)]
+        changes[id(tensor)] = Change(tensor, rank, places)
+    return list(changes.values())
+
+
+def owners_of_parameters(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Return id of a parameter -> name of the module, module and name of the parameter, for each place where it is."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in modules.items():
+        for own, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(registered_tensor(module, own)), []).append((name, module, own))
+    return owners
+
+
+def put_changes(changes: Iterable[Change], settings: LoRASettings, generator: torch.Generator) -> None:
+    """Put changes beside their weights."""
     changed: dict[nn.Module, list[str]] = {}
     for change in changes:
-        low_rank = _make_low_rank(change, settings, generator)
+        module = change.places[0][1]
+        low_rank = LowRank(
+            change.weight,
+            change.rank,
+            settings.alpha,
+            settings.dropout,
+            use_rslora=settings.use_rslora,
+            is_transposed=has_transposed_weight(module),
+            is_lookup=isinstance(module, nn.Embedding | nn.EmbeddingBag),
+            generator=generator,
+        ).train(module.training)
         for place, (_, owner, weight) in enumerate(change.places):
             if place == 0:
                 owner.add_module(CHANGE + weight, low_rank)
@@ -82,34 +248,6 @@ def put_changes(
             changed.setdefault(owner, []).append(weight)
     for module, weights in changed.items():
         extend(module, kind_for(module), tuple(weights))
-
-
-def lora_report(model: nn.Module, settings: LoRASettings) -> InjectionReport | None:
-    """Return what `add_lora` added to a model with these settings; None if the model has no LoRA.
-
-    Raises:
-        ValueError: If it was added with other settings.
-    """
-    present = {id(part): (part.rank, part.alpha, part.use_rslora, part.dropout.p) for part in parts_of(model, LowRank)}
-    if not present:
-        return None
-    changes, saved = plan_lora(model, settings)
-    planned = {
-        id(getattr(owner, CHANGE + weight, None)): (
-            change.rank,
-            settings.alpha,
-            settings.use_rslora,
-            settings.dropout,
-        )
-        for change in changes
-        for _, owner, weight in change.places
-    }
-    if planned != present:
-        raise ValueError(
-            f"{type(model).__name__} has LoRA already, with other layers, ranks, scales or dropout: merge(model) "
-            "first, or build the model anew."
-        )
-    return describe_lora(model, trained_whole(saved))
 
 
 def describe_lora(model: nn.Module, saved: Iterable[str]) -> InjectionReport:
@@ -132,19 +270,80 @@ def describe_lora(model: nn.Module, saved: Iterable[str]) -> InjectionReport:
     ranks = sorted({change.rank for change in layers})
     what = f"Low-rank changes (rank {' to '.join(dict.fromkeys(map(str, ranks[:1] + ranks[-1:])))})"
     remark = f"The same weights, with the same change, are in {list_names(further)}." if further else ""
-    return make_report(model, what, dict(layers.values()), parameters_of(layers), saved, remark)
+    return InjectionReport.of(model, what, dict(layers.values()), parameters_of(layers), saved, remark)
 
 
-def _make_low_rank(change: Change, settings: LoRASettings, generator: torch.Generator) -> LowRank:
-    _, module, _ = change.places[0]
-    low_rank = LowRank(
-        change.weight,
-        change.rank,
-        settings.alpha,
-        settings.dropout,
-        use_rslora=settings.use_rslora,
-        is_transposed=has_transposed_weight(module),
-        is_lookup=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-        generator=generator,
-    )
-    return low_rank.train(module.training)
+@torch.no_grad()
+def merge(model: nn.Module) -> nn.Module:
+    """Fold the low-rank changes of LoRA into the weights, in place: the model is a plain one again, with its old names.
+
+    What is frozen stays frozen; `unfreeze_(model, "*")` unfreezes it.
+
+    Args:
+        model: A model with LoRA.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is no LoRA, or a weight cannot be set: it is sharded, or a hook computes it. Nothing is
+            changed then.
+
+    Examples:
+        >>> from lightning_tricks.finetuning import LoRASettings, add_lora
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> report = add_lora(model, LoRASettings(rank=4))
+        >>> list(merge(model).state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    layers: list[tuple[str, Any]] = [(name, part) for name, part in model.named_modules() if isinstance(part, LoRA)]
+    if not layers:
+        others = [name for name, _ in added_modules(model)]
+        remark = f" What was added in {list_names(others)} cannot be folded into a weight." if others else ""
+        raise ValueError(f"{type(model).__name__} has no LoRA to merge.{remark}")
+    merged: dict[int, Tensor] = {}
+    parametrized: list[tuple[nn.Module, str, Tensor]] = []
+    for name, module in layers:
+        check_restorable(module, LoRA)
+        for weight in changes_of(module):
+            registered = registered_tensor(module, weight)
+            if registered is None:
+                parametrized.append((module, weight, _merged_parametrization(name, module, weight)))
+            elif id(registered) not in merged:
+                merged[id(registered)] = _merged(name, module, weight)
+    for _, module in layers:
+        weights = changes_of(module)
+        restore(module, LoRA)
+        for weight in weights:
+            delattr(module, CHANGE + weight)
+            registered = registered_tensor(module, weight)
+            if registered is not None:
+                registered.copy_(merged[id(registered)])
+    for module, weight, value in parametrized:
+        setattr(module, weight, value)
+    return model
+
+
+def _merged(name: str, module: Any, weight: str) -> Tensor:
+    """Return a weight with its change, computed in at least fp32."""
+    base: Tensor = module.base_weight(weight)
+    if type(base) not in (Tensor, nn.Parameter):
+        raise ValueError(
+            f"{name}.{weight} is a {type(base).__name__}, of which this process has a part: merge the "
+            "whole model, loaded from a checkpoint."
+        )
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    return base.to(dtype) + changes_of(module)[weight].change(base.shape, dtype)
+
+
+def _merged_parametrization(name: str, module: Any, weight: str) -> Tensor:
+    """Return a weight that is computed from other tensors, with its change, if these can take it."""
+    value: Tensor = module.compute_weight(weight)
+    try:
+        module.parametrizations[weight].right_inverse(value)
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}.{weight} is computed from other tensors, as by spectral_norm or pruning, and these cannot take "
+            "the change: make it a plain weight first, with torch's function that removes what computes it."
+        ) from error
+    return value

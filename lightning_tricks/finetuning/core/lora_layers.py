@@ -7,22 +7,131 @@ forward pass is that of a class known here, it adds a side branch instead, which
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
+from lightning_tricks._shared.added_parameters import AddedParameters
+from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.convolutions import convolution_of, convolves_as
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks._torch_compat.operators import reshaped_as_new
 from lightning_tricks._torch_compat.recurrent import base_state, not_compiled, use_registered_weights
-from lightning_tricks.finetuning.core.low_rank import LowRank
+from lightning_tricks.finetuning.core.class_extension import class_below
+from lightning_tricks.finetuning.core.injection import draw_
 
 CHANGE = "lora_"  # the name of the module with the change of `weight` is `lora_weight`
+_WEIGHT = re.compile(r"(^|_)weight(_|$)")
+_QUANTIZED = re.compile(r"weight|^W_q$")  # also GPTQ's `qweight` and HQQ's `W_q`
+
+
+class LowRank(AddedParameters):
+    """The change of one weight: `scaling * B @ A`, in the shape of the weight.
+
+    Args:
+        weight: The weight that is changed, of at least two dimensions; only its shape, dtype and device count.
+        rank: The rank of the change.
+        alpha: The scale, which is divided by the rank, or by its square root.
+        dropout: The probability with which an input of a side branch is set to zero in training.
+        use_rslora: Whether to divide by the square root of the rank (Kalajdzievski, 2023).
+        is_transposed: Whether the weight's first dimension is that of the inputs, as in `nn.Embedding`.
+        is_lookup: Whether the inputs are indices: then A is zero at the start, and B is not.
+        generator: Draws the initial values.
+
+    Attributes:
+        A: Parameter (rank, inputs), uniform at the start as in `nn.Linear`.
+        B: Parameter (outputs, rank), zero at the start.
+        scale: Buffer with the scale, by which a state dict of another scale is refused.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+    """
+
+    scale: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        *,
+        use_rslora: bool = False,
+        is_transposed: bool = False,
+        is_lookup: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.is_transposed, self.is_lookup = is_transposed, is_lookup
+        first, rest = weight.shape[0], weight.shape[1:].numel()
+        outputs, inputs = (rest, first) if is_transposed else (first, rest)
+        self.A = nn.Parameter(weight.new_empty(rank, inputs))
+        self.B = nn.Parameter(weight.new_empty(outputs, rank))
+        self.register_buffer("scale", torch.zeros((), device=weight.device))
+        self.set_alpha(alpha, use_rslora)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters(generator)
+        untyped: Any = self
+        untyped.register_load_state_dict_pre_hook(_refuse_other_scale)
+
+    def set_alpha(self, alpha: float, use_rslora: bool) -> None:
+        """Set the scale."""
+        self.alpha, self.use_rslora = alpha, use_rslora
+        self.scaling = alpha / (math.sqrt(self.rank) if use_rslora else self.rank)
+        self.scale.fill_(self.scaling)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the initial values, with which the change is zero."""
+        with torch.no_grad():
+            self.scale.fill_(self.scaling)  # on the meta device it had no value
+            if self.is_lookup:
+                self.A.zero_()
+                draw_(self.B, lambda drawn: drawn.normal_(generator=generator))
+            else:
+                bound = 1 / math.sqrt(self.A.shape[1])
+                draw_(self.A, lambda drawn: drawn.uniform_(-bound, bound, generator=generator))
+                self.B.zero_()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return matrices (first, rank) and (rank, rest), whose product is the change of the weight before scaling."""
+        return (self.A.t(), self.B.t()) if self.is_transposed else (self.B, self.A)
+
+    def change(self, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what is added to a weight of this shape, computed in a dtype; None for that of the matrices."""
+        left, right = self.factors()
+        return (self.scaling * left.to(dtype) @ right.to(dtype)).view(shape)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for the print of a model."""
+        return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def _refuse_other_scale(
+    module: LowRank,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    saved = state_dict.get(f"{prefix}scale")
+    if saved is not None and not math.isclose(float(saved), module.scaling, rel_tol=0.01):  # bf16 has three digits
+        error_msgs.append(
+            f"{prefix.rstrip('.')} was trained with a scale of {float(saved):g} (alpha / rank, or alpha / sqrt(rank) "
+            f"with use_rslora), and has one of {module.scaling:g} in the model: build it with the alpha of training."
+        )
 
 
 class LoRA:
@@ -222,3 +331,56 @@ def _warn_of_dropout(kind: str) -> None:
         "there is no dropout in this layer, as that of LoRA does not reach the input.",
         stacklevel=4,
     )
+
+
+def refuse_other_weights(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse layers with quantized weights, or those of several members of an ensemble, among the chosen ones."""
+    stacked = [name for name, part in modules.items() if hasattr(part, "n_members") and weights_of(part)]
+    if stacked:
+        raise ValueError(
+            f"target_modules: {len(stacked)} layers hold the weights of all members of an ensemble, and cannot be "
+            f"adapted: {list_names(stacked)}. Pass vectorize=False to the ensemble, or leave them out by exclude."
+        )
+    quantized = [name for name, part in modules.items() if is_quantized(part)]
+    if quantized:
+        raise ValueError(
+            f"target_modules: the weights of {len(quantized)} layers are quantized, and cannot be adapted here: "
+            f"{list_names(quantized)}. Use PeftAdapters, or leave them out by exclude."
+        )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a layer is a linear one, also in another form, as quantized ones are."""
+    return isinstance(module, nn.Linear) or "linear" in class_below(module).__name__.lower()
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer holds a weight in another form than a plain tensor of floating-point numbers."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    held = (tensor for name, tensor in own if _QUANTIZED.search(name) and not is_lazy(tensor) and tensor.ndim >= 2)
+    return any(not _holds_numbers(tensor) for tensor in held) or callable(getattr(type(module), "weight", None))
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds floating-point numbers with which torch computes; a shard does."""
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "full_tensor")
+    return tensor.is_floating_point() and tensor.itemsize > 1 and not is_wrapper
+
+
+def weights_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's own matrices of floating-point numbers, also of those that it computes."""
+    if isinstance(module, AddedParameters):
+        return []
+    own = {name: registered_tensor(module, name) for name, _ in module.named_parameters(recurse=False)}
+    computed = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}  # by a hook
+    if parametrize.is_parametrized(module):
+        computed |= {name: getattr(module, name) for name in module.parametrizations}  # type: ignore[union-attr]
+    parts = tuple(f"{name}_" for name in computed)  # such as `weight_g` and `weight_v` of `weight`
+    own = {name: value for name, value in own.items() if not parts or not name.startswith(parts)} | computed
+    for name, tensor in own.items():
+        if is_lazy(tensor):
+            kind = type(module).__name__
+            raise ValueError(f"{name} of a {kind} has no shape yet: run a batch through the model first.")
+    return [
+        name for name, tensor in own.items() if tensor.ndim >= 2 and _holds_numbers(tensor) and _WEIGHT.search(name)
+    ]

@@ -19,7 +19,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.modules import own_modules, own_parameters
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
-from lightning_tricks.finetuning.core.injection import InjectionReport, make_report, parameters_of
+from lightning_tricks.finetuning.core.injection import InjectionReport, parameters_of
 
 _ADAPTER = "default"  # peft's name for an adapter
 _MARK = "_peft_adapters"  # the attribute of a model with the configuration of its adapters
@@ -80,8 +80,8 @@ def peft_config(config: Any) -> Any:
     return made
 
 
-def inject_peft(model: nn.Module, config: Any) -> InjectionReport:
-    """Add the adapters of peft to a model, in place, and freeze the rest of it.
+def ensure_peft(model: nn.Module, config: Any) -> InjectionReport:
+    """Add the adapters of peft to a model, in place, unless it has them, and freeze the rest of it.
 
     Args:
         model: The model; it is as it was if an error is raised, but for weights that an initialization such as PiSSA
@@ -89,56 +89,20 @@ def inject_peft(model: nn.Module, config: Any) -> InjectionReport:
         config: As for `peft_config`.
 
     Returns:
-        What was added.
+        What the model has.
 
     Raises:
-        ValueError: If the model is compiled or has adapters, a pattern matches nothing, or what peft adds would not be
-            what its configuration says: a rank exceeds a layer, a layer is used in two places, or is an
+        ValueError: If the model is compiled or has other adapters, a pattern matches nothing, or what peft adds would
+            not be what its configuration says: a rank exceeds a layer, a layer is used in two places, or is an
             `nn.MultiheadAttention`.
     """
     made = peft_config(config)
-    _check_model(model)
-    places: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(module, []).append(name)
-    _check_patterns(made, [name for names in places.values() for name in names if name])
-    before = [(module, dict(own_modules(module)), dict(own_parameters(module))) for module in model.modules()]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        _inject(model, copy.deepcopy(made))
-        _check_layers(model, made, places)
-    except BaseException:
-        for module, parts, parameters in before:
-            _put_back(own_modules(module), parts)
-            _put_back(own_parameters(module), parameters)
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
-        vars(model).pop("peft_config", None)
-        raise
-    _follow_modes(model, places)
-    vars(model)[_MARK] = _as_text(made)
-    return _report(model, made)
-
-
-def _inject(model: nn.Module, config: Any) -> None:
-    try:
-        with isolated_rng(seed=torch.initial_seed() % _SEEDS):
-            _peft().inject_adapter_in_model(config, model, _ADAPTER)
-    except Exception as error:  # of many types, such as AttributeError for a layer with weight_norm
-        raise ValueError(f"peft cannot adapt {type(model).__name__} ({describe_error(error)})") from error
-
-
-def peft_report(model: nn.Module, config: Any) -> InjectionReport | None:
-    """Return what `inject_peft` added to a model with this configuration; None if the model has no adapters.
-
-    Raises:
-        ValueError: If it has adapters of another configuration or of another source.
-    """
-    made = peft_config(config)
+    text = json.dumps(made.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
     mark = vars(model).get(_MARK)
-    if mark is None and not _adapters(model):
-        return None
-    if mark != _as_text(made):
+    if mark is None and not adapters_in(model):
+        _inject(model, made)
+        vars(model)[_MARK] = text
+    elif mark != text:
         raise ValueError(
             f"{type(model).__name__} has adapters of peft already, of another configuration or injected by others, and "
             "peft would reset them or add to them: build the model anew."
@@ -146,9 +110,48 @@ def peft_report(model: nn.Module, config: Any) -> InjectionReport | None:
     return _report(model, made)
 
 
-def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules that peft has wrapped, whose `forward` has to run."""
-    return list(_adapters(model))
+def _inject(model: nn.Module, config: Any) -> None:
+    if is_compiled(model):
+        raise ValueError(
+            f"{type(model).__name__} is compiled: add the adapters first, and call torch.compile on the model that has "
+            "them."
+        )
+    if others := [name for name, _ in added_modules(model)]:
+        raise ValueError(f"{type(model).__name__} has adapters already, such as {others[0]}: build the model anew.")
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    _check_patterns(config, [name for names in places.values() for name in names if name])
+    before = [(module, dict(own_modules(module)), dict(own_parameters(module))) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        try:
+            with isolated_rng(seed=torch.initial_seed() % _SEEDS):
+                _peft().inject_adapter_in_model(copy.deepcopy(config), model, _ADAPTER)
+        except Exception as error:  # of many types, such as AttributeError for a layer with weight_norm
+            raise ValueError(f"peft cannot adapt {type(model).__name__} ({describe_error(error)})") from error
+        _check_layers(model, config, places)
+    except BaseException:
+        for module, parts, parameters in before:
+            for present, former in ((own_modules(module), parts), (own_parameters(module), parameters)):
+                present.clear()
+                present.update(former)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        vars(model).pop("peft_config", None)
+        raise
+    _follow_modes(model, places)
+
+
+def adapters_in(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that peft has made, by name, whose `forward` has to run."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) or _is_wrapper(module)
+    }
 
 
 def _peft() -> Any:
@@ -165,13 +168,9 @@ def _names(argument: str, value: Any) -> Any:
     """Return a copy of an argument, in which the names of modules are strings: YAML takes some for numbers."""
     if argument not in _LISTS:
         return copy.deepcopy(value)
-    return (
-        [str(name) for name in value]
-        if isinstance(value, list | tuple | set)
-        else value
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, list | tuple | set):
+        return [str(name) for name in value]
+    return value if value is None else str(value)
 
 
 def _check_kind(kind: str) -> None:
@@ -192,24 +191,6 @@ def _no_prompts(kind: str) -> str:
     )
 
 
-def _as_text(config: Any) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=lambda value: sorted(map(str, value)))
-
-
-def _check_model(model: nn.Module) -> None:
-    if is_compiled(model):
-        raise ValueError(
-            f"{type(model).__name__} is compiled: add the adapters first, and call torch.compile on the model that has "
-            "them."
-        )
-    others = [name for name, _ in added_modules(model)]
-    if others or _adapters(model):
-        raise ValueError(
-            f"{type(model).__name__} has adapters already, such as {(others or list(_adapters(model)))[0]}: build the "
-            "model anew."
-        )
-
-
 def _check_patterns(config: Any, modules: Sequence[str]) -> None:
     """Refuse a pattern that matches nothing; peft wants one of several to match."""
     for argument in _LISTS:
@@ -227,17 +208,6 @@ def _matches(pattern: str, is_expression: bool, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None if is_expression else f".{name}".endswith(f".{pattern}")
 
 
-def _adapters(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that peft has made, by name, without what lies in the modules to save."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer) or _is_wrapper(module)
-    }
-
-
 def _is_wrapper(module: nn.Module) -> bool:
     """Whether peft has made a module to train a copy of another."""
     from peft.utils import ModulesToSaveWrapper
@@ -251,11 +221,11 @@ def _base_of(adapter: Any) -> nn.Module:
 
 
 def _check_layers(model: nn.Module, config: Any, places: Mapping[nn.Module, Sequence[str]]) -> None:
-    layers = {name: layer for name, layer in _adapters(model).items() if not _is_wrapper(layer)}
+    layers = {name: layer for name, layer in adapters_in(model).items() if not _is_wrapper(layer)}
     for key in (*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())):
         if not any(re.match(rf"(.*\.)?({key})$", name) for name in layers):
             raise ValueError(f"config: rank_pattern or alpha_pattern: {key!r} matches none of the adapted layers.")
-    for name, adapter in _adapters(model).items():
+    for name, adapter in adapters_in(model).items():
         base = _base_of(adapter)
         if len(places.get(base, ())) > 1:
             raise ValueError(
@@ -283,15 +253,10 @@ def _check_layers(model: nn.Module, config: Any, places: Mapping[nn.Module, Sequ
 
 def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
     """Give new modules the mode of what they wrap; peft leaves them in training mode, but for copies of modules."""
-    for adapter in _adapters(model).values():
+    for adapter in adapters_in(model).values():
         copies = set(adapter.modules_to_save.default.modules()) if _is_wrapper(adapter) else set()
         for part in set(adapter.modules()) - set(before) - copies:
             part.training = _base_of(adapter).training
-
-
-def _put_back(present: dict[str, Any], former: Mapping[str, Any]) -> None:
-    present.clear()
-    present.update(former)
 
 
 def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str]:
@@ -306,7 +271,7 @@ def _shared_weights(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[str
 
 
 def _report(model: nn.Module, config: Any) -> InjectionReport:
-    adapters = _adapters(model)
+    adapters = adapters_in(model)
     layers = {name: adapter for name, adapter in adapters.items() if not _is_wrapper(adapter)}
     saved = {name: adapter for name, adapter in adapters.items() if _is_wrapper(adapter)}
     whole = {id(parameter) for adapter in saved.values() for parameter in adapter.modules_to_save.parameters()}
@@ -314,4 +279,4 @@ def _report(model: nn.Module, config: Any) -> InjectionReport:
     shared = list(_shared_weights(model, layers))
     remark = f"{list_names(shared)} share a weight, but no adapter." if shared else ""
     bases = {name: _base_of(layer) for name, layer in layers.items()}
-    return make_report(model, f"Adapters of peft ({_kind(config)})", bases, inside, saved, remark)
+    return InjectionReport.of(model, f"Adapters of peft ({_kind(config)})", bases, inside, saved, remark)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
+from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_count
-from lightning_tricks.finetuning.core.adapter_layers import BottleneckAdapter
+from lightning_tricks._shared.patterns import Pattern
+from lightning_tricks.finetuning.core.bottleneck_adapters import BottleneckAdapter
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
 from lightning_tricks.finetuning.core.injection import (
     DEFAULT_MODULES_TO_SAVE,
+    Injection,
     InjectionReport,
-    freeze_base,
-    generator_or_new,
-    make_report,
+    check_selection,
+    draw_,
     parameters_of,
     parts_of,
-    select_saved,
-    trained_whole,
+    select_modules,
     unfuse,
-    without_excluded,
 )
-from lightning_tricks.finetuning.core.prefix_attention import Prefix, PrefixAttention
-from lightning_tricks.finetuning.core.targets import as_patterns, check_targets, plain_names, select_modules
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class PrefixSettings:
 
     def __post_init__(self) -> None:
         check_count("length", self.length)
-        for name in ("target_modules", "exclude", "modules_to_save"):
-            as_patterns(name, getattr(self, name))
+        check_selection(self)
 
 
 def add_prefixes(
@@ -77,82 +76,197 @@ def add_prefixes(
         Prefixes (length 8) in 2 MultiheadAttention add 2,048 values; 2,698 of 69,642 values (3.87%) are trained, with
         all of 1.
     """
-    settings = settings or PrefixSettings()
-    if parts_of(model, Prefix):
-        raise ValueError(
-            f"{type(model).__name__} has prefixes already, and second ones would reset them: build the model anew."
-        )
-    targets, saved = _plan(model, settings)
-    generator = generator_or_new(generator)
-    freeze_base(model, saved.values())
-    for module in targets.values():
-        weight = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
-        prefix = Prefix(weight, settings.length, module.embed_dim, generator)
-        module.add_module("prefix", prefix.train(module.training))
-        extend(module, PrefixAttention)
-    unfuse(model, targets.values())
-    return _report(model, settings, targets, saved)
+    return PrefixInjection.add(model, settings or PrefixSettings(), generator)
 
 
-def prefixes_report(model: nn.Module, settings: PrefixSettings) -> InjectionReport | None:
-    """Return what `add_prefixes` added to a model with these settings; None if the model has no prefixes.
+class Prefix(AddedParameters):
+    """Keys and values that an attention has before those of its input, for all samples.
 
-    Raises:
-        ValueError: If it was added with other settings.
+    Args:
+        like: A tensor with the dtype and device of the parameters.
+        length: The number of keys and values.
+        width: The width of each: that of all heads together.
+        generator: Draws the initial values.
+
+    Attributes:
+        keys: Parameter (length, width), normal at the start with a standard deviation of 0.02.
+        values: Parameter (length, width), likewise.
     """
-    present: list[Any] = parts_of(model, Prefix)
-    if not present:
-        return None
-    targets, saved = _plan(model, settings)
-    planned = {id(getattr(module, "prefix", None)) for module in targets.values()}
-    if {id(part) for part in present} != planned or {part.length for part in present} != {settings.length}:
-        raise ValueError(
-            f"{type(model).__name__} has prefixes already, in other attentions or of another length: build the model "
-            "anew."
+
+    def __init__(self, like: Tensor, length: int, width: int, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.length = length
+        self.keys = nn.Parameter(like.new_empty(length, width))
+        self.values = nn.Parameter(like.new_empty(length, width))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the initial values."""
+        for parameter in (self.keys, self.values):
+            draw_(parameter, lambda drawn: drawn.normal_(0, 0.02, generator=generator))
+
+    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (batch, length + sequence, width) for projected ones (batch, sequence, width)."""
+        keys, values = (own.to(key.dtype).expand(len(key), -1, -1) for own in (self.keys, self.values))
+        return torch.cat((keys, key), 1), torch.cat((values, value), 1)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for the print of a model."""
+        return f"length={self.length}"
+
+
+class PrefixAttention(nn.MultiheadAttention):
+    """A mixin for `nn.MultiheadAttention`, with a forward pass that attends to a prefix as well.
+
+    Weights are read as the attributes that they are, so that LoRA can compute them.
+    """
+
+    prefix: Prefix
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `nn.MultiheadAttention` does for these arguments and masks, which the prefix is not subject to.
+
+        The weights that are returned are those of the given keys: they sum up to 1 with those of the prefix.
+
+        Raises:
+            RuntimeError: As in `nn.MultiheadAttention`, if `is_causal` is given without `attn_mask`.
+        """
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = (part.unsqueeze(0) for part in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+        query, key, value = self._projected(query, key, value)
+        given = key.shape[1]
+        key, value = self.prefix(*self._extended(key, value))
+        first = self.prefix.length
+        mask = self._mask(query, attn_mask, key_padding_mask, (first, key.shape[1] - first - given))
+        query, key, value = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (query, key, value))
+        out, weights = self._attend(query, key, value, mask, need_weights=need_weights)
+        out = F.linear(out.transpose(1, 2).flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        if weights is not None:
+            weights = weights[..., first:]
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not is_batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _projected(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (batch, sequence, width)."""
+        together = self.in_proj_weight  # None where keys or values have a width of their own
+        weights = (
+            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if together is None else together.chunk(3)
         )
-    return _report(model, settings, targets, saved)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(map(F.linear, inputs, weights, biases))
+
+    def _extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `bias_k` and `bias_v`, and the zeros of `add_zero_attn`."""
+        if self.bias_k is not None and self.bias_v is not None:
+            biases = (bias.to(key.dtype).expand(len(key), 1, -1) for bias in (self.bias_k, self.bias_v))
+            key, value = (torch.cat((part, bias), 1) for part, bias in zip((key, value), biases, strict=True))
+        if self.add_zero_attn:
+            key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        return key, value
+
+    def _mask(
+        self, query: Tensor, attn_mask: Tensor | None, padding: Tensor | None, others: tuple[int, int]
+    ) -> Tensor | None:
+        """Return what is added to the scores (batch, heads, queries, keys), with zeros for keys before and after."""
+        mask = None
+        if attn_mask is not None:
+            mask = _as_numbers(attn_mask, query.dtype)
+            mask = mask.unflatten(0, (-1, self.num_heads)) if mask.dim() == 3 else mask[None, None]
+        if padding is not None:
+            of_keys = _as_numbers(padding, query.dtype)[:, None, None]
+            mask = of_keys if mask is None else mask + of_keys
+        return None if mask is None else F.pad(mask, others)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        dropout = self.dropout if self.training else 0.0
+        if not need_weights:
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout), None
+        scores = query / math.sqrt(query.shape[-1]) @ key.transpose(-2, -1)
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+        return weights @ value, weights
 
 
-def _plan(model: nn.Module, settings: PrefixSettings) -> tuple[dict[str, nn.MultiheadAttention], dict[str, nn.Module]]:
-    modules = {"": model, **plain_names(model)}  # the model may be an attention itself
-    saved = select_saved(settings.modules_to_save, modules)
-    rest = without_excluded(settings.exclude, saved, modules)
-    if settings.target_modules == "attention":
-        patterns = as_patterns("target_modules", "*")
-        if not any(isinstance(part, nn.MultiheadAttention) for part in rest.values()):
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask whose True forbids as one that is added."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
+class PrefixInjection(Injection):
+    """Prefixes of attentions."""
+
+    part = Prefix
+    noun = "prefixes"
+    otherwise = "in other attentions or of another length"
+    may_be_the_model = True
+
+    def choose_targets(self) -> dict[str, nn.Module]:
+        """Return the attentions that get a prefix."""
+        if self.settings.target_modules != "attention":
+            patterns = self.target_patterns()
+        elif any(isinstance(part, nn.MultiheadAttention) for part in self.rest.values()):
+            patterns = [Pattern("*")]
+        else:
             raise ValueError(
-                f'target_modules="attention": none of the {len(rest)} modules is an nn.MultiheadAttention, which alone '
-                "takes prefixes: use Adapters(...) or LoRA(...)."
+                f'target_modules="attention": none of the {len(self.rest)} modules is an nn.MultiheadAttention, which '
+                "alone takes prefixes: use Adapters(...) or LoRA(...)."
             )
-    else:
-        patterns = as_patterns("target_modules", settings.target_modules)
-        if not patterns:
-            raise ValueError("target_modules must name at least one pattern, got none.")
-    chosen = select_modules(
-        "target_modules", patterns, rest, lambda part: isinstance(part, nn.MultiheadAttention), "nn.MultiheadAttention"
-    )
-    targets = {name: part for name, part in chosen.items() if isinstance(part, nn.MultiheadAttention)}
-    for name, module in targets.items():
-        _check_attention(name, module)
-    check_targets(model, targets, "prefixes")
-    return targets, saved
-
-
-def _check_attention(name: str, module: nn.MultiheadAttention) -> None:
-    kind = class_below(module)
-    if kind.forward is not nn.MultiheadAttention.forward:
-        raise ValueError(
-            f"{name} is a {kind.__name__}, which has a forward pass of its own: exclude={name!r}, or use Adapters(...)."
+        what = "nn.MultiheadAttention"
+        targets = select_modules(
+            "target_modules", patterns, self.rest, lambda part: isinstance(part, nn.MultiheadAttention), what
         )
-    if not isinstance(module, PrefixAttention) and isinstance(getattr(module, "adapter", None), BottleneckAdapter):
-        raise ValueError(f"{name} has an adapter already: add prefixes before adapters.")
+        for name, module in targets.items():
+            kind = class_below(module)
+            if kind.forward is not nn.MultiheadAttention.forward:
+                raise ValueError(
+                    f"{name} is a {kind.__name__}, which has a forward pass of its own: exclude={name!r}, or use "
+                    "Adapters(...)."
+                )
+            has_adapter = isinstance(getattr(module, "adapter", None), BottleneckAdapter)
+            if has_adapter and not isinstance(module, PrefixAttention):
+                raise ValueError(f"{name} has an adapter already: add prefixes before adapters.")
+        return targets
 
+    def put(self, generator: torch.Generator) -> None:
+        """Add the prefixes."""
+        for module in self.targets.values():
+            attention: Any = module
+            weight = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1)
+            prefix = Prefix(weight, self.settings.length, attention.embed_dim, generator)
+            module.add_module("prefix", prefix.train(module.training))
+            extend(module, PrefixAttention)
+        unfuse(self.model, self.targets.values())
 
-def _report(
-    model: nn.Module,
-    settings: PrefixSettings,
-    targets: dict[str, nn.MultiheadAttention],
-    saved: dict[str, nn.Module],
-) -> InjectionReport:
-    added = parameters_of(parts_of(model, Prefix))
-    return make_report(model, f"Prefixes (length {settings.length})", targets, added, trained_whole(saved))
+    def planned(self) -> dict[int, int]:
+        """Return the ids of the prefixes of the targets, and their length."""
+        return {id(getattr(module, "prefix", None)): self.settings.length for module in self.targets.values()}
+
+    def settings_of(self, part: Prefix) -> int:
+        """Return the length of a prefix."""
+        return part.length
+
+    def report(self) -> InjectionReport:
+        """Return which prefixes the model has."""
+        what, added = f"Prefixes (length {self.settings.length})", parameters_of(parts_of(self.model, Prefix))
+        return InjectionReport.of(self.model, what, self.targets, added, self.trained_whole())
