@@ -176,7 +176,7 @@ class AdaptationCallback(GradientCheckingCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to look for parameters without a gradient."""
-        self._expect_gradients({strip_compile_prefix(name): one for name, one in pl_module.named_parameters()})
+        self._expect_gradients({strip_compile_prefix(name): weight for name, weight in pl_module.named_parameters()})
 
 
 class CoverageCheckingCallback(AdaptationCallback):
@@ -184,7 +184,7 @@ class CoverageCheckingCallback(AdaptationCallback):
 
     A module that is never called, because the one around it reads its weights, is an error; one that the batch did not
     need is named in a warning. The hooks are disabled after these batches.
-    Compiled modules are not checked: what is called in them cannot be seen.
+    Compiled modules are not checked: calls inside them cannot be seen.
     """
 
     _watch: ExitStack | None = None  # during a batch
@@ -237,7 +237,7 @@ class CoverageCheckingCallback(AdaptationCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report what was not called, or has no gradient."""
+        """Report modules that were not called, and parameters without a gradient."""
         self._end("training", _TRAINING)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -256,7 +256,7 @@ class CoverageCheckingCallback(AdaptationCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Report what was not called."""
+        """Report modules that were not called."""
         self._end("evaluation", _EVALUATION)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

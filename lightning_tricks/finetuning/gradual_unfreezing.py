@@ -107,7 +107,7 @@ class GradualUnfreezing(GradientCheckingCallback):
         self._patterns = check_schedule(schedule)
         self._multipliers = check_multipliers(lr_multipliers)
         self._plan: UnfreezingPlan | None = None  # of the fit that runs
-        self._key: int | None = None  # what has been applied
+        self._key: int | None = None  # the last that was applied
         self._held: set[str] = set()  # the normalisation that this fit has held
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -144,33 +144,33 @@ class GradualUnfreezing(GradientCheckingCallback):
         rank_zero_info(f"GradualUnfreezing trains {ParameterCount.of(plan.starts)}:\n  {lines}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freeze what does not train yet, now that a resumed run knows its epoch and step."""
+        """Freeze the parameters that do not train yet, now that a resumed run knows its epoch and step."""
         self._key = None
         self._apply(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release what trains from this epoch on."""
+        """Release the parameters that train from this epoch on."""
         self._apply(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release what trains from this step on."""
+        """Release the parameters that train from this step on."""
         self._apply(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the run was too short to release."""
+        """Log which parameters the run was too short to release."""
         if self._plan is not None and self._key is not None and (late := self._plan.released_after(self._key)):
             rank_zero_info(
-                f"GradualUnfreezing: the run ended before {self.unit} {min(self._plan.starts[one] for one in late)}, "
-                f"so {ParameterCount.of(late)} never trained."
+                f"GradualUnfreezing: the run ended before {self.unit} {min(self._plan.starts[p] for p in late)}, so "
+                f"{ParameterCount.of(late)} never trained."
             )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save under FSDP what trains, by which a resumed run knows whose optimizer state to load."""
+        """Save under FSDP which parameters train, so that a resumed run knows whose optimizer state to load."""
         if trainer.strategy.restore_checkpoint_after_setup:
             checkpoint[_SAVED_KEY] = self._key
 
     def changes_later(self, pl_module: LightningModule) -> Collection[str]:
-        """Return the names of what the schedule releases, and of the statistics that are frozen until then."""
+        """Return the names of the parameters that the schedule releases, and of their statistics, frozen until then."""
         plan = self._plan
         if plan is None:
             return ()
@@ -180,14 +180,14 @@ class GradualUnfreezing(GradientCheckingCallback):
         return {plan.names[parameter] for parameter in plan.starts} | set(map(strip_compile_prefix, buffers))
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
-        """Set again what trains: `AutoResume` has restored what trained when it saved, before the key of now."""
+        """Set again which parameters train: `AutoResume` has restored those that trained when it saved."""
         if self._plan is not None and self.freeze_norm:
             self._held.update(hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module)))
         self._key = None
         self._apply(trainer, trainer.lightning_module)
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set what trains at the epoch or step of now, where it is not what trained before."""
+        """Set which parameters train at the present epoch or step, if that has changed."""
         plan = self._plan
         if plan is None:
             return
@@ -203,13 +203,13 @@ class GradualUnfreezing(GradientCheckingCallback):
         if changed:
             rewrap_ddp(trainer)
             if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
-                torch.compiler.reset()  # torch 2.6 runs what it compiled for the frozen parameters
+                torch.compiler.reset()  # torch 2.6 goes on with the code for the frozen parameters
         self._expect_gradients({name: parameter for parameter, name in plan.names.items()})
 
     def _freezing_before(
         self, load: Callable[..., Any], pl_module: LightningModule, plan: UnfreezingPlan
     ) -> Callable[..., Any]:
-        """Return a function that freezes what a checkpoint's run had frozen, and then loads it.
+        """Return a function that freezes the parameters that a checkpoint's run had frozen, and then loads it.
 
         FSDP loads the optimizer's state of exactly those parameters that require gradients.
         """
@@ -234,8 +234,8 @@ class GradualUnfreezing(GradientCheckingCallback):
 
     def _check_optimizers(self, trainer: Trainer, plan: UnfreezingPlan) -> None:
         """Raise an error if a parameter that shall train is in no optimizer, or an optimizer trains nothing in fp16."""
-        optimized = [{one for group in o.param_groups for one in group["params"]} for o in trainer.optimizers]
-        missing = [plan.names[one] for one in plan.starts if not any(one in some for some in optimized)]
+        optimized = [{p for group in o.param_groups for p in group["params"]} for o in trainer.optimizers]
+        missing = [plan.names[p] for p in plan.starts if not any(p in owned for owned in optimized)]
         if missing:
             raise MisconfigurationException(
                 f"GradualUnfreezing: {len(missing):,} parameters that the schedule matches are in no optimizer and "
@@ -244,8 +244,8 @@ class GradualUnfreezing(GradientCheckingCallback):
                 "leaves out what is frozen before the fit: do not freeze it by hand."
             )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        for index, some in enumerate(optimized):
-            first = min((plan.starts[one] for one in some if one in plan.starts), default=math.inf)
+        for index, owned in enumerate(optimized):
+            first = min((plan.starts[p] for p in owned if p in plan.starts), default=math.inf)
             if first > 0 and scaler is not None and scaler.is_enabled():
                 raise MisconfigurationException(
                     f"GradualUnfreezing: all parameters of optimizer {index} are frozen at {self.unit} 0, for which a "
@@ -254,7 +254,7 @@ class GradualUnfreezing(GradientCheckingCallback):
                 )
 
     def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
-        """Warn of keys that the run does not reach, as in a short one that only tries whether all works."""
+        """Warn of keys that the run does not reach, as in a short run that only tries the code."""
         later = [key for key in plan.keys if key > 0]
         length = self._length(trainer, pl_module) if later else math.inf  # which may load the data
         late = [key for key in later if key >= length]

@@ -270,7 +270,7 @@ class PeftAdapters(CoverageCheckingCallback):
 
     Raises:
         ModuleNotFoundError: If peft is missing.
-        TypeError: If the config is no configuration of peft, or has a field that its method has not.
+        TypeError: If the config is not a configuration of peft, or has a field that its method does not have.
         ValueError: If the method is refused.
         MisconfigurationException: In a run, if an entry matches nothing, a rank exceeds a layer, the module has other
             adapters or is compiled, or an adapter is not called.
@@ -296,7 +296,7 @@ class PeftAdapters(CoverageCheckingCallback):
         return ensure_peft(self._part(module), self.config)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what another callback has added since: each freezes all but its own."""
+        """Refuse parameters that another callback has added since: each freezes all but its own."""
         super().on_fit_start(trainer, pl_module)
         others = [name for name, _ in added_modules(self._part(pl_module))]
         if others:

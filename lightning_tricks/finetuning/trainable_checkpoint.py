@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.checkpoint_contents import checkpoint_contents_changed
 from lightning_tricks._lightning_compat.guards import overriding
-from lightning_tricks._lightning_compat.trainer import callbacks_of
+from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.partial_checkpoints import RECORD_KEY
-from lightning_tricks._shared.patterns import Pattern, strip_compile_prefix
+from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.finetuning.core.base_model_fingerprint import (
     BaseMismatchError,
@@ -27,6 +27,7 @@ from lightning_tricks.finetuning.core.base_model_fingerprint import (
     forget,
     trainable_names,
 )
+from lightning_tricks.finetuning.core.injection import as_patterns
 from lightning_tricks.finetuning.core.trainable_weights import (
     complete_checkpoint,
     leave_out_base,
@@ -74,14 +75,13 @@ class TrainableCheckpoint(TrickCallback):
     """
 
     def __init__(self, extra: str | list[str] = ()) -> None:  # type: ignore[assignment]
-        for pattern in _as_list(extra):
-            Pattern(pattern)
+        as_patterns("extra", extra)
         self.extra = extra
         self._installed = ExitStack()  # between setup and teardown, and where a checkpoint is saved later
         self._is_installed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take part in what the Trainer saves and restores."""
+        """Install the hooks by which the Trainer saves and restores smaller checkpoints."""
         super().setup(trainer, pl_module, stage)
         self._close()
         if isinstance(trainer.strategy, _WITH_FILES_OF_THEIR_OWN):
@@ -100,22 +100,22 @@ class TrainableCheckpoint(TrickCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse patterns that match nothing."""
         names = [strip_compile_prefix(name) for name in pl_module.state_dict()]
-        for pattern in _as_list(self.extra):
-            if not any(Pattern(pattern).matches(name) for name in names):
+        for pattern in as_patterns("extra", self.extra):
+            if not any(map(pattern.matches, names)):
                 raise MisconfigurationException(
-                    f"TrainableCheckpoint(extra=...): pattern {pattern!r} matches none of the {len(names):,} names in "
-                    "the module's state dict. Correct or remove it."
+                    f"TrainableCheckpoint(extra=...): pattern {pattern.text!r} matches none of the {len(names):,} "
+                    "names in the module's state dict. Correct or remove it."
                 )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the base, before the first step and after whatever loads weights where a fit starts."""
         if pl_module not in _BASES:
             _BASES[pl_module] = _Base(base_fingerprints(pl_module))
-        later = {name for trick in _tricks_of(trainer) for name in trick.changes_later(pl_module)}
+        later = {name for trick in callbacks_of_type(trainer, TrickCallback) for name in trick.changes_later(pl_module)}
         forget(_BASES[pl_module].records, pl_module, later)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what was trainable in this epoch, and may be frozen in the next."""
+        """Note which parameters were trainable in this epoch, as they may be frozen in the next."""
         forget(_BASES[pl_module].records, pl_module, trainable_names(pl_module))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -133,11 +133,11 @@ class TrainableCheckpoint(TrickCallback):
         self._installed.enter_context(overriding(trainer.strategy, save_checkpoint=save_smaller))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove what `setup` installed."""
+        """Remove the hooks."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove what `setup` installed."""
+        """Remove the hooks."""
         self._close()
 
     def _leave_out_base(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -145,9 +145,9 @@ class TrainableCheckpoint(TrickCallback):
         base = _BASES.get(module)
         if base is None or not trainer.is_global_zero:  # nothing has trained yet; or nobody writes it
             return
-        extra = [Pattern(pattern) for pattern in _as_list(self.extra)]
+        extra = as_patterns("extra", self.extra)
         always = {name for name in base.records if any(pattern.matches(name) for pattern in extra)}
-        # After a fit others may have put back requires_grad: what trained was noted while it did
+        # After a fit others may have restored requires_grad: which parameters trained was noted during the fit
         forget(base.records, module, always | (trainable_names(module) if self._is_installed else set()))
         whole = _sizes(checkpoint)
         leave_out_base(checkpoint, module, base.records)
@@ -169,7 +169,7 @@ _WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrate
 
 @dataclass
 class _Base:
-    """The base of a module, without what is saved in any case.
+    """The base of a module, without the tensors that are saved in any case.
 
     Attributes:
         records: A record of each tensor that may be left out.
@@ -180,7 +180,7 @@ class _Base:
     is_reported: bool = False
 
 
-# Of the module, not of a fit: what a first fit trained is not the base of a second one
+# Of the module, not of a fit: the weights that a first fit has trained are not the base of a second fit
 _BASES: WeakKeyDictionary[LightningModule, _Base] = WeakKeyDictionary()
 
 
@@ -210,13 +210,9 @@ def _completed_with_pretrained_weights(trainer: Trainer, checkpoint: dict[str, A
         return complete_checkpoint(module, checkpoint, strict=module.strict_loading, to_resume=resumes)
     except BaseMismatchError:
         # Callbacks that load weights where a fit starts do not do so in a fit that resumes, nor in a test
-        if not sum(trick.load_pretrained(trainer, module) for trick in _tricks_of(trainer)):
+        if not sum(trick.load_pretrained(trainer, module) for trick in callbacks_of_type(trainer, TrickCallback)):
             raise
     return complete_checkpoint(module, checkpoint, strict=module.strict_loading, to_resume=resumes)
-
-
-def _tricks_of(trainer: Trainer) -> list[TrickCallback]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, TrickCallback)]
 
 
 def _sizes(checkpoint: dict[str, Any]) -> list[int]:
@@ -232,7 +228,3 @@ def _report(whole: list[int], saved: list[int]) -> None:
         f"{format_bytes(sum(whole))}. The others are taken from a module that is built with the same weights as this "
         "one; an empty tensor in the file, whose name says so, is not counted."
     )
-
-
-def _as_list(patterns: str | list[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)

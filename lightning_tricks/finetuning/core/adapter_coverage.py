@@ -53,7 +53,7 @@ def watching_coverage(model: nn.Module, names: Iterable[str]) -> Iterator[Adapte
     coverage = AdapterCoverage()
     with ExitStack() as stack:
         for part in watched.values():
-            if "forward" not in vars(part):  # another one's override stays
+            if "forward" not in vars(part):  # an override of the user stays
                 stack.enter_context(overriding(part, forward=_noting(part, ran)))
         yield coverage
     for name in names:
@@ -66,7 +66,7 @@ def watching_coverage(model: nn.Module, names: Iterable[str]) -> Iterator[Adapte
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled, so that what is overridden in it would be compiled as well."""
+    """Whether a part of a model is compiled, so that an override in it would be compiled as well."""
     return any(compiled_module(part) is not None or compiles_in_place(part) for part in model.modules())
 
 

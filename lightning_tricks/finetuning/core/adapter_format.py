@@ -1,4 +1,4 @@
-"""The two files of an adapter, as the peft library writes them, and what of the layers of a model peft knows.
+"""The two files of an adapter, as the peft library writes them, and which layers of a model peft knows.
 
 They are read and written here, and never by peft, for what peft would lose: changes of recurrent layers, of parts of an
 attention and of convolutions with groups, for which it has no layers; weights that several layers share, which it
@@ -133,7 +133,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
     """Return the tensors of a file, and who wrote it."""
     from safetensors import SafetensorError, safe_open
 
-    open_file(path).close()  # which refuses what is no file
+    open_file(path).close()  # which refuses anything but a regular file
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, (file.metadata() or {}).get("writer")  # noqa: SIM118
@@ -232,7 +232,7 @@ def names_of_matrices(layer: str, module: nn.Module, weight: str, is_wrapped: bo
 def parse_names(
     tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[Place, dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """Sort the tensors of a file by what they are.
+    """Divide the tensors of a file into changes and others.
 
     Args:
         tensors: The tensors of a file by name.
@@ -304,7 +304,7 @@ def registered_or_computed(module: nn.Module, weight: str) -> Tensor:
 
 
 def computed_otherwise(module: nn.Module) -> str | None:
-    """Return for what peft puts something else beside a layer than a change of its weight, or None."""
+    """Return the kind of a layer for which peft computes more than a change of its weight; None for others."""
     kind = class_below(module).__name__
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}

@@ -134,7 +134,7 @@ class _Adapter:
             self._check_present()
 
     def _check_places(self) -> None:
-        """Refuse files with layers that the model has not."""
+        """Refuse files with layers that the model does not have."""
         unknown = [layer for layer, _ in self.pairs if layer not in self.modules]
         if not unknown:
             without = [
@@ -179,7 +179,7 @@ class _Adapter:
             )
 
     def _check_shapes(self) -> None:
-        """Refuse files with tensors that the model has not, or has in another shape."""
+        """Refuse files with tensors that the model does not have, or has in another shape."""
         unknown = [name for name in self.values if name not in self.state]
         if unknown:
             raise ValueError(f"{len(unknown)} tensors are not in the model: {list_names(unknown)}.")
@@ -268,7 +268,7 @@ class _Adapter:
         """Add LoRA of the layers, ranks and scales of the file.
 
         Raises:
-            ValueError: If the file has not all weights of a layer, or a layer is compiled; nothing is changed then.
+            ValueError: If the file lacks weights of a layer, or a layer is compiled; nothing is changed then.
         """
         targets = {layer: self.modules[layer] for layer, _ in self.factors}
         own = [(layer, weight) for layer in targets for weight in weights_of(self.modules[layer])]
@@ -285,7 +285,7 @@ class _Adapter:
             change.set_alpha(self._alpha_of(place), self.config.use_rslora)
 
     def load_values(self) -> InjectionReport:
-        """Set the changes and the further tensors, and return what the model has now."""
+        """Set the changes and the further tensors, and report on the model."""
         trained = [name for name in self.values if name not in self.frozen]
         for name, value in self.values.items():
             self.state[name].copy_(value)

@@ -1,4 +1,4 @@
-"""`save_adapter`: write the LoRA of a model as files of the peft library, and say what of it peft does not read."""
+"""`save_adapter`: write the LoRA of a model as files of the peft library, and name the layers that peft cannot read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the LoRA of a model, and what else of it is trained, as files of the peft library.
+    """Write the LoRA of a model, and the other parameters that are trained, as files of the peft library.
 
     `adapter_model.safetensors` has the matrices, the whole of each module with trained parameters or running
     statistics, and single trained parameters. peft loads the files into a plain model
@@ -82,7 +82,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     parts = [name for name, value in tensors.items() if type(value) not in (Tensor, nn.Parameter) or value.is_meta]
     if parts:
         raise ValueError(
-            f"{parts[0]} is a {type(tensors[parts[0]]).__name__} of which this process has no or a part of the values: "
+            f"{parts[0]} is a {type(tensors[parts[0]]).__name__} of which this process does not have all values: "
             "save the whole model, loaded from a checkpoint."
         )
     unreadable = list(_not_for_peft(model, modules, changes, list(saved), single))
@@ -194,7 +194,7 @@ def _not_for_peft(
     saved: list[str],
     single: set[str],
 ) -> Iterator[str]:
-    """Yield what peft does not load, or computes otherwise."""
+    """Yield the layers and parameters that peft does not load, or computes otherwise, with the reason."""
     places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(name)

@@ -70,7 +70,7 @@ class AdapterSettings:
 
     @property
     def shape(self) -> tuple[int, str, float, bool]:
-        """What all adapters have in common: bottleneck, nonlinearity, scale, and whether they are parallel."""
+        """The settings that all adapters share: bottleneck, nonlinearity, scale, and whether they are parallel."""
         nonlinearity, scale = KINDS[self.kind]
         scale = scale if self.scale is None else self.scale
         return self.bottleneck, self.nonlinearity or nonlinearity, scale, self.kind == "parallel"
@@ -302,11 +302,11 @@ class AdapterInjection(Injection):
         unfuse(self.model, self.targets.values())
 
     def planned(self) -> dict[int, Any]:
-        """Return the ids of the adapters of the targets, and what they have in common."""
+        """Return the ids of the adapters of the targets, and the settings that all share."""
         return {id(getattr(module, "adapter", None)): self.settings.shape for module in self.targets.values()}
 
     def settings_of(self, part: BottleneckAdapter) -> Any:
-        """Return what an adapter has in common with the others."""
+        """Return the settings that an adapter shares with the others."""
         is_parallel = any(isinstance(module, ParallelAdapted) for module in self.model.modules())
         return part.bottleneck, part.nonlinearity, part.scale, is_parallel
 

@@ -1,4 +1,4 @@
-"""Change what one module does by giving it a subclass of its class, which pickles and can be taken away again."""
+"""Change the behaviour of a single module by a subclass of its class, which pickles and can be taken away again."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class TrainableSummary:
-    """What of a model trains. Printed, it is one line, and one for each child.
+    """How much of a model trains. Printed, it is one line, and one for each child.
 
     Attributes:
         trainable: The parameters that require a gradient.
@@ -120,7 +120,7 @@ def unfreeze_(module: nn.Module, *patterns: str) -> ParameterCount:
 
 
 def trainable_summary(model: nn.Module) -> TrainableSummary:
-    """Count what of a model trains, as a whole and for each child.
+    """Count the parameters of a model that train, as a whole and for each child.
 
     Args:
         model: The model. Parameters that several children share count in each of them, and once in the whole.
@@ -287,11 +287,11 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]
         if any(key in ("running_mean", "running_var") for key, _ in module.named_buffers(recurse=False)):
             parts = name.split(".") if name else []
             around = [by_name.get(".".join(parts[:depth])) for depth in range(len(parts))]
-            yield name, module, [one for one in around if one is not None]
+            yield name, module, [module for module in around if module is not None]
 
 
 def _is_frozen(module: nn.Module, around: list[nn.Module], trains: Callable[[nn.Parameter], bool]) -> bool:
     own = list(module.parameters(recurse=False))
     if not own:
-        own = next((found for one in reversed(around) if (found := list(one.parameters()))), [])
+        own = next((found for outer in reversed(around) if (found := list(outer.parameters()))), [])
     return bool(own) and not any(map(trains, own))

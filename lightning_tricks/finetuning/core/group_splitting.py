@@ -1,4 +1,4 @@
-"""Learning rate multipliers: parameter groups are split in place, and what schedulers keep for each group with them."""
+"""Learning rate multipliers: parameter groups, and the lists that schedulers keep for them, are split in place."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def split_groups_(optimizer: Optimizer, multipliers: Mapping[Tensor, float], sch
     if isinstance(optimizer, LBFGS) and len(parts) > 1:
         raise ValueError("LBFGS takes one parameter group, so it cannot have several learning rates.")
     everyone = _all_schedulers(schedulers)
-    changes = [change for one in everyone for change in _expanded(one, parts, before)]
+    changes = [change for scheduler in everyone for change in _expanded(scheduler, parts, before)]
     new = [_group(groups[part.source], part, in_place=place < before) for place, part in enumerate(parts)]
     for group, changed in zip(groups, new[:before], strict=True):
         group.update(changed)
@@ -127,7 +127,7 @@ def _all_schedulers(schedulers: Iterable[object]) -> list[object]:
 
 
 def _expanded(scheduler: Any, parts: Sequence[_Part], groups: int) -> Iterator[tuple[Any, str, list[Any]]]:
-    """Yield scheduler, attribute and new value of what a scheduler keeps for each group."""
+    """Yield scheduler, attribute and new value of the lists that a scheduler keeps for its groups."""
     own: dict[str, tuple[Any, bool]] = {}
     for names, are_rates in ((_RATES_OF_SCHEDULER, True), (_OTHERS_OF_SCHEDULER, False)):
         own |= {name: (vars(scheduler)[name], are_rates) for name in names if name in vars(scheduler)}
@@ -135,7 +135,7 @@ def _expanded(scheduler: Any, parts: Sequence[_Part], groups: int) -> Iterator[t
         own["last_lr"] = (scheduler.get_last_lr(), True)
     elif not own:
         raise ValueError(
-            f"{type(scheduler).__name__} is no LRScheduler of torch: what it keeps for each parameter group is not "
+            f"{type(scheduler).__name__} is not an LRScheduler of torch: what it keeps for each parameter group is not "
             "known. Make the groups with their learning rates in configure_optimizers instead."
         )
     for name, (values, are_rates) in own.items():

@@ -183,7 +183,7 @@ class Injection(ABC):
 
     def trained_whole(self) -> list[str]:
         """Return the names of the modules all of whose parameters are trained."""
-        return [name for name, part in self.saved.items() if all(one.requires_grad for one in part.parameters())]
+        return [name for name, part in self.saved.items() if all(weight.requires_grad for weight in part.parameters())]
 
 
 def kind_of_layer(module: nn.Module) -> str:

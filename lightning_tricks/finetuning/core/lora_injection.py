@@ -174,14 +174,9 @@ class LoRAInjection(Injection):
 
     def planned(self) -> dict[int, Any]:
         """Return the ids of the changes of the planned weights, and their settings."""
-        settings = self.settings
+        shared = self.settings.alpha, self.settings.use_rslora, self.settings.dropout
         return {
-            id(getattr(owner, CHANGE + weight, None)): (
-                change.rank,
-                settings.alpha,
-                settings.use_rslora,
-                settings.dropout,
-            )
+            id(getattr(owner, CHANGE + weight, None)): (change.rank, *shared)
             for change in self.changes
             for _, owner, weight in change.places
         }

@@ -107,7 +107,7 @@ class LowRank(AddedParameters):
         return (self.A.t(), self.B.t()) if self.is_transposed else (self.B, self.A)
 
     def change(self, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
-        """Return what is added to a weight of this shape, computed in a dtype; None for that of the matrices."""
+        """Return the change of a weight of this shape, computed in a dtype; None for that of the matrices."""
         left, right = self.factors()
         return (self.scaling * left.to(dtype) @ right.to(dtype)).view(shape)
 
@@ -224,7 +224,7 @@ class ConvLoRA(_SideBranch):
         return out + pointwise(thin, (change.scaling * left).view(*left.shape, *ones))  # type: ignore[no-any-return]
 
 
-_ONE_THREAD = threading.RLock()  # what a forward pass keeps in its layer is not for other threads
+_ONE_THREAD = threading.RLock()  # the weights that a forward pass keeps in its layer are not for other threads
 
 
 class _ComputedOnce(LoRA):

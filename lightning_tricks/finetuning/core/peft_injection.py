@@ -1,4 +1,4 @@
-"""Add the adapters of the peft library to a model, and check what peft does not."""
+"""Add the adapters of the peft library to a model, with the checks that peft lacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def peft_config(config: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: If peft is missing; the message names the extra.
-        TypeError: If the config is neither, or names a field that the method has not.
+        TypeError: If the config is neither, or names a field that the method does not have.
         ValueError: If a value is refused by peft, or the method cannot be added to any module.
     """
     peft = _peft()
@@ -133,9 +133,10 @@ def _inject(model: nn.Module, config: Any) -> None:
         _check_layers(model, config, places)
     except BaseException:
         for module, parts, parameters in before:
-            for present, former in ((own_modules(module), parts), (own_parameters(module), parameters)):
-                present.clear()
-                present.update(former)
+            own_modules(module).clear()
+            own_modules(module).update(parts)
+            own_parameters(module).clear()
+            own_parameters(module).update(parameters)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
         vars(model).pop("peft_config", None)
@@ -252,7 +253,7 @@ def _check_layers(model: nn.Module, config: Any, places: Mapping[nn.Module, Sequ
 
 
 def _follow_modes(model: nn.Module, before: Mapping[nn.Module, object]) -> None:
-    """Give new modules the mode of what they wrap; peft leaves them in training mode, but for copies of modules."""
+    """Give new modules the mode of the layer that they wrap: peft leaves them in training mode, but for copies."""
     for adapter in adapters_in(model).values():
         copies = set(adapter.modules_to_save.default.modules()) if _is_wrapper(adapter) else set()
         for part in set(adapter.modules()) - set(before) - copies:
@@ -275,7 +276,7 @@ def _report(model: nn.Module, config: Any) -> InjectionReport:
     layers = {name: adapter for name, adapter in adapters.items() if not _is_wrapper(adapter)}
     saved = {name: adapter for name, adapter in adapters.items() if _is_wrapper(adapter)}
     whole = {id(parameter) for adapter in saved.values() for parameter in adapter.modules_to_save.parameters()}
-    inside = [one for one in parameters_of(layers.values()) if one.requires_grad and id(one) not in whole]
+    inside = [p for p in parameters_of(layers.values()) if p.requires_grad and id(p) not in whole]
     shared = list(_shared_weights(model, layers))
     remark = f"{list_names(shared)} share a weight, but no adapter." if shared else ""
     bases = {name: _base_of(layer) for name, layer in layers.items()}

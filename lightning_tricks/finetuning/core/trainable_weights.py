@@ -95,7 +95,7 @@ def _joined(recorded: Mapping[str, Mapping[str, TensorRecord]]) -> dict[str, Ten
 def complete_checkpoint(
     model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True, to_resume: bool = True
 ) -> dict[str, Any]:
-    """Return a whole checkpoint: what was left out is taken from the model, if the model has just that.
+    """Return a whole checkpoint: tensors that were left out are taken from the model, if it has the same.
 
     A floating-point tensor may have another dtype if it has the recorded values after a conversion to the recorded
     dtype: a run in bf16 may be completed by the float32 weights that it began with.
@@ -154,7 +154,7 @@ def load_trainable(model: nn.Module, path: str | os.PathLike[str], *, strict: bo
     Raises:
         MissingCheckpointError: If there is no such file.
         BaseMismatchError: If the model is not the one that was trained; the message lists what differs.
-        ValueError: If the file is no such checkpoint.
+        ValueError: If the file is not such a checkpoint.
         RuntimeError: If saved tensors do not fit the model, as in `load_state_dict`.
 
     Examples:
@@ -201,8 +201,8 @@ def _recorded(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, TensorRecord
             checkpoint[key].keys()  # or it has no weights that could be completed
         return {
             key: {
-                name: TensorRecord(tuple(one["shape"]), one["dtype"], one["fingerprint"])
-                for name, one in found["left_out"][key].items()
+                name: TensorRecord(tuple(record["shape"]), record["dtype"], record["fingerprint"])
+                for name, record in found["left_out"][key].items()
             }
             for key in _ENTRIES
             if key in found["left_out"]

@@ -114,7 +114,7 @@ class UnfreezingPlan:
         return [parameter for parameter, start in self.starts.items() if start > key]
 
     def lines(self, schedule: Mapping[int, Sequence[str]], unit: str) -> Iterator[str]:
-        """Yield what trains from when, with counts, as text."""
+        """Yield a line of text for each key: how many parameters train from then on."""
         for key in self.keys:
             released = self.released_at(key)
             line = f"from {unit} {key}: {ParameterCount.of(released)} ({list_names(schedule[key])})"
@@ -164,7 +164,7 @@ def plan_unfreezing(module: nn.Module, schedule: Mapping[int, Sequence[str]]) ->
         starts |= dict.fromkeys(released, key)
         if earlier:
             overlaps[key] = len(earlier)
-    return UnfreezingPlan({one: own[0] for one, own in names.items() if can_train(one)}, starts, overlaps)
+    return UnfreezingPlan({weight: own[0] for weight, own in names.items() if can_train(weight)}, starts, overlaps)
 
 
 def multipliers_of(module: nn.Module, lr_multipliers: Mapping[str, float]) -> dict[Tensor, float]:
