@@ -317,6 +317,11 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self._losses.update(results["loss"], 1)
         return results
 
+    def on_after_backward(self) -> None:
+        """Let go of the tensors that members run one after another on."""
+        if isinstance(self.estimators_, StackedMembers):
+            self.estimators_.release()
+
     def on_train_epoch_end(self) -> None:
         """Log the mean of the steps' losses, once: `log` in each step costs more than the step of a small net."""
         mean = self._losses.compute()
@@ -337,6 +342,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
             lightning_members.refuse_manual_optimization(self, self.estimators_)
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
+        if isinstance(self.estimators_, StackedMembers) and (reason := self.estimators_.adopt_frozen_parameters()):
+            self.estimators_ = as_sequential(self.estimators_, reason)
         if self._is_stacked() and (reason := _why_not_stack_beside(callbacks_of(self.trainer))):
             self.estimators_ = as_sequential(self.estimators_, reason)
         stacked = any(isinstance(layer, StackedBatchNorm) for layer in self.estimators_.modules())

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
@@ -90,18 +89,9 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         """Return `epochs_per_estimator`, or the run's epochs divided by the number of members.
 
         Raises:
-            MisconfigurationException: If the run is too short, or cannot be divided.
+            MisconfigurationException: If the run cannot be divided.
         """
-        if self.epochs_per_estimator is None:
-            return super().epochs_per_stage()
-        needed, epochs = self.n_stages * self.epochs_per_estimator, self.trainer.max_epochs
-        if epochs not in (None, -1) and epochs < needed and not is_fast_dev_run(self.trainer):
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains {self.n_stages} members for epochs_per_estimator="
-                f"{self.epochs_per_estimator} epochs each, and max_epochs={epochs} ends before: set "
-                f"max_epochs={needed}."
-            )
-        return self.epochs_per_estimator
+        return self.epochs_per_estimator or super().epochs_per_stage()
 
     # --- a training step
 
@@ -216,7 +206,7 @@ class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
 
     Raises:
         MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
-            validation at the end of each stage.
+            validation at the end of each stage. A run that is too short for all stages is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -245,7 +235,7 @@ class GradientBoostingRegressor(GradientBoostedMembers, RegressorEnsemble):
 
     Raises:
         MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
-            validation at the end of each stage.
+            validation at the end of each stage. A run that is too short for all stages is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -85,15 +86,19 @@ class SnapshotMembers(CapturedMembers):
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
-        steps = total_steps(trainer)
+        steps = int(total_steps(trainer))
+        cycle = max(1, steps // n)
         if steps % n == 0 or is_fast_dev_run(trainer):
-            return max(1, steps // n)
+            return cycle
         by_epochs = trainer.max_steps == -1
         length = f"max_epochs={trainer.max_epochs} ({steps} steps)" if by_epochs else f"{steps} steps"
-        raise MisconfigurationException(
-            f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide: set "
-            f"{'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}."
-        )
+        problem = f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide"
+        remedy = f"set {'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}"
+        # such a run only tries whether all works
+        if steps < n or (by_epochs and (trainer.max_epochs or 0) < n):
+            rank_zero_warn(f"{problem}; {min(n, steps)} cycles have {cycle} steps each. To train, {remedy}.")
+            return cycle
+        raise MisconfigurationException(f"{problem}: {remedy}.")
 
 
 def _check_lr_clip(limits: Sequence[float] | None) -> None:
@@ -126,7 +131,8 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
+            run of fewer epochs than cycles is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -176,7 +182,8 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
+            run of fewer epochs than cycles is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -56,13 +57,13 @@ class StagedEnsemble(Ensemble):
         return self.n_estimators
 
     def epochs_per_stage(self) -> int:
-        """Return the length of a stage in epochs.
+        """Return the length of a stage in epochs; 1 in a run of fewer epochs than stages.
 
         Raises:
             MisconfigurationException: If the run cannot be divided into the stages.
         """
         epochs = self.trainer.max_epochs or 0
-        if is_fast_dev_run(self.trainer):
+        if is_fast_dev_run(self.trainer) or 0 < epochs < self.n_stages:
             return 1
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
@@ -159,7 +160,18 @@ class StagedEnsemble(Ensemble):
         """Set the modes of the members for the stage that is trained, and begin the first stage."""
         self.train()
         if self.trainer.global_step == 0:
+            self._warn_of_a_short_run()
             self.on_stage_start()
+
+    def _warn_of_a_short_run(self) -> None:
+        epochs, needed = self.trainer.max_epochs, self.total_epochs()
+        if epochs in (None, -1) or epochs >= needed or is_fast_dev_run(self.trainer):
+            return
+        rank_zero_warn(
+            f"{type(self).__name__}: max_epochs={epochs} ends in stage {self.stage_at(epochs - 1) + 1} of "
+            f"{self.n_stages}; members of later stages are not trained, and do not predict. Set max_epochs={needed} to "
+            "train all of them."
+        )
 
     def on_train_epoch_start(self) -> None:
         """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""

@@ -403,7 +403,6 @@ def test_a_number_of_epochs_for_each_stage():
     ("arguments", "options", "words"),
     [
         ({}, {"max_epochs": 4}, "has 3 stages of equal length, into which max_epochs=4 does not divide"),
-        ({"epochs_per_estimator": 2}, {"max_epochs": 5}, r"for epochs_per_estimator=2 epochs each, .* max_epochs=6"),
         ({"early_stopping_rounds": 1}, {"max_epochs": 3}, r"early_stopping_rounds=1 needs validation data"),
         (
             {"early_stopping_rounds": 1},

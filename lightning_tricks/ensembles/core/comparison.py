@@ -121,7 +121,7 @@ def _pass(
     """Return the outputs (n, B, ...), and the gradients of all tensors for weights that are the same in each pass."""
     torch.default_generator.manual_seed(0)
     rows = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
-    _place(copied.module, tensors)
+    place_tensors(copied.module, tensors)
     with mode:  # in the backward pass as well: what is checkpointed draws again
         outputs = by_member(copied.module(*rows))
         gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -132,7 +132,7 @@ def _pass(
     return outputs.detach(), list(gradients.values())
 
 
-def _place(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def place_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let a module compute with tensors, of any kind, in the place of its parameters and buffers of these names."""
     for name, tensor in tensors.items():
         path, _, own = name.rpartition(".")

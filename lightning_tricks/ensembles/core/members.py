@@ -112,7 +112,12 @@ class SequentialMembers(Members):
 
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        return stack_outputs([member(*inputs) for member in self.children()])
+        return stack_outputs([member(*own_inputs(inputs)) for member in self.children()])
+
+
+def own_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Return copies of inputs that several members share: one may change in place what it is given."""
+    return [value.clone() if isinstance(value, Tensor) else value for value in inputs]
 
 
 def refuse_lazy(members: Sequence[nn.Module], argument: str = "estimator") -> None:
