@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_number, check_optional_count
 from lightning_tricks.ensembles import optimizers
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.captured import CapturedMembers
+from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -93,17 +93,7 @@ class FastGeometricMembers(CapturedMembers):
         self.base_epochs = check_optional_count("base_epochs", base_epochs, minimum=0)
         self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
         self.lr_2 = None if lr_2 is None else check_number("lr_2", lr_2, above=0)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: that of the base model, and then cycles."""
@@ -231,21 +221,7 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            cycle=cycle,
-            lr_1=lr_1,
-            lr_2=lr_2,
-            base_epochs=base_epochs,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
 
 
 class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):

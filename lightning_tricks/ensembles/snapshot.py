@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.captured import CapturedMembers
+from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -56,16 +56,7 @@ class SnapshotMembers(CapturedMembers):
         seed: int | None = None,
     ) -> None:
         _check_lr_clip(lr_clip)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: cycles of equal length over the run."""
@@ -154,17 +145,7 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            lr_clip=lr_clip,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
 
 
 class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):

@@ -20,9 +20,8 @@ from lightning_tricks import (
     VotingClassifier,
 )
 from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks.ensembles.core.layout import as_members
 from lightning_tricks.ensembles.core.members import SequentialMembers
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
 from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, fit, values
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.ensembles.core.comparison import compare_with_loop, place_tensors
-from lightning_tricks.ensembles.core.members import Members, own_inputs, stack_outputs
-from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, own_inputs, stack_outputs
+from lightning_tricks.ensembles.core.same_values import different_attribute
+from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, own_tensors, stacked_type
 
 # rows x parameters of a member, from which on a call for each member costs nothing beside its work
 _MIN_SEQUENTIAL_WORK = 10_000_000
@@ -35,7 +36,8 @@ class StackedMembers(Members):
         super().__init__()
         self.n_members = len(members)
         self.net = _stacked(members)
-        self.skeletons = [_to_meta(member) for member in members]  # in a list, so that they are no children
+        # copies without memory; in a list, so that they are not children
+        self.skeletons = [copy.deepcopy(member).to("meta") for member in members]
         self._views: dict[int, nn.Module] = {}  # the members that were handed out
         self._shown: dict[str, bool] = {}  # which parameters these trained at first
         self._is_released = True
@@ -54,7 +56,7 @@ class StackedMembers(Members):
     def __getitem__(self, index: int) -> nn.Module:
         """Return a member as a module that shares memory with the stack, the same one each time.
 
-        What is frozen in it takes effect when a fit starts (`adopt_frozen_parameters`).
+        Freezing its parameters takes effect when a fit starts (`adopt_frozen_parameters`).
         """
         index = range(len(self))[index]
         view = self._views.get(index)
@@ -68,7 +70,7 @@ class StackedMembers(Members):
         return self.in_mode(view)
 
     def adopt_frozen_parameters(self) -> str:
-        """Freeze, and unfreeze, what is frozen in the members that `__getitem__` has returned.
+        """Freeze the parameters that are frozen in the members that `__getitem__` has returned, and train the others.
 
         Returns:
             Why members cannot be trained at once, if they train different parameters, or nothing.
@@ -87,7 +89,7 @@ class StackedMembers(Members):
         return ""
 
     def _update_views(self) -> None:
-        """Let members that were handed out have what was frozen in the stack since."""
+        """Freeze in the members that were handed out the parameters that were frozen in the stack since."""
         flags = {name: parameter.requires_grad for name, (_, parameter) in self.stacked_parameters().items()}
         for name in (name for name, flag in flags.items() if self._shown.get(name, flag) != flag):
             for view in self._views.values():
@@ -169,7 +171,7 @@ class StackedMembers(Members):
         """
         cut = {}
         for path, layer in self.stacked_layers():
-            for name, tensor in _own_tensors(layer):
+            for name, tensor in own_tensors(layer):
                 key = _key(path, name)
                 cut[key] = layer.to_stored(name, tensor if values is None else values[key]).unbind()
         return cut
@@ -239,23 +241,13 @@ def _stacked(members: Sequence[nn.Module]) -> nn.Module:
     kind = stacked_type(members[0])
     if not isinstance(kind, str):
         return kind(members)
-    memo: dict[int, Any] = {}  # what the copy shall not copy
+    memo: dict[int, Any] = {}  # stacked layers, which take the places of those of the first member
     parts = [dict(member.named_modules()) for member in members]
     for path, part in parts[0].items():
-        if _own_tensors(part):
+        if own_tensors(part):
             kind = cast(type[StackedLayer], stacked_type(part))
             memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
     return copy.deepcopy(members[0], memo)
-
-
-def _own_tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that a layer itself holds, by name."""
-    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-
-
-def _to_meta(member: nn.Module) -> nn.Module:
-    """Return a copy that holds the structure and no memory."""
-    return copy.deepcopy(member).to("meta")
 
 
 def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -269,7 +261,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
     """Give a stack's state dict the keys and shapes of the members'."""
     cut: dict[str, Tensor] = {}
     for path, layer in stack.stacked_layers():
-        for name, _ in _own_tensors(layer):
+        for name, _ in own_tensors(layer):
             stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
                 cut[_key(path, name)] = layer.to_stored(name, stored)
@@ -282,7 +274,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
 def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Turn the members' tensors back into the stacked ones."""
     for path, layer in stack.stacked_layers():
-        for name, _ in _own_tensors(layer):
+        for name, _ in own_tensors(layer):
             keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
             tensors = [state.pop(key) for key in keys if key in state]
             if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
@@ -293,3 +285,81 @@ def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any)
 def _key(*parts: str) -> str:
     """Return a qualified name; the path of a module itself is empty."""
     return ".".join(filter(None, parts))
+
+
+def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", why_not: str = "") -> Members:
+    """Put members into the module that runs them faster.
+
+    Args:
+        members: At least one.
+        vectorize: "auto" stacks members that gain by it: members of one structure without convolutions, for which a
+            loop is faster on a CPU. True stacks all members that can be stacked, False none.
+        why_not: A reason against stacking that the members themselves do not show.
+
+    Returns:
+        A `StackedMembers`, or a `SequentialMembers` that bears the reason.
+    """
+    if vectorize is False or len(members) == 1:
+        return SequentialMembers(members)
+    reason = why_not or why_not_stack(members)
+    if not reason and vectorize == "auto":
+        kinds = map(stacked_type, members[0].modules())
+        if any(not isinstance(kind, str) and kind.sequential_is_faster_on_cpu for kind in kinds):
+            return SequentialMembers(members, "convolutions of their own are faster than one for all members")
+    return SequentialMembers(members, reason) if reason else StackedMembers(members)
+
+
+def as_sequential(members: Members, reason: str = "") -> SequentialMembers:
+    """Return the same members, with their values, to be run one after another."""
+    if isinstance(members, SequentialMembers):
+        return members
+    return SequentialMembers([members.member(index) for index in range(len(members))], reason)
+
+
+def why_not_stack(members: Sequence[nn.Module]) -> str:
+    """Return why members cannot be stacked, or nothing.
+
+    They must be of one structure, and all their parameters in layers that have a stacked form.
+    """
+    first, *others = members
+    names = [name for name, _ in first.named_parameters(remove_duplicate=False)]
+    if len(names) != len(list(first.parameters())):
+        return "layers share a parameter"
+    if not names:
+        return "the members have no parameters"
+    for path, module in first.named_modules():
+        where = f" ({path})" if path else ""
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{type(module).__name__} has hooks{where}"
+        if own_tensors(module) and isinstance(kind := stacked_type(module), str):
+            return f"{kind}{where}"
+    for index, other in enumerate(others, start=1):
+        difference = _different_structure(first, other)
+        if difference is not None:
+            return f"member {index} is of another structure than member 0{difference}"
+    parameters = [id(value) for member in members for _, value in member.named_parameters(remove_duplicate=False)]
+    return "members share a parameter" if len(set(parameters)) < len(parameters) else ""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _different_structure(first: nn.Module, other: nn.Module) -> str | None:
+    """Return where modules have other types, options, shapes, or other parameters that are trained; None if nowhere."""
+    parts, others = ([*module.named_modules()] for module in (first, other))
+    if [(path, type(part)) for path, part in parts] != [(path, type(part)) for path, part in others]:
+        return ""
+    counterparts = {(id(part), id(same)) for (_, part), (_, same) in zip(parts, others, strict=True)}
+    for (path, part), (_, same) in zip(parts, others, strict=True):
+        if _tensors(part) != _tensors(same):
+            return f" ({path})" if path else ""
+        if name := different_attribute(part, same, counterparts):
+            return f" ({path}.{name})" if path else f" ({name})"
+    return None
+
+
+def _tensors(part: nn.Module) -> list[Any]:
+    return [
+        (name, None if nn.parameter.is_lazy(tensor) else tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, tensor in own_tensors(part)
+    ]

@@ -21,7 +21,7 @@ _Data = tuple[tuple[Tensor, ...], Tensor | None]  # tensors, and the rows of a s
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class KeptScores:
+class CachedPredictions:
     """The summed outputs of the members of earlier stages for all rows of a data set of tensors in memory.
 
     They hold for a batch only if it consists of the very tensors that the loader gave: where a hook of the module or of

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks.ensembles import optimizers
-from lightning_tricks.ensembles.core.counts import register_count, set_count
-from lightning_tricks.ensembles.core.layout import as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
+from lightning_tricks.ensembles.core.stacked_members import as_sequential
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 
@@ -94,7 +93,7 @@ class StagedEnsemble(Ensemble):
         super().set_members(members)
         if not self.trains_all_members:
             self.estimators_ = as_sequential(self.estimators_)
-        register_count(self, "stage_number", "stage")
+        self.register_count("stage_number", "stage")
         self.register_load_state_dict_post_hook(_freeze_after_load)  # type: ignore[no-untyped-call]
 
     def trained_members(self) -> SequentialMembers:
@@ -141,7 +140,7 @@ class StagedEnsemble(Ensemble):
         if mode:
             trained = list(self.trained_members().children())
             for member in self.estimators_.children():
-                if not any(member is one for one in trained):
+                if not any(member is other for other in trained):
                     member.eval()
         return self
 
@@ -216,7 +215,7 @@ class StagedEnsemble(Ensemble):
             self._trainable = None
 
     def _set_stage(self, stage: int) -> None:
-        set_count(self, "stage_number", "stage", stage)
+        self.set_count("stage_number", "stage", stage)
         self.freeze_other_members()
 
     def _members(self, indices: Any) -> SequentialMembers:
