@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.adversarial_training import (
         AdversarialTrainingRegressor as AdversarialTrainingRegressor,
     )
-    from lightning_tricks.ensembles.bagging import BaggingClassifier as BaggingClassifier
-    from lightning_tricks.ensembles.bagging import BaggingRegressor as BaggingRegressor
+    from lightning_tricks.ensembles.boosting import (
+        SoftGradientBoostingClassifier as SoftGradientBoostingClassifier,
+    )
+    from lightning_tricks.ensembles.boosting import (
+        SoftGradientBoostingRegressor as SoftGradientBoostingRegressor,
+    )
     from lightning_tricks.ensembles.core.combination import Uncertainty as Uncertainty
     from lightning_tricks.ensembles.core.combination import classification_uncertainty as classification_uncertainty
     from lightning_tricks.ensembles.core.combination import regression_uncertainty as regression_uncertainty
@@ -53,14 +57,10 @@ if TYPE_CHECKING:
     from lightning_tricks.ensembles.neural_forest import NeuralForestRegressor as NeuralForestRegressor
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleClassifier as SnapshotEnsembleClassifier
     from lightning_tricks.ensembles.snapshot import SnapshotEnsembleRegressor as SnapshotEnsembleRegressor
-    from lightning_tricks.ensembles.soft_gradient_boosting import (
-        SoftGradientBoostingClassifier as SoftGradientBoostingClassifier,
-    )
-    from lightning_tricks.ensembles.soft_gradient_boosting import (
-        SoftGradientBoostingRegressor as SoftGradientBoostingRegressor,
-    )
     from lightning_tricks.ensembles.stacking import StackingClassifier as StackingClassifier
     from lightning_tricks.ensembles.stacking import StackingRegressor as StackingRegressor
+    from lightning_tricks.ensembles.voting import BaggingClassifier as BaggingClassifier
+    from lightning_tricks.ensembles.voting import BaggingRegressor as BaggingRegressor
     from lightning_tricks.ensembles.voting import VotingClassifier as VotingClassifier
     from lightning_tricks.ensembles.voting import VotingRegressor as VotingRegressor
 
@@ -102,14 +102,13 @@ else:  # or a type checker would take any name for one of the package
             "fast_geometric": ("FastGeometricClassifier", "FastGeometricRegressor"),
             "gradient_boosting": ("GradientBoostingClassifier", "GradientBoostingRegressor"),
             "neural_forest": ("NeuralForestClassifier", "NeuralForestRegressor"),
-            "soft_gradient_boosting": ("SoftGradientBoostingClassifier", "SoftGradientBoostingRegressor"),
-            "bagging": ("BaggingClassifier", "BaggingRegressor"),
+            "boosting": ("SoftGradientBoostingClassifier", "SoftGradientBoostingRegressor"),
             "core.combination": ("Uncertainty", "classification_uncertainty", "regression_uncertainty"),
             "cross_validation": ("CrossValidation", "cross_validate"),
             "fusion": ("FusionClassifier", "FusionRegressor"),
             "ensemble": ("Ensemble",),
             "snapshot": ("SnapshotEnsembleClassifier", "SnapshotEnsembleRegressor"),
             "stacking": ("StackingClassifier", "StackingRegressor"),
-            "voting": ("VotingClassifier", "VotingRegressor"),
+            "voting": ("BaggingClassifier", "BaggingRegressor", "VotingClassifier", "VotingRegressor"),
         },
     )

@@ -1,4 +1,4 @@
-"""What classifiers share, and what regressors share, however their members are trained."""
+"""The bases of all classifiers and of all regressors, however their members are trained."""
 
 from __future__ import annotations
 

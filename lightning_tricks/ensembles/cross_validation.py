@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_tricks._shared.checks import check_count
 from lightning_tricks._shared.rng import check_seed, isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_cv, make_folds
-from lightning_tricks.ensembles.core.sample_orders import is_shuffled
+from lightning_tricks.ensembles.core.sampling import is_shuffled
 from lightning_tricks.ensembles.core.seeds import CROSS_VALIDATION, purpose_seed
 from lightning_tricks.ensembles.stacking_run import check_row_loader, read_targets, subset_loader
 
@@ -69,7 +69,7 @@ def cross_validate(
         trainer_factory: Makes a new Trainer for each fold.
         cv: The number of folds >= 2, not shuffled; a list of (train, test) indices, whose test parts hold each row
             once; or an object with `split(X, y)`, which gets row numbers as X.
-        batch_size: Rows of a batch, where data is no DataLoader; 32 by default. Batches to train with are shuffled.
+        batch_size: Rows of a batch, where data is not a DataLoader; 32 by default. Batches to train with are shuffled.
         stratified: Whether a number of folds means stratified ones; by default if the targets are class indices: whole
             numbers (N,).
         keep_modules: Whether the trained modules are returned.
@@ -109,7 +109,7 @@ def cross_validate(
     predictions = torch.cat([prediction for _, _, prediction in parts])
     in_order = torch.empty_like(predictions)
     in_order[torch.cat([held_out for _, held_out in folds])] = predictions
-    scores = [one for _, one, _ in parts]
+    scores = [of_fold for _, of_fold, _ in parts]
     means, deviations = _mean_and_std(scores)
     modules = [module for module, _, _ in parts] if keep_modules else []
     return CrossValidation(in_order, scores, means, deviations, folds, modules)

@@ -9,21 +9,16 @@ from inspect import currentframe
 from typing import IO, Any, Literal
 
 import torch
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_tricks._lightning_compat.ddp import syncs_batchnorm
 from lightning_tricks._lightning_compat.fit_end import closed_on_exception
 from lightning_tricks._lightning_compat.hyperparameters import restricted_classmethod
 from lightning_tricks._lightning_compat.loaders import replaced_train_loaders
-from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.checks import check_count, check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
 from lightning_tricks.checkpoint_remapping.load_from_checkpoint import build_module, read_module_checkpoint
-from lightning_tricks.ensembles import lightning_members, optimizers
+from lightning_tricks.ensembles import arguments, lightning_members, optimizers
 from lightning_tricks.ensembles.core.combination import (
     Criterion,
     mean_with_gradient_of_sum,
@@ -31,18 +26,14 @@ from lightning_tricks.ensembles.core.combination import (
     normalized_weights,
 )
 from lightning_tricks.ensembles.core.factory import Estimator, build_members, untrusted_class_names
-from lightning_tricks.ensembles.core.layout import as_members, as_sequential
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers
-from lightning_tricks.ensembles.core.stacked_layers import StackedBatchNorm
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
+from lightning_tricks.ensembles.core.members import Members
+from lightning_tricks.ensembles.core.stacked_members import as_members, as_sequential
 from lightning_tricks.ensembles.core.torchensemble_models import TorchensembleInterchange
-from lightning_tricks.ensembles.hyperparameters import refuse_unsaved_arguments, save_plain_hyperparameters
-from lightning_tricks.ensembles.prediction import CombinedPrediction
-from lightning_tricks.ensembles.training_data import TrainingData, inputs_to_predict
-from lightning_tricks.gradient_clipping.core.methods import AGC, METHODS, ClipMethod
+from lightning_tricks.ensembles.members_at_once import MembersAtOnce
+from lightning_tricks.ensembles.training_data import TrainingData
 
 
-class Ensemble(TorchensembleInterchange, CombinedPrediction):
+class Ensemble(TorchensembleInterchange, MembersAtOnce):
     """Base of the ensembles.
 
     A family of ensembles is one file with a subclass of this class, or of `StagedEnsemble` for members that are trained
@@ -55,7 +46,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
     - `combine(outputs)`: the prediction; `prediction_loss(outputs, target)`: its loss in an evaluation;
     - `uncertainty(outputs)`, `metrics(preds, target)`, `default_criterion()`, `check_batch(outputs, targets, stage)`,
       `num_outputs(outputs)`, `shape_like(prediction, target)`;
-    - `predictor_without_variance`: what predicts, in words, where it gives no variance, so that a loss may need none.
+    - `predictor_without_variance`: the predictor, in words, if it gives no variance, which the loss must then not need.
 
     The members:
 
@@ -98,9 +89,9 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         n_estimators: int = 10,
         estimator_args: Mapping[str, Any] | None = None,
         *,
-        optimizer: optimizers.OptimizerChoice = None,
-        lr_scheduler: optimizers.ScheduleChoice = None,
-        criterion: optimizers.CriterionChoice = None,
+        optimizer: arguments.OptimizerChoice = None,
+        lr_scheduler: arguments.ScheduleChoice = None,
+        criterion: arguments.CriterionChoice = None,
         weights: Sequence[float] | None = None,
         n_outputs: int | None = None,
         vectorize: bool | Literal["auto"] = "auto",
@@ -115,8 +106,8 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
             raise ValueError(f'vectorize must be True, False or "auto", got {vectorize!r}.')
         self.vectorize = vectorize
         self.seed = int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, minimum=0)
-        self.optimizer = optimizers.parse_optimizer(optimizer)
-        self.lr_scheduler = optimizers.parse_schedule(lr_scheduler)
+        self.optimizer = arguments.parse_optimizer(optimizer)
+        self.lr_scheduler = arguments.parse_schedule(lr_scheduler)
         self.has_given_optimizer = optimizer is not None
         self._messages: list[str] = []  # about the members, for the first fit
         members = self._build_members(estimator, estimator_args)
@@ -124,12 +115,11 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self.register_buffer("weights", normalized_weights(weights, self.n_estimators), persistent=False)
         self.set_members(members)
         self._checked_stages: set[str] = set()
-        self._ranks_agree = False
         self._losses = MeanLoss()
         self.training_data = TrainingData()
-        self._installed = ExitStack()  # what a fit has put around parts of the Trainer
+        self._installed = ExitStack()  # the context managers that a fit has entered
         frame = currentframe()
-        self._unsaved_arguments = save_plain_hyperparameters(self, estimator, frame)
+        self._unsaved_arguments = arguments.save_plain_hyperparameters(self, estimator, frame)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_installed": ExitStack()}
@@ -147,12 +137,12 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         """Load as Lightning does, but run no code of the file, whatever `weights_only` says.
 
         Raises:
-            CheckpointError: If the file is unsafe or is no checkpoint.
+            CheckpointError: If the file is unsafe or is not a checkpoint.
             ValueError: If the class of the members is neither given (`estimator=Net`) nor a class of the program, or
                 another argument was not saved, such as an `estimator_args` that holds a function, and is not given.
         """
         read = read_module_checkpoint(checkpoint_path, map_location, hparams_file)
-        refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
+        arguments.refuse_unsaved_arguments(read[0].metadata.get("ensemble"), kwargs)
         with untrusted_class_names():
             return build_module(cls, *read, strict, kwargs)
 
@@ -175,14 +165,10 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         if (
             not self._has_lightning_members
             and self.uses_member_steps
-            and any(lightning_members.have_training_steps([one]) for one in members)
+            and any(lightning_members.have_training_steps([member]) for member in members)
         ):
             self._messages.append("not all members have a training_step, so that criterion= is the loss of all")
         self.estimators_ = as_members(members, self.vectorize, why_not)
-
-    def trained_members(self) -> Members:
-        """Return the members that training steps run and that the optimizer updates."""
-        return self.estimators_
 
     def fit_members(self) -> Members:
         """Return the members that are trained at any time of a fit; LightningModules log through the ensemble."""
@@ -278,27 +264,6 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     # --- steps
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """On the first batch of a fit, compare members that run at once with a loop; one rank decides for all."""
-        members = self.trained_members()
-        if self._ranks_agree or not isinstance(members, StackedMembers):
-            return
-        inputs, _ = self.training_data.split(batch, len(members))
-        self._compare_with_loop(members, inputs, shared=not self.training_data.has_member_rows)
-        decide: Any = self.trainer.strategy.reduce_boolean_decision
-        self._ranks_agree = decide(members.is_compared, all=True)
-        if decide(bool(members.reason), all=False):
-            members.reason = members.reason or "members of another rank mix rows"
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """On the first batch of an evaluation, compare members that run at once with a loop."""
-        if isinstance(self.estimators_, StackedMembers) and not self.estimators_.is_compared:
-            inputs = inputs_to_predict(batch)
-            if all(isinstance(value, Tensor) for value in inputs):
-                self._compare_with_loop(self.estimators_, inputs, shared=True)
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Train the members; returns the loss, the members' scores and the targets of their rows."""
         members, data = self.trained_members(), self.training_data
@@ -328,20 +293,14 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
 
     def setup(self, stage: str) -> None:
         """Share the seed of rank 0, and replace the training loader by that of the members."""
-        self._ranks_agree = False
-        if isinstance(self.estimators_, StackedMembers):
-            self.estimators_.compared.clear()
+        self.forget_comparisons()
         if stage != "fit":
             return
         if self._has_lightning_members:
             lightning_members.refuse_manual_optimization(self, self.estimators_)
         self._checked_stages.clear()
         self.seed = self.trainer.strategy.broadcast(self.seed)
-        if self._is_stacked() and (reason := _why_not_stack_beside(callbacks_of(self.trainer))):
-            self.estimators_ = as_sequential(self.estimators_, reason)
-        stacked = any(isinstance(layer, StackedBatchNorm) for layer in self.estimators_.modules())
-        if stacked and syncs_batchnorm(self.trainer):
-            self.estimators_ = as_sequential(self.estimators_, "sync_batchnorm=True replaces layers of torch.nn")
+        self.unstack_where_needed()
         self._log_info(*self._messages)
         self._log_why_sequential(self.trained_members())
         self._messages = []
@@ -351,7 +310,7 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         self._installed.enter_context(lightning_members.attached_members(self.fit_members(), self, stage))
 
     def teardown(self, stage: str) -> None:
-        """Close what `setup` has installed."""
+        """Close the context managers that `setup` has entered."""
         self._installed.close()
         self.training_data.has_member_rows = False
         self._losses = MeanLoss()
@@ -363,77 +322,48 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
         return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the seed, what the hyperparameters lack, and how members run."""
-        checkpoint["ensemble"] = {"seed": self.seed, "stacked": self._is_stacked()}
-        if isinstance(self.estimators_, StackedMembers):
-            compared = [list(mode) for mode in sorted(self.estimators_.compared)]
-            checkpoint["ensemble"].update(compared=compared, why_sequential=self.estimators_.reason)
+        """Save the seed, the names of the arguments that the hyperparameters lack, and how members run."""
+        checkpoint["ensemble"] = {"seed": self.seed, **self.how_members_run()}
         if self._unsaved_arguments:
             checkpoint["ensemble"]["unsaved"] = self._unsaved_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the seed; and, to resume, stack or unstack the parameters as the optimizer's state needs them.
-
-        What the first batches have shown is not asked of later ones: the run goes on as it began.
-        """
+        """Load the seed and, to resume, let members run as they did."""
         kept = checkpoint.get("ensemble", {})
         self.seed = kept.get("seed", self.seed)
-        stacked = self._is_stacked()
-        if self._trainer is None or not checkpoint.get("optimizer_states"):
-            return
-        if kept.get("stacked", stacked) != stacked:
-            self._restack(stacked)
-        if isinstance(self.estimators_, StackedMembers) and self.trainer.state.fn == "fit":
-            self.estimators_.compared = {(train, grad) for train, grad in kept.get("compared", [])}
-            self.estimators_.reason = kept.get("why_sequential", "")
-            self._ranks_agree = (True, True) in self.estimators_.compared
-
-    def _restack(self, stacked: bool) -> None:
-        """Put stacked members one after another, or stack others.
-
-        Raises:
-            MisconfigurationException: If they cannot be stacked.
-        """
-        if stacked:
-            self.estimators_ = as_sequential(self.estimators_, "the checkpoint is of members one after another")
-        else:
-            self.estimators_ = as_members(list(self.estimators_), vectorize=True)
-        if isinstance(self.estimators_, SequentialMembers) != stacked:
-            raise MisconfigurationException(
-                "The checkpoint's optimizer has stacked parameters, and these members cannot be stacked "
-                f"({self.estimators_.reason}): resume with the members that it was made with."
-            )
+        if self._trainer is not None and checkpoint.get("optimizer_states"):
+            self.run_members_as(kept)
 
     # --- torchensemble
 
     def set_optimizer(self, optimizer_name: str, **kwargs: Any) -> None:
         """Choose the optimizer by torch's name, as in torchensemble."""
-        self.optimizer, self.has_given_optimizer = optimizers.parse_optimizer((optimizer_name, kwargs)), True
+        self.optimizer, self.has_given_optimizer = arguments.parse_optimizer((optimizer_name, kwargs)), True
         self.hparams["optimizer"] = self.optimizer
         if why_not := optimizers.why_not_step_stacked(self.optimizer, list(self.estimators_)):
             self.estimators_ = as_sequential(self.estimators_, why_not)
 
     def set_scheduler(self, scheduler_name: str, **kwargs: Any) -> None:
         """Choose the schedule by torch's name, as in torchensemble; it steps at each epoch's end."""
-        self.lr_scheduler = optimizers.parse_schedule((scheduler_name, kwargs))
+        self.lr_scheduler = arguments.parse_schedule((scheduler_name, kwargs))
         self.hparams["lr_scheduler"] = self.lr_scheduler
 
     def set_criterion(self, criterion: Criterion) -> None:
         """Choose the loss, as in torchensemble."""
         self.criterion = self._parse_criterion(criterion)
-        self.hparams["criterion"] = optimizers.criterion_to_plain(self.criterion)
+        self.hparams["criterion"] = arguments.criterion_to_plain(self.criterion)
 
     # --- helpers
 
-    def _parse_criterion(self, choice: optimizers.CriterionChoice) -> Criterion:
-        criterion: Criterion = optimizers.parse_criterion(choice) or self.default_criterion()
+    def _parse_criterion(self, choice: arguments.CriterionChoice) -> Criterion:
+        criterion: Criterion = arguments.parse_criterion(choice) or self.default_criterion()
         if self.predictor_without_variance:
-            optimizers.refuse_variance(criterion, self.predictor_without_variance)
+            arguments.refuse_variance(criterion, self.predictor_without_variance)
         return criterion
 
-    def _build_members(self, estimator: Estimator, arguments: Mapping[str, Any] | None) -> list[nn.Module]:
+    def _build_members(self, estimator: Estimator, estimator_args: Mapping[str, Any] | None) -> list[nn.Module]:
         n = 1 if self.trains_one_model else self.n_estimators
-        members, self._messages = build_members(estimator, n, arguments, self.seed)
+        members, self._messages = build_members(estimator, n, estimator_args, self.seed)
         if self.trains_one_model and len(members) > 1:
             raise ValueError(f"{type(self).__name__} trains one model, got a list of {len(members)}.")
         if isinstance(estimator, list | tuple) and not self.trains_one_model:
@@ -441,42 +371,3 @@ class Ensemble(TorchensembleInterchange, CombinedPrediction):
                 raise ValueError(f"n_estimators={n}, but estimator holds {len(members)} members.")
             self.n_estimators = len(members)
         return members
-
-    def _compare_with_loop(self, members: StackedMembers, inputs: Sequence[Tensor], shared: bool) -> None:
-        known = members.reason
-        with self.trainer.precision_plugin.forward_context():
-            members.compare(*inputs, shared=shared)
-        if members.reason != known:
-            self._log_why_sequential(members)
-
-    def _is_stacked(self) -> bool:
-        return not isinstance(self.trained_members(), SequentialMembers)
-
-    def _log_why_sequential(self, members: Members) -> None:
-        if reason := members.reason:
-            self._log_info(f"members run one after another: {reason}")
-
-    def _log_info(self, *messages: str) -> None:
-        for message in filter(None, messages):
-            rank_zero_info(f"{type(self).__name__}: {message}.")
-
-
-def _why_not_stack_beside(callbacks: Sequence[Any]) -> str:
-    """Return why members cannot be stacked beside these callbacks, or nothing.
-
-    Raises:
-        MisconfigurationException: If one has found the stacked layers already, and takes them for those of one model.
-    """
-    for callback in callbacks:
-        if isinstance(callback, ModelPruning):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} prunes whole tensors, which hold all members that run at once: give the "
-                "ensemble vectorize=False."
-            )
-        for method in (getattr(callback, "method", None), *(getattr(callback, "groups", None) or {}).values()):
-            if isinstance(method, ClipMethod) and type(method) not in _ELEMENTWISE_CLIPPING:
-                return f"{type(method).__name__} clips the units of each layer by itself"
-    return ""
-
-
-_ELEMENTWISE_CLIPPING = {*METHODS.values()} - {AGC}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_number, check_optional_count
 from lightning_tricks.ensembles import optimizers
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.captured import CapturedMembers
+from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -92,17 +93,7 @@ class FastGeometricMembers(CapturedMembers):
         self.base_epochs = check_optional_count("base_epochs", base_epochs, minimum=0)
         self.lr_1 = None if lr_1 is None else check_number("lr_1", lr_1, above=0)
         self.lr_2 = None if lr_2 is None else check_number("lr_2", lr_2, above=0)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: that of the base model, and then cycles."""
@@ -135,26 +126,31 @@ class FastGeometricMembers(CapturedMembers):
             self.trainer.should_stop = True
 
     def _count_base_epochs(self) -> int:
-        """Return the epochs of the base model.
+        """Return the epochs of the base model; a run that ends before the last copy is warned of.
 
         Raises:
-            MisconfigurationException: If the run does not hold them and the cycles.
+            MisconfigurationException: If the run is longer than they and the cycles, or is not measured in epochs.
         """
         trainer, cycles = self.trainer, self.n_estimators * self.cycle
         if is_fast_dev_run(trainer):
             return 0
         epochs = trainer.max_epochs or 0
-        base = epochs - cycles if self.base_epochs is None else self.base_epochs
-        unused = epochs - base - cycles  # after the last copy half a cycle may be left out
-        if base >= 0 and -(self.cycle // 2) <= unused <= 0 and trainer.max_steps == -1:
-            return base
+        base = max(epochs - cycles, 0) if self.base_epochs is None else self.base_epochs
+        unused = epochs - base - cycles
         of_base = "" if self.base_epochs is None else f" for base_epochs={base} epochs"
         needed = f"{cycles} or more" if self.base_epochs is None else base + cycles
-        raise MisconfigurationException(
+        problem = (
             f"{type(self).__name__} trains its base model{of_base}, and then {self.n_estimators} cycles of "
-            f"{self.cycle} epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give: set "
-            f"max_epochs={needed}, and leave out max_steps."
+            f"{self.cycle} epochs, which max_epochs={epochs} and max_steps={trainer.max_steps} do not give"
         )
+        if epochs <= 0 or unused > 0 or trainer.max_steps != -1:
+            raise MisconfigurationException(f"{problem}: set max_epochs={needed}, and leave out max_steps.")
+        if unused < -(self.cycle // 2):  # after the last copy half a cycle may be left out
+            rank_zero_warn(
+                f"{problem}; it ends before the last copy is taken, and before the first one the model itself "
+                f"predicts. To take all of them, set max_epochs={needed}."
+            )
+        return base
 
     def _base_schedule(self, optimizer: Optimizer, epochs: int) -> dict[str, Any]:
         if self.lr_scheduler is None or not epochs:
@@ -195,7 +191,8 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not hold the base model and the cycles.
+        MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
+            `max_steps`. One that is too short for them is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -224,21 +221,7 @@ class FastGeometricClassifier(FastGeometricMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            cycle=cycle,
-            lr_1=lr_1,
-            lr_2=lr_2,
-            base_epochs=base_epochs,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
 
 
 class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
@@ -260,7 +243,8 @@ class FastGeometricRegressor(FastGeometricMembers, RegressorEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not hold the base model and the cycles.
+        MisconfigurationException: When a fit starts, if the run is longer than the base model and the cycles, or has
+            `max_steps`. One that is too short for them is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

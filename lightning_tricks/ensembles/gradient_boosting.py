@@ -11,21 +11,18 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_optional_count
 from lightning_tricks._shared.mean_loss import MeanLoss
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.boosting import BoostedMembers
-from lightning_tricks.ensembles.core.boosting import negative_gradient
+from lightning_tricks.ensembles.boosting import BoostedMembers, negative_gradient
+from lightning_tricks.ensembles.cached_predictions import CachedPredictions
 from lightning_tricks.ensembles.core.combination import at_least_single
-from lightning_tricks.ensembles.core.counts import register_count, set_count
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.kept_scores import KeptScores
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
-from lightning_tricks.ensembles.staged import StagedEnsemble
+from lightning_tricks.ensembles.stages import StagedEnsemble
 
-# Of ensembles in a fit; they are no attributes, so that no checkpoint and no copy holds them
-_KEPT_SCORES: WeakKeyDictionary[nn.Module, KeptScores] = WeakKeyDictionary()
+# Of ensembles in a fit; these are not attributes, so that neither a checkpoint nor a copy holds them
+_CACHED: WeakKeyDictionary[nn.Module, CachedPredictions] = WeakKeyDictionary()
 
 
 class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
@@ -61,25 +58,13 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         self.epochs_per_estimator = check_optional_count("epochs_per_estimator", epochs_per_estimator)
         self.early_stopping_rounds = check_optional_count("early_stopping_rounds", early_stopping_rounds)
         self._stage_loss = MeanLoss()
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            shrinkage_rate=shrinkage_rate,
-            use_reduction_sum=use_reduction_sum,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            n_outputs=n_outputs,
-            vectorize=False,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def set_members(self, members: Sequence[nn.Module]) -> None:
-        """Keep the members, and what early stopping knows of the stages."""
+        """Keep the members, and register the losses of the stages for early stopping."""
         super().set_members(members)
         self.register_buffer("stage_losses", torch.full((len(members),), math.inf))
-        register_count(self, "kept_number", "_n_kept")
+        self.register_count("kept_number", "_n_kept")
 
     @property
     def n_members(self) -> int:
@@ -90,30 +75,21 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         """Return `epochs_per_estimator`, or the run's epochs divided by the number of members.
 
         Raises:
-            MisconfigurationException: If the run is too short, or cannot be divided.
+            MisconfigurationException: If the run cannot be divided.
         """
-        if self.epochs_per_estimator is None:
-            return super().epochs_per_stage()
-        needed, epochs = self.n_stages * self.epochs_per_estimator, self.trainer.max_epochs
-        if epochs not in (None, -1) and epochs < needed and not is_fast_dev_run(self.trainer):
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains {self.n_stages} members for epochs_per_estimator="
-                f"{self.epochs_per_estimator} epochs each, and max_epochs={epochs} ends before: set "
-                f"max_epochs={needed}."
-            )
-        return self.epochs_per_estimator
+        return self.epochs_per_estimator or super().epochs_per_stage()
 
     # --- a training step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look up the scores of the earlier members."""
         if self.stage:
-            _KEPT_SCORES[self].look_up(self, batch, batch_idx)
+            _CACHED[self].look_up(self, batch, batch_idx)
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared error of the member to the residual, and the scores of the ensemble with it."""
         outputs = self.training_outputs(inputs, targets)
-        kept = _KEPT_SCORES.get(self)
+        kept = _CACHED.get(self)
         sums = None if kept is None else kept.of_batch
         if sums is None:
             earlier = self.earlier_outputs(*inputs)
@@ -130,15 +106,15 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
             self._check_validation()
         super().setup(stage)
         if stage == "fit":
-            _KEPT_SCORES[self] = kept = KeptScores()
-            self._installed.callback(_KEPT_SCORES.pop, self, None)
+            _CACHED[self] = kept = CachedPredictions()
+            self._installed.callback(_CACHED.pop, self, None)
             self._installed.enter_context(kept.watch_batches(self.trainer))
             self.stage_losses.fill_(math.inf)
-            set_count(self, "kept_number", "_n_kept", 0)
+            self.set_count("kept_number", "_n_kept", 0)
 
     def on_stage_start(self) -> None:
         """Let the members of the stage predict, also where the run goes on after it was to end (`min_epochs`)."""
-        set_count(self, "kept_number", "_n_kept", 0)
+        self.set_count("kept_number", "_n_kept", 0)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Evaluate the combined prediction; the first loader's loss is that of early stopping."""
@@ -170,7 +146,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
         best = losses.index(min(losses))
         is_last = self.stage == self.n_stages - 1 or self.stage - best >= (self.early_stopping_rounds or 0)
         if is_last:
-            set_count(self, "kept_number", "_n_kept", best + 1)
+            self.set_count("kept_number", "_n_kept", best + 1)
         return is_last
 
     @property
@@ -216,7 +192,7 @@ class GradientBoostingClassifier(GradientBoostedMembers, ClassifierEnsemble):
 
     Raises:
         MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
-            validation at the end of each stage.
+            validation at the end of each stage. A run that is too short for all stages is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -245,7 +221,7 @@ class GradientBoostingRegressor(GradientBoostedMembers, RegressorEnsemble):
 
     Raises:
         MisconfigurationException: When a fit starts, if the run does not divide into stages, or early stopping has no
-            validation at the end of each stage.
+            validation at the end of each stage. A run that is too short for all stages is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

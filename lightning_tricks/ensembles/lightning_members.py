@@ -106,7 +106,7 @@ def merge_member_optimizers(members: Members) -> Optimizer:
     made = [
         module.configure_optimizers() if is_overridden("configure_optimizers", module) else None for module in modules
     ]
-    if not all(type(one) is type(made[0]) and isinstance(one, Optimizer) for one in made):
+    if not all(type(optimizer) is type(made[0]) and isinstance(optimizer, Optimizer) for optimizer in made):
         raise MisconfigurationException(
             f"{type(modules[0]).__name__}.configure_optimizers must return one optimizer of the same type for each "
             f"member, got {type(made[0]).__name__}: give the ensemble optimizer= and lr_scheduler=."

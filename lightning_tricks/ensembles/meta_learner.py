@@ -1,8 +1,9 @@
-"""The meta-learner of a stacking ensemble: what it is built of, what it sees of the members, and its prediction."""
+"""The meta-learner of a stacking ensemble: how it is built, its features and its prediction; linear meta-learners."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +11,13 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_tricks._shared.modes import eval_mode
 from lightning_tricks._shared.rng import isolated_rng
-from lightning_tricks.ensembles.core.combination import Uncertainty
-from lightning_tricks.ensembles.core.counts import register_count, set_count
+from lightning_tricks.ensembles.core.combination import Uncertainty, at_least_single
 from lightning_tricks.ensembles.core.factory import imported_class
-from lightning_tricks.ensembles.core.linear_final import (
-    LinearFinal,
-    check_linear_model,
-    default_linear_model,
-    fit_linear_model,
-    is_of_sklearn,
-)
 from lightning_tricks.ensembles.core.members import refuse_lazy
-from lightning_tricks.ensembles.core.meta_features import append_inputs
 from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
 from lightning_tricks.ensembles.ensemble import Ensemble
 
@@ -45,7 +38,7 @@ class MetaLearner(Ensemble):
     final_fitted: Tensor
     _final_is_fitted: int  # 1 if the meta-learner predicts, else 0
 
-    # --- what it is
+    # --- how it is built
 
     def set_final_estimator(self, choice: Any) -> None:
         """Keep the meta-learner, and the weights that it begins with."""
@@ -61,7 +54,7 @@ class MetaLearner(Ensemble):
             self.final_estimator_ = self._built_final(choice)
         values = self.final_estimator_.state_dict().items() if self.trains_final_by_gradient else ()
         self._initial_final = {name: value.detach().cpu().clone() for name, value in values}
-        register_count(self, "final_fitted", "_final_is_fitted")
+        self.register_count("final_fitted", "_final_is_fitted")
 
     def _built_final(self, choice: Any) -> nn.Module:
         made = choice
@@ -94,7 +87,7 @@ class MetaLearner(Ensemble):
 
     def reset_final(self) -> None:
         """Let the members predict again, until the meta-learner is fitted."""
-        set_count(self, "final_fitted", "_final_is_fitted", 0)
+        self.set_count("final_fitted", "_final_is_fitted", 0)
         if isinstance(self.final_estimator_, LinearFinal):
             self.final_estimator_.reset()
         else:
@@ -110,7 +103,7 @@ class MetaLearner(Ensemble):
 
     def use_final(self) -> None:
         """Let the meta-learner predict from now on."""
-        set_count(self, "final_fitted", "_final_is_fitted", 1)
+        self.set_count("final_fitted", "_final_is_fitted", 1)
 
     def check_final(self, features: Tensor, outputs: Tensor) -> None:
         """Check the meta-learner with a few rows, before anything is trained.
@@ -137,7 +130,7 @@ class MetaLearner(Ensemble):
     # --- the prediction
 
     def features(self, outputs: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return what the meta-learner sees of the members' outputs (n, B, C) and their inputs: (B, F)."""
+        """Return the features (B, F) of the members' outputs (n, B, C) and, with `passthrough`, of their inputs."""
         columns = self.member_features(outputs)
         return append_inputs(columns, inputs) if self.passthrough else columns
 
@@ -180,3 +173,186 @@ class MetaLearner(Ensemble):
     def around_prediction(self, spread: Uncertainty, outputs: Tensor) -> Uncertainty:
         """Return the uncertainty of members with the prediction of the outputs (1, B, C) as its mean."""
         return replace(spread, mean=self.combine(outputs))
+
+
+CLASSIFIERS = ("LogisticRegression", "LogisticRegressionCV")
+REGRESSORS = (
+    "ARDRegression", "BayesianRidge", "ElasticNet", "ElasticNetCV", "HuberRegressor", "Lars", "LarsCV", "Lasso",
+    "LassoCV", "LassoLars", "LassoLarsCV", "LinearRegression", "OrthogonalMatchingPursuit", "QuantileRegressor",
+    "Ridge", "RidgeCV", "SGDRegressor", "TheilSenRegressor",
+)  # fmt: skip
+
+
+def is_of_sklearn(estimator: Any) -> bool:
+    """Whether an object or a class is scikit-learn's, without importing it."""
+    kind = estimator if inspect.isclass(estimator) else type(estimator)
+    return kind.__module__.partition(".")[0] == "sklearn"
+
+
+def check_linear_model(estimator: Any, is_classifier: bool) -> Any:
+    """Return a linear model of scikit-learn, not fitted, for a model or a class of it.
+
+    Raises:
+        ValueError: If its prediction is not a linear function, or the softmax of a linear function.
+    """
+    model: Any = estimator() if inspect.isclass(estimator) else estimator
+    known = CLASSIFIERS if is_classifier else REGRESSORS
+    if type(model).__name__ not in known or not type(model).__module__.startswith("sklearn.linear_model"):
+        raise ValueError(
+            f"final_estimator must be a torch.nn.Module or one of scikit-learn's {', '.join(known)}, got {model!r}."
+        )
+    if is_classifier and (model.solver == "liblinear" or getattr(model, "multi_class", "auto") not in _MULTINOMIAL):
+        raise ValueError(
+            f"final_estimator={model!r} fits one class against the rest, which is not a softmax: give solver='lbfgs', "
+            "and leave multi_class out."
+        )
+    return model
+
+
+_MULTINOMIAL = ("auto", "deprecated", "warn")
+
+
+def default_linear_model(is_classifier: bool) -> Any:
+    """Return scikit-learn's default meta-learner: LogisticRegression or RidgeCV.
+
+    Raises:
+        ImportError: If scikit-learn is missing.
+    """
+    try:
+        from sklearn.linear_model import LogisticRegression, RidgeCV
+    except ImportError as error:
+        raise ImportError(
+            "final_estimator=None is a linear model of scikit-learn, which is not installed: pip install scikit-learn, "
+            "or give a torch.nn.Module."
+        ) from error
+    return LogisticRegression() if is_classifier else RidgeCV()
+
+
+class LinearFinal(nn.Module):
+    """A linear function of the features, of the size that it is given when it is fitted or loaded.
+
+    Attributes:
+        coef: (n_outputs, F); empty before.
+        intercept: (n_outputs,); minus infinity for classes that the training data do not have.
+    """
+
+    coef: Tensor
+    intercept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("coef", torch.empty(0, 0))
+        self.register_buffer("intercept", torch.empty(0))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return logits or predictions, (B, n_outputs), in the precision of the features (B, F)."""
+        with torch.autocast(features.device.type, enabled=False):
+            return functional.linear(features, self.coef.to(features.dtype), self.intercept.to(features.dtype))
+
+    def set_values(self, coef: Tensor, intercept: Tensor) -> None:
+        """Set the linear function, in place of another one of any size."""
+        device = self.coef.device
+        self.coef, self.intercept = coef.to(device), intercept.to(device)
+
+    def reset(self) -> None:
+        """Forget the linear function."""
+        self.set_values(torch.empty(0, 0), torch.empty(0))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("coef", "intercept"):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor):
+                setattr(self, name, torch.empty_like(value, device=getattr(self, name).device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def fit_linear_model(
+    model: Any, features: Tensor, targets: Tensor, n_outputs: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Fit a copy of a linear model of scikit-learn, in double precision.
+
+    Args:
+        model: What `check_linear_model` returned.
+        features: (N, F).
+        targets: Class indices (N,), or what is predicted, (N,) or (N, n_outputs).
+        n_outputs: Number of classes, for a classifier.
+
+    Returns:
+        The coefficients (n_outputs, F) and intercepts (n_outputs,) of the logits or predictions, of the features' type.
+
+    Examples:
+        >>> from sklearn.linear_model import LinearRegression
+        >>> x = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> [round(float(value), 4) for value in fit_linear_model(LinearRegression(), x, 2 * x + 1)]
+        [2.0, 1.0]
+    """
+    from sklearn.base import clone
+
+    fitted = clone(model)
+    one_column = n_outputs is None and targets.ndim > 1 and targets.shape[1] == 1
+    y = targets.cpu().squeeze(1) if one_column else targets.cpu()
+    with isolated_rng():
+        fitted.fit(features.double().cpu().numpy(), (y if n_outputs else y.double()).numpy())
+    coef = torch.atleast_2d(torch.as_tensor(fitted.coef_, dtype=torch.float64))
+    intercept = torch.as_tensor(fitted.intercept_, dtype=torch.float64).expand(len(coef))
+    if n_outputs is not None:
+        coef, intercept = _logits_of_classes(coef, intercept, torch.as_tensor(fitted.classes_).long(), n_outputs)
+    return coef.to(features.dtype), intercept.to(features.dtype).clone()
+
+
+def _logits_of_classes(coef: Tensor, intercept: Tensor, classes: Tensor, n_outputs: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of all classes; in a binary problem scikit-learn has that of the second one."""
+    if len(coef) == 1:
+        coef, intercept = functional.pad(coef, (0, 0, 1, 0)), functional.pad(intercept, (1, 0))
+    all_coef = coef.new_zeros(n_outputs, coef.shape[1])
+    all_intercepts = intercept.new_full((n_outputs,), -torch.inf)
+    all_coef[classes], all_intercepts[classes] = coef, intercept
+    return all_coef, all_intercepts
+
+
+CLASSIFIER_METHODS = ("auto", "predict_proba", "decision_function", "predict")
+REGRESSOR_METHODS = ("auto", "predict")
+
+
+def classifier_features(logits: Tensor, method: str = "auto") -> Tensor:
+    """Return the columns of a classifier's members.
+
+    Args:
+        logits: Outputs of the members, (n, B, C).
+        method: "predict_proba" (and "auto") for probabilities, of which the first column is left out in binary
+            problems; "decision_function" for logits, or their difference in binary problems; "predict" for the index
+            of the most probable class.
+
+    Returns:
+        The columns of one member after another, (B, n x columns), in single precision at least.
+
+    Source: scikit-learn's `StackingClassifier`.
+
+    Examples:
+        >>> classifier_features(torch.tensor([[[0.0, 0.0]], [[0.0, 50.0]]])).tolist()
+        [[0.5, 1.0]]
+    """
+    logits = at_least_single(logits)
+    is_binary = logits.shape[-1] == 2
+    if method == "predict":
+        columns = logits.argmax(-1, keepdim=True).to(logits.dtype)
+    elif method == "decision_function":
+        columns = logits[..., 1:] - logits[..., :1] if is_binary else logits
+    else:
+        columns = logits.softmax(-1)[..., 1:] if is_binary else logits.softmax(-1)
+    return member_columns(columns)
+
+
+def member_columns(columns: Tensor) -> Tensor:
+    """Return the columns of members, (n, B, columns), beside each other: (B, n x columns).
+
+    Examples:
+        >>> member_columns(torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
+    """
+    return at_least_single(columns).transpose(0, 1).flatten(1)
+
+
+def append_inputs(features: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return the features (B, F) with each row's inputs, flattened, after them."""
+    return torch.cat([features, *(x.reshape(len(features), -1).to(features.dtype) for x in inputs)], 1)

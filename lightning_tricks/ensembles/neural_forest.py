@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lightning_tricks._lightning_compat.loaders import request_train_loaders
 from lightning_tricks._shared.checks import check_choice, check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.core.combination import mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.factory import build_members
+from lightning_tricks.ensembles.core.members import tensors_of
 from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
 from lightning_tricks.ensembles.core.soft_tree import SoftDecisionTree, balance_penalty, tree_sizes
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 from lightning_tricks.ensembles.training_data import unpack
 from lightning_tricks.ensembles.voting import IndependentMembers
 
@@ -44,19 +45,8 @@ class ForestMembers(IndependentMembers):
         self.depth = check_count("depth", depth)
         self.lamda = check_not_negative("lamda", lamda)
         self.n_inputs = check_optional_count("n_inputs", n_inputs)
-        super().__init__(
-            SoftDecisionTree,
-            n_estimators,
-            {"n_inputs": n_inputs or 1, "n_outputs": n_outputs or 1, "depth": depth},
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            vectorize=vectorize,
-            shared_order=shared_order,
-            seed=seed,
-        )
+        sizes = {"n_inputs": n_inputs or 1, "n_outputs": n_outputs or 1, "depth": depth}
+        super().__init__(SoftDecisionTree, estimator_args=sizes, **passed_on(super().__init__, locals()))
         self.register_load_state_dict_pre_hook(_take_size)  # type: ignore[no-untyped-call]
 
     def setup(self, stage: str) -> None:
@@ -97,7 +87,7 @@ class ForestMembers(IndependentMembers):
         sizes = {"n_inputs": trees[0].n_inputs, "n_outputs": trees[0].n_outputs, "depth": trees[0].depth}
         forest = made(len(trees), **{**options, **sizes})
         for index, tree in enumerate(trees):
-            forest.estimators_.copy_member_(index, tree)
+            forest.estimators_.copy_member_(index, tensors_of(tree))
         return forest
 
     def torchensemble_arguments(self) -> dict[str, Any]:
@@ -210,20 +200,7 @@ class NeuralForestClassifier(ForestMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(
-            n_estimators,
-            depth,
-            lamda,
-            n_outputs,
-            n_inputs=n_inputs,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            vectorize=vectorize,
-            shared_order=shared_order,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
 
     def default_n_outputs(self, dataset: Any, target: Tensor) -> int:
         """Return the number of the data set's `classes`; labels that occur tell nothing of those that do not."""

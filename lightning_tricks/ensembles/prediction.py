@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ class CombinedPrediction(LightningModule):
         raise NotImplementedError
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
-        """Check the first batch of a stage for what would give a wrong result without an error.
+        """Check the first batch of a stage for shapes and classes that would give a wrong result without an error.
 
         Raises:
             ValueError: If outputs (n, B, ...) and targets (n, B, ...) do not belong together.
@@ -59,7 +60,7 @@ class CombinedPrediction(LightningModule):
         raise NotImplementedError
 
     def metrics(self, preds: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return what an evaluation logs beside its loss."""
+        """Return the values that an evaluation logs beside its loss."""
         return {}
 
     def num_outputs(self, outputs: Tensor) -> int:
@@ -73,6 +74,23 @@ class CombinedPrediction(LightningModule):
     def predict_members(self, *x: Tensor) -> Tensor:
         """Return what each member that predicts gives for the same rows, (n, B, ...)."""
         return self.estimators_.forward_shared(*x)
+
+    def register_count(self, buffer: str, attribute: str) -> None:
+        """Add a number that says which members predict, 0 at first.
+
+        Args:
+            buffer: Name of the buffer that holds it in the state dict.
+            attribute: Name of the attribute, a plain int, which is read without waiting for the device.
+        """
+        self.register_buffer(buffer, torch.zeros((), dtype=torch.int64))
+        setattr(self, attribute, 0)
+        hook = partial(_read_count, buffer, attribute)
+        self.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+
+    def set_count(self, buffer: str, attribute: str, value: int) -> None:
+        """Set a registered count."""
+        setattr(self, attribute, value)
+        getattr(self, buffer).fill_(value)
 
     # --- prediction
 
@@ -188,3 +206,7 @@ class CombinedPrediction(LightningModule):
         tensor = torch.as_tensor(x)
         first = next(iter(self.parameters()), torch.empty(0))
         return tensor.to(first.device, first.dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _read_count(buffer: str, attribute: str, ensemble: Any, keys: Any) -> None:
+    setattr(ensemble, attribute, int(getattr(ensemble, buffer)))

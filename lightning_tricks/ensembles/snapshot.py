@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_not_negative
+from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
 from lightning_tricks.ensembles.bases import ClassifierEnsemble, RegressorEnsemble
-from lightning_tricks.ensembles.captured import CapturedMembers
+from lightning_tricks.ensembles.copies import CapturedMembers
 from lightning_tricks.ensembles.core.combination import snapshot_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice
 from lightning_tricks.lr_schedules.builders import total_steps
 from lightning_tricks.lr_schedules.core.scheduler import FactorLR
 
@@ -55,16 +56,7 @@ class SnapshotMembers(CapturedMembers):
         seed: int | None = None,
     ) -> None:
         _check_lr_clip(lr_clip)
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()), vectorize=False)
 
     def make_schedule(self, optimizer: Optimizer) -> dict[str, Any]:
         """Make the schedule: cycles of equal length over the run."""
@@ -85,15 +77,19 @@ class SnapshotMembers(CapturedMembers):
 
     def _steps_per_cycle(self) -> int:
         n, trainer = self.n_estimators, self.trainer
-        steps = total_steps(trainer)
+        steps = int(total_steps(trainer))
+        cycle = max(1, steps // n)
         if steps % n == 0 or is_fast_dev_run(trainer):
-            return max(1, steps // n)
+            return cycle
         by_epochs = trainer.max_steps == -1
         length = f"max_epochs={trainer.max_epochs} ({steps} steps)" if by_epochs else f"{steps} steps"
-        raise MisconfigurationException(
-            f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide: set "
-            f"{'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}."
-        )
+        problem = f"{type(self).__name__} has {n} cycles of equal length, into which {length} do not divide"
+        remedy = f"set {'max_epochs' if by_epochs else 'max_steps'} to a multiple of n_estimators={n}"
+        # such a run only tries whether all works
+        if steps < n or (by_epochs and (trainer.max_epochs or 0) < n):
+            rank_zero_warn(f"{problem}; {min(n, steps)} cycles have {cycle} steps each. To train, {remedy}.")
+            return cycle
+        raise MisconfigurationException(f"{problem}: {remedy}.")
 
 
 def _check_lr_clip(limits: Sequence[float] | None) -> None:
@@ -126,7 +122,8 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
+            run of fewer epochs than cycles is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 
@@ -148,17 +145,7 @@ class SnapshotEnsembleClassifier(SnapshotMembers, ClassifierEnsemble):
         seed: int | None = None,
     ) -> None:
         self.voting_strategy = check_choice("voting_strategy", voting_strategy, ("soft", "hard"))
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            lr_clip=lr_clip,
-            seed=seed,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
 
 
 class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
@@ -176,7 +163,8 @@ class SnapshotEnsembleRegressor(SnapshotMembers, RegressorEnsemble):
         seed: Seed of the initial weights and the sample order, >= 0; drawn from torch's generator by default.
 
     Raises:
-        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown.
+        MisconfigurationException: When a fit starts, if the run does not divide into cycles or its length is unknown. A
+            run of fewer epochs than cycles is a warning.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value is out of range or a name unknown.
 

@@ -16,8 +16,7 @@ from lightning_tricks._lightning_compat.loaders import request_train_loaders, us
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run, overfit_batches_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.ensembles.core.folds import Fold, check_classes, folds_digest, make_folds
-from lightning_tricks.ensembles.core.sample_orders import fixed_rows, is_shuffled, why_not_reorder
-from lightning_tricks.ensembles.core.sampling import tensors_in_memory
+from lightning_tricks.ensembles.core.sampling import fixed_rows, is_shuffled, tensors_in_memory, why_not_reorder
 from lightning_tricks.ensembles.training_data import unpack
 
 
@@ -49,15 +48,11 @@ class StackingRun:
         return stage_of_epoch(self.epochs, progress.processed)
 
     def description(self, trains_final: bool) -> str:
-        """Return what the fit will do."""
+        """Return a description of the stages of the fit."""
         epochs, n_folds = self.epochs, len(self.folds)
         parts = [f"{n_folds} folds of {epochs[0]} epochs and a refit of {epochs[n_folds]} epochs"] if n_folds else []
         parts += [f"{epochs[-1]} epochs of the meta-learner"] if trains_final else []
         return f"{', then '.join(parts)}: {sum(epochs)} epochs in all" if parts else "only the meta-learner is fitted"
-
-    def rows_held_out(self, stage: int) -> Tensor:
-        """Return the rows that are held out in a stage; all of them if there are no folds."""
-        return self.folds[stage][1] if self.folds else torch.arange(self.size)
 
     def keep(self, rows: Tensor, features: Tensor, targets: Tensor) -> None:
         """Keep the features and targets of some rows; those of rank 0."""
@@ -83,18 +78,14 @@ class StackingRun:
             dataset, given.batch_size, is_shuffled(given), drop_last=given.drop_last, pin_memory=given.pin_memory
         )
 
-    def loader_in_order(self, rows: Tensor, seed: int) -> DataLoader[Any]:
-        """Return a loader of some rows in their order; the seeds of its workers follow from the seed alone."""
-        return subset_loader(self.loader, rows, shuffle=False, seed=seed)
-
     # --- the checkpoint
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed fit needs, beside the epochs of its stages."""
+        """Return the state that a resumed fit needs, beside the epochs of its stages."""
         return {"folds": folds_digest(self.folds), "features": self.features, "targets": self.targets}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue with what a stopped fit has gathered.
+        """Continue with the features that a stopped fit has gathered.
 
         Raises:
             MisconfigurationException: If it had other stages or other folds.
@@ -234,7 +225,10 @@ def read_targets(loader: DataLoader[Any]) -> Tensor:
 
 
 def subset_loader(given: DataLoader[Any], rows: Tensor, shuffle: bool, seed: int | None = None) -> DataLoader[Any]:
-    """Return a loader of some rows with the settings of the given one; with a seed, of all of them in their order."""
+    """Return a loader of some rows with the settings of the given one.
+
+    With a seed, it yields all of them in their order, and the seeds of its workers follow from the seed alone.
+    """
     batches: Any = given.batch_sampler
     generator = getattr(batches.sampler, "generator", None) if seed is None else torch.Generator().manual_seed(seed)
     dataset: Any = given.dataset

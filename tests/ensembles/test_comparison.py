@@ -1,21 +1,27 @@
 """Which nets run at once: those that treat each row for itself stay stacked, and those that mix rows are found out."""
 
+import copy
 import random
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_tricks import AutoResume, FusionClassifier, VotingClassifier
+from lightning_tricks import (
+    AutoResume,
+    FusionClassifier,
+    GradientBoostingClassifier,
+    SoftGradientBoostingClassifier,
+    VotingClassifier,
+)
 from lightning_tricks._shared.ranks import gather_objects
-from lightning_tricks.ensembles.core.layout import as_members
 from lightning_tricks.ensembles.core.members import SequentialMembers
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members
 from tests.contract.lab import real_fp16
 from tests.ensembles.nets import CNN, MLP, fit, values
 
@@ -436,4 +442,84 @@ def test_a_resumed_run_goes_on_as_its_first_batch_has_shown(mixes_first, tmp_pat
         )
     resumed = _trained(between, loader=loader(), max_epochs=2, callbacks=[AutoResume(tmp_path)])
     for (name, value), other in zip(values(resumed).items(), values(whole).values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+# --- members that run one after another over stacked parameters
+
+
+class Recomputed(Between):
+    """Mixes rows in a part that is computed again in the backward pass."""
+
+    def __init__(self, reentrant=False):
+        super().__init__(MIXING["centre"])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(self.reentrant), use_reentrant=self.reentrant)
+
+
+class Reads(LightningModule):
+    """Mixes rows, reads its Trainer and logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Between(MIXING["centre"])
+
+    def forward(self, x):
+        if self.training:
+            self.log("scale", x.mean())
+        return self.net(x) * (1 + self.trainer.current_epoch)
+
+
+@pytest.mark.parametrize("make", [Recomputed, lambda: Recomputed(reentrant=True), Reads], ids=["new", "old", "trainer"])
+def test_one_by_one_a_net_is_what_it_is_alone(make):
+    def trained(vectorize):
+        ensemble = FusionClassifier(make, N, optimizer=("SGD", {"lr": 0.1}), vectorize=vectorize, seed=0)
+        torch.manual_seed(0)
+        fit(ensemble, _samples(), _samples(shuffle=False), max_epochs=2)
+        return ensemble
+
+    ours, theirs = trained("auto"), trained(False)
+    assert "mixes rows" in ours.estimators_.reason
+    for (key, value), other in zip(values(ours).items(), values(theirs).values(), strict=True):
+        torch.testing.assert_close(value, other, atol=1e-7, rtol=1e-5, msg=key)
+    copied = copy.deepcopy(ours)  # also while a graph is there
+    assert {tensor.device.type for tensor in copied.estimators_.skeletons[0].parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("frozen", [range(N), range(1)], ids=["all", "one"])
+def test_a_fit_leaves_alone_what_is_frozen_in_a_member(frozen):
+    ensemble = VotingClassifier(lambda: MLP(WIDTH, 4), N, seed=0)
+    for index in frozen:
+        ensemble.estimators_[index].first.requires_grad_(False)
+    before = values(ensemble)
+    fit(ensemble, _samples())
+    assert isinstance(ensemble.estimators_, StackedMembers) == (len(frozen) == N)
+    for name, value in values(ensemble).items():
+        _, index, layer, _ = name.split(".")
+        assert torch.equal(value, before[name]) == (int(index) in frozen and layer == "first"), name
+    ensemble.estimators_[0].first.requires_grad_(True)
+    fit(ensemble, _samples())
+    assert not torch.equal(values(ensemble)["estimators_.0.first.weight"], before["estimators_.0.first.weight"])
+
+
+@pytest.mark.parametrize("kind", [FusionClassifier, SoftGradientBoostingClassifier, GradientBoostingClassifier])
+def test_each_member_gets_the_samples_as_they_are(kind):
+    class InPlace(MLP):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    class Copies(MLP):
+        def forward(self, x):
+            return super().forward(x * 2)
+
+    def trained(make):
+        options = {} if kind is GradientBoostingClassifier else {"vectorize": False}
+        ensemble = kind(make, N, {"inputs": WIDTH, "outputs": 4}, **options, seed=0)
+        torch.manual_seed(0)
+        fit(ensemble, _samples(), _samples(shuffle=False), max_epochs=N)
+        return values(ensemble)
+
+    for (name, value), other in zip(trained(InPlace).items(), trained(Copies).values(), strict=True):
         assert torch.equal(value, other), name

@@ -297,3 +297,25 @@ def test_a_trainer_tests_and_predicts(family):
     assert results["test/acc"] == pytest.approx(accuracy(ensemble.predict(x), y))
     found = torch.cat(Trainer(**QUIET).predict(ensemble, DataLoader(digits()[1], 100)))
     torch.testing.assert_close(found, ensemble.predict(x))
+
+
+SHORT = {
+    "stages": ("GradientBoosting", {}, "ends in stage 1 of 3; .* Set max_epochs=3 to train", 1),
+    "long stages": ("GradientBoosting", {"epochs_per_estimator": 2}, "stage 1 of 3; .* Set max_epochs=6 to train", 1),
+    "cycles": ("SnapshotEnsemble", {}, r"max_epochs=1 \(4 steps\) do not divide; 3 cycles have 1 steps each", 3),
+    "base": ("FastGeometric", {"base_epochs": 2}, "for base_epochs=2 epochs, and then 3 cycles of 4 .*=14", 0),
+    "no base": ("FastGeometric", {"base_epochs": None}, "its base model, and then .* set max_epochs=12 or more", 0),
+}
+
+
+@pytest.mark.parametrize("kind", ["Classifier", "Regressor"])
+@pytest.mark.parametrize("name", SHORT)
+def test_a_run_that_only_tries_whether_all_works(name, kind):
+    """Too short for what the ensemble is to be: a warning, and a model that predicts."""
+    family, options, words, members = SHORT[name]
+    make, arguments = MLP, {"inputs": 10, "outputs": 1} if kind == "Regressor" else None
+    ensemble = getattr(lightning_tricks, family + kind)(make, 3, arguments, **options, seed=0)
+    with pytest.warns(UserWarning, match=words):
+        fit(ensemble, some(kind), some(kind, shuffle=False), max_epochs=1)
+    assert ensemble.n_members == members
+    assert ensemble.predict(some(kind).dataset.tensors[0]).isfinite().all()

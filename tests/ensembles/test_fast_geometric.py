@@ -161,9 +161,7 @@ def test_after_the_last_copy_half_a_cycle_may_be_left_out():
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ({"base_epochs": 2}, {"max_epochs": 4}, r"for base_epochs=2 epochs, and then 2 cycles of 2 epochs, .*=6"),
         ({"base_epochs": 2}, {"max_epochs": 7}, r"max_epochs=7 and max_steps=-1 do not give: set max_epochs=6"),
-        ({}, {"max_epochs": 3}, r"set max_epochs=4 or more"),
         ({}, {"max_epochs": -1, "max_steps": 9}, r"max_steps=9 do not give"),
         ({"lr_scheduler": "ReduceLROnPlateau"}, {"max_epochs": 6}, r"ReduceLROnPlateau goes by a metric"),
         ({"lr_1": 1e-5}, {"max_epochs": 4}, r"lr_2=5e-06 is the lowest"),

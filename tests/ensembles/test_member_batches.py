@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tricks.ensembles.core.member_batches import batch_of_member
+from lightning_tricks.ensembles.training_data import batch_of_member
 
 Pair = namedtuple("Pair", "x y")
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_tricks.ensembles.core.layout import as_members, as_sequential
 from lightning_tricks.ensembles.core.members import SequentialMembers
-from lightning_tricks.ensembles.core.stacked_members import StackedMembers
+from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent
 
 
@@ -121,7 +120,7 @@ def test_the_same_rows_for_all(rows):
             stack.forward_shared(x.double()).float(), loop.forward_shared(x), atol=1e-5, rtol=1e-4
         )
     with torch.no_grad():
-        stack.copy_member_(1, nn.Module.double(MLP()))
+        stack.copy_member_(1, nn.Module.double(MLP()).state_dict())
         before = stack.forward_shared(x.double())
         torch.testing.assert_close(before[1], stack.member(1)(x.double()))
 

@@ -19,15 +19,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_tricks.ensembles.core.member_batches import batch_of_member
-from lightning_tricks.ensembles.core.sample_orders import (
+from lightning_tricks.ensembles.core.sampling import (
+    MemberLoader,
     MemberOrders,
     bootstrap_rows,
     is_shuffled,
     member_orders,
+    tensors_in_memory,
     why_not_reorder,
 )
-from lightning_tricks.ensembles.core.sampling import MemberLoader, tensors_in_memory
+from lightning_tricks.ensembles.training_data import batch_of_member
 
 
 class Squares(Dataset):

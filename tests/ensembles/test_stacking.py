@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_tricks import AutoResume, ScheduleSpec, StackingClassifier, StackingRegressor
 from lightning_tricks.ensembles.core.folds import make_folds
-from lightning_tricks.ensembles.core.linear_final import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
+from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.auto_resume.killing import run
 from tests.contract.lab import QUIET, real_fp16
 from tests.ensembles.nets import CNN, MLP, LitMLP, accuracy, diabetes, digits, few, fit, values

@@ -408,7 +408,7 @@ def test_a_checkpoint_does_not_build_members_without_the_arguments_that_it_lacks
     arguments = {"hidden": 7, "activation": nn.Tanh}
     ensemble = VotingClassifier(_tanh_mlp, 2, arguments, seed=0)
     fit(ensemble, _few_digits()).save_checkpoint(tmp_path / "a.ckpt")
-    words = r"estimator_args is no plain value and was not saved: give it again, .*\(path, estimator_args=\.\.\.\)"
+    words = r"estimator_args is not a plain value and was not saved: give it again, .*\(path, estimator_args=\.\.\.\)"
     for given in ({}, {"estimator": _tanh_mlp}):
         with pytest.raises(ValueError, match=words):
             VotingClassifier.load_from_checkpoint(tmp_path / "a.ckpt", **given)

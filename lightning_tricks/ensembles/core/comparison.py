@@ -17,7 +17,7 @@ from lightning_tricks._shared.dry_run.model_copy import ModelCopier
 from lightning_tricks._shared.dry_run.trainer_stub import stub_trainer
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import describe_error
-from lightning_tricks.ensembles.core.member_draws import MemberDraws
+from lightning_tricks._torch_compat.operators import TorchDispatchMode, argument_names
 from lightning_tricks.ensembles.core.members import stack_outputs
 from lightning_tricks.ensembles.core.same_values import different_attributes, same_or_rows_of
 from lightning_tricks.ensembles.core.stacked_layers import StackedLayer
@@ -48,7 +48,7 @@ def compare_with_loop(stack: Any, inputs: Sequence[Tensor]) -> str | None:
     """Return why members must not run at once, or nothing; None if this batch does not tell.
 
     Both ways run on copies, with the same random numbers for each member, so that neither the members nor anything else
-    is changed. Layers with parameters run member by member in both: what may differ is what happens between them.
+    is changed. Layers with parameters run member by member in both: only the computations between them can differ.
 
     Args:
         stack: The `StackedMembers`.
@@ -121,8 +121,8 @@ def _pass(
     """Return the outputs (n, B, ...), and the gradients of all tensors for weights that are the same in each pass."""
     torch.default_generator.manual_seed(0)
     rows = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
-    _place(copied.module, tensors)
-    with mode:  # in the backward pass as well: what is checkpointed draws again
+    place_tensors(copied.module, tensors)
+    with mode:  # in the backward pass as well, where checkpointed parts draw again
         outputs = by_member(copied.module(*rows))
         gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
@@ -132,7 +132,7 @@ def _pass(
     return outputs.detach(), list(gradients.values())
 
 
-def _place(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def place_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let a module compute with tensors, of any kind, in the place of its parameters and buffers of these names."""
     for name, tensor in tensors.items():
         path, _, own = name.rpartition(".")
@@ -142,7 +142,7 @@ def _place(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _weights_like(outputs: Tensor) -> Tensor:
-    """Return what stands for the gradients of the outputs (n, B, ...): waves, of the size that a mean would give."""
+    """Return substitutes for the gradients of the outputs (n, B, ...): waves, of the size that a mean would give."""
     size = outputs[0].numel()
     waves = (
         torch.arange(size, device=outputs.device, dtype=torch.float32).mul_(1.7).cos_().div_(math.sqrt(max(size, 1)))
@@ -166,7 +166,7 @@ class _Copy:
                     value.clear()
             if hasattr(part, "log_dict"):
                 stub_trainer(part, trainer, {})
-        self._before = self._different().keys()  # of what cannot be compared, and of what a Trainer brings
+        self._before = self._different().keys()  # attributes that cannot be compared, or that a Trainer has set
 
     def changed(self) -> dict[str, Any]:
         """Return the attributes that a call has changed, by their qualified names."""
@@ -191,14 +191,14 @@ def _describe_difference(at_once: Step, alone: Step, n: int, drawn_elsewhere: bo
         return f"outputs of shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
     half = given.dtype.itemsize < 4 or torch.is_autocast_enabled(given.device.type)
     tolerance = _HALF if half else _EXACT
-    for what, ours, theirs in (
+    for kind, ours, theirs in (
         ("outputs", [given], [expected]),
         ("gradients", at_once.gradients, alone.gradients),
         ("buffers", at_once.state, alone.state),
     ):
         off = _relative_difference(ours, theirs)
         if off > tolerance:
-            return f"the model mixes rows of a batch outside its layers ({what} are {off:.2g} of the largest off)"
+            return f"the model mixes rows of a batch outside its layers ({kind} are {off:.2g} of the largest off)"
     for name in dict.fromkeys(name for changed in (*at_once.changed, *alone.changed) for name in changed):
         values = [changed.get(name) for changed in alone.changed]
         if not same_or_rows_of(at_once.changed[0].get(name), values, tolerance):
@@ -251,7 +251,7 @@ def _are_same(inputs: Sequence[Tensor], n: int) -> bool:
 
 
 def _varied(rows: Tensor, n: int) -> Tensor:
-    """Return rows in another order for each member and, where they are no whole numbers, smaller for each."""
+    """Return rows in another order for each member and, unless they are whole numbers, smaller for each."""
     parts = [part.roll(index, 0) for index, part in enumerate(rows.chunk(n))]
     if rows.is_floating_point():
         parts = [part * (1 - index / (2 * n)) for index, part in enumerate(parts)]
@@ -271,3 +271,80 @@ def _without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+class MemberDraws(TorchDispatchMode):
+    """Seed each random operation by torch's generator and by the member that it is for, and cut one of several members.
+
+    The global generators must be isolated around it. Dropout inside fused attention is left out, as its random numbers
+    are drawn by no operation of their own.
+
+    Args:
+        members: The numbers of the members whose rows a batch holds, one member after another.
+
+    Attributes:
+        shapes: Shapes of the results of all random operations so far.
+    """
+
+    def __init__(self, members: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.members = members
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; a random one for each member by itself."""
+        names, kwargs = argument_names(func), dict(kwargs or {})
+        if "dropout_p" in names[: len(args)]:
+            where = names.index("dropout_p")
+            args = (*args[:where], 0.0, *args[where + 1 :])
+        if torch.Tag.nondeterministic_seeded not in func.tags or "dropout_p" in names:
+            return func(*args, **kwargs)
+        kwargs.update({"generator": None} if "generator" in kwargs else {})  # a state of its own would be changed
+        rows, n = _rows(names, args), len(self.members)
+        count = n if rows and rows % n == 0 else 1
+        in_place = func.__name__.partition(".")[0].endswith("_")
+        parts = []
+        # drawn, so that a checkpointed part gets it again
+        seed = int(torch.randint(2**40, (), device="cpu"))
+        state = torch.get_rng_state()
+        for index in range(count):
+            _seed(seed + self.members[index])
+            own = [_cut(name, value, rows, index, count) for name, value in zip(names, args, strict=False)]
+            if in_place:
+                own[0] = own[0].clone(memory_format=torch.contiguous_format)
+            parts.append(func(*own, **kwargs))
+        torch.set_rng_state(state)
+        if isinstance(parts[0], Tensor):
+            result = parts[0] if count == 1 else torch.cat(parts)
+            self.shapes.append(tuple(result.shape) or (1,))
+            return args[0].copy_(result) if in_place else result
+        results = tuple(map(torch.cat, zip(*parts, strict=True)))
+        self.shapes.append(tuple(results[0].shape))
+        return results
+
+
+def _rows(names: Sequence[str], args: Sequence[Any]) -> int:
+    """Return the length of the result; 0 for results without rows, such as permutations."""
+    for name, value in zip(names, args, strict=False):
+        if name == "size":
+            return int(value[0]) if value else 0
+        if isinstance(value, Tensor):
+            return len(value) if value.ndim else 0
+    return 0
+
+
+def _cut(name: str, value: Any, rows: int, index: int, count: int) -> Any:
+    """Return a member's part of an argument."""
+    if name == "size" and count > 1:
+        return [rows // count, *value[1:]]
+    if isinstance(value, torch.Generator):
+        return None
+    if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+        return value.narrow(0, index * (rows // count), rows // count)
+    return value
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

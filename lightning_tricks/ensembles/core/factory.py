@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
+from lightning_tricks.ensembles.core.members import tensors_of
 from lightning_tricks.ensembles.core.seeds import INITIAL_WEIGHTS, purpose_seed
 
 Factory = Callable[..., nn.Module]
@@ -40,7 +41,7 @@ def build_members(
         seed: Seed of the initial weights; the global random state does not change.
 
     Returns:
-        The members, and messages about what the user may not expect.
+        The members, and messages about anything that the user may not expect.
 
     Raises:
         TypeError: If something is neither a module nor makes one.
@@ -75,7 +76,7 @@ def imported_class(name: str) -> type[nn.Module]:
     """Return the class `MODULE:CLASS` if its module is imported; nothing is imported here.
 
     Raises:
-        ValueError: If it is not imported, is no module class, or is of an installed package inside of
+        ValueError: If it is not imported, is not a class of modules, or is of an installed package inside of
             `untrusted_class_names`.
     """
     module, _, path = name.partition(":")
@@ -155,7 +156,7 @@ def _copy_members(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module]
         member = copy.deepcopy(module)
         with isolated_rng(purpose_seed(seed, INITIAL_WEIGHTS, index)):
             kept = [name for name in reset_parameters(member) if name not in frozen]
-        own = {**dict(member.named_parameters()), **dict(member.named_buffers())}
+        own = tensors_of(member)
         with torch.no_grad():
             for name, value in frozen.items():
                 own[name].copy_(value)

@@ -187,7 +187,7 @@ def _check_partition(folds: Sequence[Fold], size: int) -> None:
     if highest >= size:
         raise ValueError(f"cv has the row index {highest}, the data have {size} rows, 0 to {size - 1}.")
     times = torch.cat([held_out for _, held_out in folds]).bincount(minlength=size)
-    for count, what in ((0, "in no test part"), (2, "in more than one test part")):
+    for count, problem in ((0, "in no test part"), (2, "in more than one test part")):
         wrong = (times == 0 if count == 0 else times >= 2).nonzero().flatten()
         if len(wrong):
-            raise ValueError(f"cv: {len(wrong)} rows are {what}, such as row {int(wrong[0])}; each must be in one.")
+            raise ValueError(f"cv: {len(wrong)} rows are {problem}, such as row {int(wrong[0])}; each must be in one.")

@@ -1,12 +1,12 @@
 """The members of an ensemble as one module: what all containers of members offer, and members that run in turn.
 
-All containers have the same state dict, that of a `ModuleList` of the members, so that each reads what another has
-saved.
+All containers have the same state dict, that of a `ModuleList` of the members, so that each can load the files of the
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,8 @@ class Members(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def copy_member_(self, index: int, module: nn.Module) -> None:
-        """Give a member the values of a module of the same structure."""
-        values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    def copy_member_(self, index: int, values: Mapping[str, Tensor]) -> None:
+        """Give a member the values of tensors by their names in it, such as those of another member."""
         for name, tensor in self.member_tensors(index).items():
             tensor.copy_(values[name])
 
@@ -102,8 +101,7 @@ class SequentialMembers(Members):
 
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it."""
-        member = self.member(index)
-        return {**dict(member.named_parameters()), **dict(member.named_buffers())}
+        return tensors_of(self.member(index))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
@@ -112,7 +110,17 @@ class SequentialMembers(Members):
 
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
-        return stack_outputs([member(*inputs) for member in self.children()])
+        return stack_outputs([member(*own_inputs(inputs)) for member in self.children()])
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def own_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Return copies of inputs that several members share: a member may change its inputs in place."""
+    return [value.clone() if isinstance(value, Tensor) else value for value in inputs]
 
 
 def refuse_lazy(members: Sequence[nn.Module], argument: str = "estimator") -> None:

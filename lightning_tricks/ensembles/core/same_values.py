@@ -1,4 +1,4 @@
-"""Whether the attributes of two modules are the same: what they compute with beside parameters and layers."""
+"""Whether the attributes of two modules, which they use beside parameters and layers, are the same."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def different_attributes(
 ) -> Iterator[str]:
     """Yield the names of the attributes that two modules of one type do not share.
 
-    Parameters, buffers, submodules, hooks and the mode do not count. Of what cannot be compared, only the same object
-    is the same.
+    Parameters, buffers, submodules, hooks and the mode do not count. Objects that cannot be compared are the same
+    only if they are identical.
 
     Args:
         first: A module, of one model.
         other: Its counterpart in another model.
-        counterparts: The identities of what counts as the same: modules of one model and their counterparts.
+        counterparts: The identities of pairs that count as the same: modules of one model and their counterparts.
     """
     a, b = ({k: v for k, v in vars(part).items() if k not in _OF_EVERY_MODULE} for part in (first, other))
     known = {(id(first), id(other)), *counterparts}
@@ -114,6 +114,6 @@ def _is_same(a: Any, b: Any, known: set[tuple[int, int]]) -> bool:
 
 
 def _values_of(function: FunctionType) -> tuple[Any, ...]:
-    """Return what a function made in place, such as a lambda, computes with beside its arguments."""
+    """Return the values that a function made in place, such as a lambda, uses beside its arguments."""
     cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
     return function.__defaults__, function.__kwdefaults__, cells

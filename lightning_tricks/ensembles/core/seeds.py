@@ -18,5 +18,5 @@ def purpose_seed(seed: int, *path: int) -> int:
     Returns:
         A seed in [0, 2**32 - 1].
     """
-    # numpy's SeedSequence does not tell (1,) from (1, 0): the length of the path is a part of what is hashed
+    # numpy's SeedSequence does not tell (1,) from (1, 0): the length of the path is hashed as well
     return derive_seed(len(path), seed, *path)

@@ -18,6 +18,11 @@ from torch.func import functional_call
 from torch.nn import functional
 
 
+def own_tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers that a layer itself holds, by name."""
+    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+
+
 class StackedLayer(nn.Module):
     """The same layer of n members: their parameters and buffers, stacked along a new first dimension.
 
@@ -34,7 +39,7 @@ class StackedLayer(nn.Module):
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.n_members = len(layers)
-        self.layer = [copy.deepcopy(layers[0]).to("meta")]  # its options; in a list, so that it is no child
+        self.layer = [copy.deepcopy(layers[0]).to("meta")]  # its options; in a list, so that it is not a child
         with torch.no_grad():
             for name, parameter in layers[0].named_parameters(recurse=False):
                 stacked = torch.stack([self.to_stored(name, getattr(layer, name)) for layer in layers])
@@ -56,9 +61,8 @@ class StackedLayer(nn.Module):
         return tensor.mT if name in self.transposed else tensor
 
     def run_each(self, rows: Tensor) -> Tensor:
-        """Run the layers one after another, each on its member's rows: what `forward` does at once."""
-        own = [*self.named_parameters(recurse=False), *self.named_buffers(recurse=False)]
-        tensors = {name: self.to_stored(name, tensor).unbind() for name, tensor in own}
+        """Run the layers one after another, each on its member's rows, with the same result as `forward`."""
+        tensors = {name: self.to_stored(name, tensor).unbind() for name, tensor in own_tensors(self)}
         layer = self.layer[0].train(self.training)
         parts = enumerate(self.by_member(rows))
         return torch.cat(
@@ -213,7 +217,7 @@ _STACKED: Mapping[type[nn.Module], type[StackedLayer]] = {
 
 
 def stacked_type(layer: nn.Module) -> type[StackedLayer] | str:
-    """Return what stacks layers of this one's type, or why they cannot be stacked."""
+    """Return the class that stacks layers of this one's type, or why they cannot be stacked."""
     kind = _STACKED.get(type(layer))
     if kind is None:
         return f"{type(layer).__name__} has no stacked form"

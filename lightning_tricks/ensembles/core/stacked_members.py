@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from lightning_tricks.ensembles.core.comparison import compare_with_loop
-from lightning_tricks.ensembles.core.members import Members, stack_outputs
-from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, stacked_type
+from lightning_tricks.ensembles.core.comparison import compare_with_loop, place_tensors
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, own_inputs, stack_outputs
+from lightning_tricks.ensembles.core.same_values import different_attribute
+from lightning_tricks.ensembles.core.stacked_layers import StackedLayer, own_tensors, stacked_type
 
 # rows x parameters of a member, from which on a call for each member costs nothing beside its work
 _MIN_SEQUENTIAL_WORK = 10_000_000
@@ -36,8 +36,11 @@ class StackedMembers(Members):
         super().__init__()
         self.n_members = len(members)
         self.net = _stacked(members)
-        self.skeletons = [_to_meta(member) for member in members]  # in a list, so that they are no children
-        self._views: list[nn.Module] = []
+        # copies without memory; in a list, so that they are not children
+        self.skeletons = [copy.deepcopy(member).to("meta") for member in members]
+        self._views: dict[int, nn.Module] = {}  # the members that were handed out
+        self._shown: dict[str, bool] = {}  # which parameters these trained at first
+        self._is_released = True
         self.n_parameters = sum(parameter.numel() for parameter in members[0].parameters())
         self.compared: set[tuple[bool, bool]] = set()
         self.register_state_dict_post_hook(_split_state_dict)  # type: ignore[no-untyped-call]
@@ -47,15 +50,51 @@ class StackedMembers(Members):
         return self.n_members
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": []}
+        self.release()
+        return {**self.__dict__, "_views": {}}
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return a member as a module that shares memory with the stack."""
+        """Return a member as a module that shares memory with the stack, the same one each time.
+
+        Freezing its parameters takes effect when a fit starts (`adopt_frozen_parameters`).
+        """
         index = range(len(self))[index]
-        view = copy.deepcopy(self.skeletons[index])
-        for name, tensor in self.member_tensors(index).items():
-            _set_tensor(view, name, tensor.detach())
-        return self._as_in_stack(view)
+        view = self._views.get(index)
+        if view is None:
+            self._update_views()
+            view = self._views[index] = self._as_in_stack(self._copied_skeleton(index))
+        first = next(view.parameters())
+        if first.is_meta or first.data_ptr() != next(self.net.parameters())[index].data_ptr():  # new, or has moved
+            for name, tensor in self.member_tensors(index).items():
+                _set_tensor(view, name, tensor.detach())
+        return self.in_mode(view)
+
+    def adopt_frozen_parameters(self) -> str:
+        """Freeze the parameters that are frozen in the members that `__getitem__` has returned, and train the others.
+
+        Returns:
+            Why members cannot be trained at once, if they train different parameters, or nothing.
+        """
+        self._update_views()
+        flags = {name: {parameter.requires_grad} for name, (_, parameter) in self.stacked_parameters().items()}
+        if self._views:
+            members = [self._views.get(index, self.net) for index in range(len(self))]
+            flags = {name: {member.get_parameter(name).requires_grad for member in members} for name in flags}
+        for name, found in flags.items():
+            if len(found) > 1:
+                return f"{name} is frozen in some members and trained in others"
+        for name, (_, parameter) in self.stacked_parameters().items():
+            parameter.requires_grad_(flags[name].pop())
+            self._shown[name] = parameter.requires_grad
+        return ""
+
+    def _update_views(self) -> None:
+        """Freeze in the members that were handed out the parameters that were frozen in the stack since."""
+        flags = {name: parameter.requires_grad for name, (_, parameter) in self.stacked_parameters().items()}
+        for name in (name for name, flag in flags.items() if self._shown.get(name, flag) != flag):
+            for view in self._views.values():
+                view.get_parameter(name).requires_grad_(flags[name])
+        self._shown = flags
 
     def stacked_layers(self) -> Iterator[tuple[str, StackedLayer]]:
         """Yield the layers with parameters, by their names in a member."""
@@ -77,17 +116,19 @@ class StackedMembers(Members):
 
     def member(self, index: int) -> nn.Module:
         """Return a copy of one member, which shares no memory with the stack."""
-        member = copy.deepcopy(self.skeletons[index])
+        member = self._copied_skeleton(index)
         for name, tensor in self.member_tensors(index).items():
             # fused optimizers of torch 2.15 take a parameter with other strides than its gradient for contiguous
             _set_tensor(member, name, tensor.detach().clone(memory_format=torch.contiguous_format))
-        return self._as_in_stack(member)
+        return self._as_in_stack(member, self._views.get(index))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
         if not torch.compiler.is_compiling():
             self.compare(*inputs)
-        return self.split_rows(self.net(*inputs)) if self._runs_at_once else self._run_sequentially(inputs)
+        if self._runs_at_once:
+            return self.split_rows(self.net(*inputs))
+        return self._run_sequentially(list(zip(*(self.split_rows(value).unbind() for value in inputs), strict=True)))
 
     def running_modules(self) -> list[nn.Module]:
         """Return the modules that `forward` calls: the one for all members, or else one for each."""
@@ -96,7 +137,7 @@ class StackedMembers(Members):
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
         if self._is_loop_for(inputs):
-            return stack_outputs([view(*inputs) for view in self._member_views()])
+            return self._run_sequentially([own_inputs(inputs) for _ in range(len(self))])
         return cast(Tensor, self(*self._repeated(inputs)))
 
     @property
@@ -122,10 +163,6 @@ class StackedMembers(Members):
             self.compared.add((self.training, torch.is_grad_enabled()))
             self.reason = reason
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._views = []
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
     def tensors_by_name(self, values: Mapping[str, Tensor] | None = None) -> dict[str, tuple[Tensor, ...]]:
         """Return each tensor, cut into those of the members by one operation, whose backward is one as well.
 
@@ -134,7 +171,7 @@ class StackedMembers(Members):
         """
         cut = {}
         for path, layer in self.stacked_layers():
-            for name, tensor in _own_tensors(layer):
+            for name, tensor in own_tensors(layer):
                 key = _key(path, name)
                 cut[key] = layer.to_stored(name, tensor if values is None else values[key]).unbind()
         return cut
@@ -152,33 +189,51 @@ class StackedMembers(Members):
         return not torch.is_grad_enabled() and len(inputs[0]) * self.n_parameters >= _MIN_SEQUENTIAL_WORK
 
     def in_mode(self, member: nn.Module) -> nn.Module:
-        """Give the parts of a member the modes that they have in the stack."""
+        """Give the parts of a member the modes and the Trainer that they have in the stack."""
         for path, part in self.net.named_modules():
-            member.get_submodule(path).training = part.training
+            own = member.get_submodule(path)
+            own.training = part.training
+            if "_trainer" in vars(part):  # of a LightningModule, which no copy of it holds
+                vars(own)["_trainer"] = vars(part)["_trainer"]
         return member
 
-    def _as_in_stack(self, member: nn.Module) -> nn.Module:
+    def _as_in_stack(self, member: nn.Module, like: nn.Module | None = None) -> nn.Module:
         """Let the parts of a member have the modes, and its parameters the gradients, that they have in the stack."""
-        for name, parameter in self.net.named_parameters():
+        for name, parameter in (like or self.net).named_parameters():
             member.get_parameter(name).requires_grad_(parameter.requires_grad)
         return self.in_mode(member)
 
-    def _run_sequentially(self, inputs: Sequence[Tensor]) -> Tensor:
-        tensors = self.tensors_by_name()
-        rows = zip(*(self.split_rows(value).unbind() for value in inputs), strict=True)
-        return stack_outputs(
-            [
-                functional_call(self.in_mode(skeleton), {name: parts[index] for name, parts in tensors.items()}, own)
-                for index, (skeleton, own) in enumerate(zip(self.skeletons, rows, strict=True))
-            ]
-        )
+    def _run_sequentially(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Run each member on its own inputs; it keeps its tensors until `release`, as it may be run again backwards."""
+        tensors, outputs = self.tensors_by_name(), []
+        self._is_released = False
+        for index, (skeleton, own) in enumerate(zip(self.skeletons, inputs, strict=True)):
+            place_tensors(self.in_mode(skeleton), {name: parts[index] for name, parts in tensors.items()})
+            if "log" in vars(self.net):  # that of the ensemble
+                vars(skeleton)["log"] = vars(self.net)["log"]
+            outputs.append(skeleton(*own))
+        if not torch.is_grad_enabled():
+            self.release()
+        return stack_outputs(outputs)
 
-    def _member_views(self) -> list[nn.Module]:
-        """Return members that share memory with the stack, made anew where it has moved."""
-        first = next(self.net.parameters())
-        if not self._views or next(self._views[0].parameters()).data_ptr() != first.data_ptr():
-            self._views = list(self)
-        return [self.in_mode(view) for view in self._views]
+    def release(self) -> None:
+        """Let the skeletons hold no tensors of the stack any more; to be called after the backward pass."""
+        if self._is_released:
+            return
+        self._is_released = True
+        for part in (part for skeleton in self.skeletons for part in skeleton.modules()):
+            vars(part).pop("log", None)
+            tensors: Any
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and not tensor.is_meta:
+                        empty = torch.empty_like(tensor, device="meta")
+                        is_parameter = tensors is part._parameters
+                        tensors[name] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+    def _copied_skeleton(self, index: int) -> nn.Module:
+        self.release()
+        return copy.deepcopy(self.skeletons[index])
 
 
 def _stacked(members: Sequence[nn.Module]) -> nn.Module:
@@ -186,23 +241,13 @@ def _stacked(members: Sequence[nn.Module]) -> nn.Module:
     kind = stacked_type(members[0])
     if not isinstance(kind, str):
         return kind(members)
-    memo: dict[int, Any] = {}  # what the copy shall not copy
+    memo: dict[int, Any] = {}  # stacked layers, which take the places of those of the first member
     parts = [dict(member.named_modules()) for member in members]
     for path, part in parts[0].items():
-        if _own_tensors(part):
+        if own_tensors(part):
             kind = cast(type[StackedLayer], stacked_type(part))
             memo[id(part)] = kind([part, *(others[path] for others in parts[1:])])
     return copy.deepcopy(members[0], memo)
-
-
-def _own_tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that a layer itself holds, by name."""
-    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-
-
-def _to_meta(member: nn.Module) -> nn.Module:
-    """Return a copy that holds the structure and no memory."""
-    return copy.deepcopy(member).to("meta")
 
 
 def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -216,7 +261,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
     """Give a stack's state dict the keys and shapes of the members'."""
     cut: dict[str, Tensor] = {}
     for path, layer in stack.stacked_layers():
-        for name, _ in _own_tensors(layer):
+        for name, _ in own_tensors(layer):
             stored = state.pop(_key(f"{prefix}net", path, name), None)
             if stored is not None:
                 cut[_key(path, name)] = layer.to_stored(name, stored)
@@ -229,7 +274,7 @@ def _split_state_dict(stack: Any, state: dict[str, Any], prefix: str, metadata: 
 def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Turn the members' tensors back into the stacked ones."""
     for path, layer in stack.stacked_layers():
-        for name, _ in _own_tensors(layer):
+        for name, _ in own_tensors(layer):
             keys = [_key(f"{prefix}{index}", path, name) for index in range(stack.n_members)]
             tensors = [state.pop(key) for key in keys if key in state]
             if len(tensors) == len(keys) and len({tensor.shape for tensor in tensors}) == 1:
@@ -240,3 +285,81 @@ def _join_state_dict(stack: Any, state: dict[str, Any], prefix: str, *args: Any)
 def _key(*parts: str) -> str:
     """Return a qualified name; the path of a module itself is empty."""
     return ".".join(filter(None, parts))
+
+
+def as_members(members: Sequence[nn.Module], vectorize: bool | str = "auto", why_not: str = "") -> Members:
+    """Put members into the module that runs them faster.
+
+    Args:
+        members: At least one.
+        vectorize: "auto" stacks members that gain by it: members of one structure without convolutions, for which a
+            loop is faster on a CPU. True stacks all members that can be stacked, False none.
+        why_not: A reason against stacking that the members themselves do not show.
+
+    Returns:
+        A `StackedMembers`, or a `SequentialMembers` that bears the reason.
+    """
+    if vectorize is False or len(members) == 1:
+        return SequentialMembers(members)
+    reason = why_not or why_not_stack(members)
+    if not reason and vectorize == "auto":
+        kinds = map(stacked_type, members[0].modules())
+        if any(not isinstance(kind, str) and kind.sequential_is_faster_on_cpu for kind in kinds):
+            return SequentialMembers(members, "convolutions of their own are faster than one for all members")
+    return SequentialMembers(members, reason) if reason else StackedMembers(members)
+
+
+def as_sequential(members: Members, reason: str = "") -> SequentialMembers:
+    """Return the same members, with their values, to be run one after another."""
+    if isinstance(members, SequentialMembers):
+        return members
+    return SequentialMembers([members.member(index) for index in range(len(members))], reason)
+
+
+def why_not_stack(members: Sequence[nn.Module]) -> str:
+    """Return why members cannot be stacked, or nothing.
+
+    They must be of one structure, and all their parameters in layers that have a stacked form.
+    """
+    first, *others = members
+    names = [name for name, _ in first.named_parameters(remove_duplicate=False)]
+    if len(names) != len(list(first.parameters())):
+        return "layers share a parameter"
+    if not names:
+        return "the members have no parameters"
+    for path, module in first.named_modules():
+        where = f" ({path})" if path else ""
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{type(module).__name__} has hooks{where}"
+        if own_tensors(module) and isinstance(kind := stacked_type(module), str):
+            return f"{kind}{where}"
+    for index, other in enumerate(others, start=1):
+        difference = _different_structure(first, other)
+        if difference is not None:
+            return f"member {index} is of another structure than member 0{difference}"
+    parameters = [id(value) for member in members for _, value in member.named_parameters(remove_duplicate=False)]
+    return "members share a parameter" if len(set(parameters)) < len(parameters) else ""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _different_structure(first: nn.Module, other: nn.Module) -> str | None:
+    """Return where modules have other types, options, shapes, or other parameters that are trained; None if nowhere."""
+    parts, others = ([*module.named_modules()] for module in (first, other))
+    if [(path, type(part)) for path, part in parts] != [(path, type(part)) for path, part in others]:
+        return ""
+    counterparts = {(id(part), id(same)) for (_, part), (_, same) in zip(parts, others, strict=True)}
+    for (path, part), (_, same) in zip(parts, others, strict=True):
+        if _tensors(part) != _tensors(same):
+            return f" ({path})" if path else ""
+        if name := different_attribute(part, same, counterparts):
+            return f" ({path}.{name})" if path else f" ({name})"
+    return None
+
+
+def _tensors(part: nn.Module) -> list[Any]:
+    return [
+        (name, None if nn.parameter.is_lazy(tensor) else tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, tensor in own_tensors(part)
+    ]

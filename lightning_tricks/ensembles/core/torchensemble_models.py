@@ -39,7 +39,35 @@ class TorchensembleInterchange:
         Raises:
             ValueError: If torchensemble cannot combine members in this way, with the reason.
         """
-        return _export(self)
+        import torchensemble
+
+        ensemble: Any = self
+        name, n, weights = type(self).__name__, ensemble.n_members, ensemble.weights
+        if self.why_not_torchensemble:
+            raise ValueError(f"{name}.to_torchensemble: {self.why_not_torchensemble}.")
+        if weights is not None and not (weights == weights[0]).all():
+            raise ValueError(
+                f"torchensemble has no weights of members: to_torchensemble needs equal ones, got {weights}."
+            )
+        if not n:
+            raise ValueError(f"{name} has no snapshots yet: fit it first.")
+        kind = getattr(torchensemble, name)
+        options = {**ensemble.torchensemble_arguments(), "n_estimators": n, "cuda": False}
+        if getattr(ensemble, "voting_strategy", "soft") != "soft":
+            if "voting_strategy" not in inspect.signature(kind).parameters:
+                raise ValueError(f"{name} of torchensemble has no voting_strategy, it averages.")
+            options["voting_strategy"] = ensemble.voting_strategy
+        model = kind(**options)
+        model.estimators_.extend(map(ensemble.torchensemble_member, range(n)))
+        model.n_outputs = ensemble.n_outputs
+        if hasattr(ensemble, "n_inputs"):
+            model.n_inputs = ensemble.n_inputs
+        model.set_criterion(ensemble.criterion)
+        loss = type(ensemble.criterion)
+        if vars(nn).get(loss.__name__) is loss:
+            # without it no torch since 2.6 reads the file that torchensemble saves
+            torch.serialization.add_safe_globals([loss])
+        return model
 
     def torchensemble_arguments(self) -> dict[str, Any]:
         """Return the arguments of torchensemble's class beside the number of members."""
@@ -86,7 +114,19 @@ class TorchensembleInterchange:
             ValueError: If it is of another class, was not fitted, or a path comes without an estimator.
             CheckpointError: If the file is unsafe or does not fit the members.
         """
-        members, n_outputs, options = _import(cls, model_or_path, estimator, estimator_args)
+        kind, name = type(model_or_path).__name__, cls.__name__
+        if isinstance(model_or_path, str | os.PathLike):
+            members, n_outputs, options = _import_file(cls, model_or_path, estimator, estimator_args)
+        elif kind != name:
+            raise ValueError(
+                f"{name}.from_torchensemble got a {kind}: call {kind}.from_torchensemble, if there is one."
+            )
+        elif not len(model_or_path.estimators_):
+            raise ValueError(f"the {kind} has no members yet: call its fit first.")
+        else:
+            members = [cls.member_of_torchensemble(member) for member in model_or_path.estimators_]
+            n_outputs = getattr(model_or_path, "n_outputs", None)
+            options = cls.options_of_torchensemble(model_or_path)
         ensemble = cls.from_members(members, n_outputs=n_outputs, **{**options, **kwargs})
         if class_name(estimator):
             ensemble.hparams.update({"estimator": class_name(estimator), "estimator_args": estimator_args})
@@ -99,60 +139,10 @@ class TorchensembleInterchange:
         return made(members, len(members), **options)
 
 
-def _export(ensemble: Any) -> Any:
-    """Return torchensemble's object for an ensemble of the collection, with copies of its members."""
-    import torchensemble
-
-    name, n, weights = type(ensemble).__name__, ensemble.n_members, ensemble.weights
-    if ensemble.why_not_torchensemble:
-        raise ValueError(f"{name}.to_torchensemble: {ensemble.why_not_torchensemble}.")
-    if weights is not None and not (weights == weights[0]).all():
-        raise ValueError(f"torchensemble has no weights of members: to_torchensemble needs equal ones, got {weights}.")
-    if not n:
-        raise ValueError(f"{name} has no snapshots yet: fit it first.")
-    kind = getattr(torchensemble, name)
-    options = {**ensemble.torchensemble_arguments(), "n_estimators": n, "cuda": False}
-    if getattr(ensemble, "voting_strategy", "soft") != "soft":
-        if "voting_strategy" not in inspect.signature(kind).parameters:
-            raise ValueError(f"{name} of torchensemble has no voting_strategy, it averages.")
-        options["voting_strategy"] = ensemble.voting_strategy
-    model = kind(**options)
-    model.estimators_.extend(map(ensemble.torchensemble_member, range(n)))
-    model.n_outputs = ensemble.n_outputs
-    if hasattr(ensemble, "n_inputs"):
-        model.n_inputs = ensemble.n_inputs
-    model.set_criterion(ensemble.criterion)
-    loss = type(ensemble.criterion)
-    if vars(nn).get(loss.__name__) is loss:
-        torch.serialization.add_safe_globals([loss])  # or no torch since 2.6 reads the file that torchensemble saves
-    return model
-
-
-def _import(
-    cls: Any, model_or_path: Any, estimator: Any, arguments: Mapping[str, Any] | None
-) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
-    """Return the members, the number of outputs and the options of a fitted torchensemble model.
-
-    Args:
-        cls: The class of the collection that it becomes.
-        model_or_path: The object, or the path of the file that it saved.
-        estimator: Class, factory or module of the members, for a path.
-        arguments: Arguments of the estimator.
-    """
-    if isinstance(model_or_path, str | os.PathLike):
-        return _import_file(cls, model_or_path, estimator, arguments)
-    kind, name = type(model_or_path).__name__, cls.__name__
-    if kind != name:
-        raise ValueError(f"{name}.from_torchensemble got a {kind}: call {kind}.from_torchensemble, if there is one.")
-    if not len(model_or_path.estimators_):
-        raise ValueError(f"the {kind} has no members yet: call its fit first.")
-    members = [cls.member_of_torchensemble(member) for member in model_or_path.estimators_]
-    return members, getattr(model_or_path, "n_outputs", None), cls.options_of_torchensemble(model_or_path)
-
-
 def _import_file(
     cls: Any, path: str | os.PathLike[str], estimator: Any, arguments: Mapping[str, Any] | None
 ) -> tuple[list[nn.Module], int | None, dict[str, Any]]:
+    """Return the members, the number of outputs and the options that a file of torchensemble tells."""
     name, file = cls.__name__, Path(path).name
     if file.endswith("_ckpt.pth") and not file.startswith(f"{name}_"):
         warnings.warn(f"{file!r} has a name that torchensemble does not give to the files of a {name}.", stacklevel=4)

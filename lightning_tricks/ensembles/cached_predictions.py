@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks.ensembles.core.combination import at_least_single
+from lightning_tricks.ensembles.core.members import own_inputs
 from lightning_tricks.ensembles.core.sampling import MemberLoader
 
 _Data = tuple[tuple[Tensor, ...], Tensor | None]  # tensors, and the rows of a subset of them
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class KeptScores:
+class CachedPredictions:
     """The summed outputs of the members of earlier stages for all rows of a data set of tensors in memory.
 
     They hold for a batch only if it consists of the very tensors that the loader gave: where a hook of the module or of
@@ -95,7 +96,7 @@ def _outputs_of_member(
         rows = slice(start, start + batch_size)
         inputs = [tensor[rows if subset is None else subset[rows]] for tensor in tensors[:-1]]
         with precision.forward_context():
-            outputs = member(*(precision.convert_input(value.to(ensemble.device)) for value in inputs))
+            outputs = member(*own_inputs([precision.convert_input(value.to(ensemble.device)) for value in inputs]))
         parts.append(at_least_single(outputs))
     return torch.cat(parts)
 

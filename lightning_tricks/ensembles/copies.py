@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks.ensembles.core.counts import register_count, set_count
-from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.layout import as_members
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy, tensors_of
+from lightning_tricks.ensembles.core.stacked_members import as_members
 from lightning_tricks.ensembles.ensemble import Ensemble
-from lightning_tricks.ensembles.optimizers import CriterionChoice, OptimizerChoice, ScheduleChoice
 
 
 class CapturedMembers(Ensemble):
@@ -24,32 +21,6 @@ class CapturedMembers(Ensemble):
 
     taken: Tensor
     _num_captured: int
-
-    def __init__(
-        self,
-        estimator: Estimator | None,
-        n_estimators: int = 10,
-        estimator_args: Mapping[str, Any] | None = None,
-        *,
-        optimizer: OptimizerChoice = None,
-        lr_scheduler: ScheduleChoice = None,
-        criterion: CriterionChoice = None,
-        weights: Sequence[float] | None = None,
-        n_outputs: int | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            estimator,
-            n_estimators,
-            estimator_args,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            criterion=criterion,
-            weights=weights,
-            n_outputs=n_outputs,
-            vectorize=False,
-            seed=seed,
-        )
 
     def captures_due(self, step: int) -> int:
         """Return how many copies there should be after so many optimizer steps."""
@@ -72,7 +43,7 @@ class CapturedMembers(Ensemble):
         self.working: Members = SequentialMembers(members)
         copies = [copy.deepcopy(members[0]) for _ in range(self.n_estimators)]
         self.estimators_ = as_members(copies).requires_grad_(False)
-        register_count(self, "taken", "_num_captured")
+        self.register_count("taken", "_num_captured")
 
     def trained_members(self) -> Members:
         """Return the members that a fit trains: the working model."""
@@ -90,7 +61,7 @@ class CapturedMembers(Ensemble):
         return self.estimators_.forward_shared(*x)[: self._num_captured]
 
     def on_train_start(self) -> None:
-        """Start without copies in a new fit; in a resumed one, capture what was due when it ended."""
+        """Start without copies in a new fit; a resumed fit first captures the copy that was due when it stopped."""
         if self.trainer.global_step == 0:
             self._set_num_captured(0)
         self._capture_if_due()
@@ -105,7 +76,7 @@ class CapturedMembers(Ensemble):
         made: Any = cls
         ensemble = made([members[-1]], len(members), **options)
         for index, member in enumerate(members):
-            ensemble.estimators_.copy_member_(index, member)
+            ensemble.estimators_.copy_member_(index, tensors_of(member))
         ensemble._set_num_captured(len(members))
         return ensemble
 
@@ -113,8 +84,8 @@ class CapturedMembers(Ensemble):
         step = self.trainer.global_step
         due = self.captures_due(step)
         if self._num_captured < due <= self.n_estimators and self.captures_due(step - 1) < due:
-            self.estimators_.copy_member_(due - 1, self.working.member(0))
+            self.estimators_.copy_member_(due - 1, self.working.member_tensors(0))
             self._set_num_captured(due)
 
     def _set_num_captured(self, count: int) -> None:
-        set_count(self, "taken", "_num_captured", count)
+        self.set_count("taken", "_num_captured", count)

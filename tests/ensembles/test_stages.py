@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_tricks import ScheduleSpec
 from lightning_tricks.ensembles.bases import ClassifierEnsemble
-from lightning_tricks.ensembles.staged import StagedEnsemble
+from lightning_tricks.ensembles.stages import StagedEnsemble
 from tests.contract.lab import QUIET
 from tests.ensembles.nets import CNN, MLP, LitMLP, digits, few, fit, values
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning_compat.ddp import rewrap_ddp
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks.ensembles import optimizers
-from lightning_tricks.ensembles.core.counts import register_count, set_count
-from lightning_tricks.ensembles.core.layout import as_sequential
 from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
+from lightning_tricks.ensembles.core.stacked_members import as_sequential
 from lightning_tricks.ensembles.ensemble import Ensemble
 
 
@@ -56,13 +56,13 @@ class StagedEnsemble(Ensemble):
         return self.n_estimators
 
     def epochs_per_stage(self) -> int:
-        """Return the length of a stage in epochs.
+        """Return the length of a stage in epochs; 1 in a run of fewer epochs than stages.
 
         Raises:
             MisconfigurationException: If the run cannot be divided into the stages.
         """
         epochs = self.trainer.max_epochs or 0
-        if is_fast_dev_run(self.trainer):
+        if is_fast_dev_run(self.trainer) or 0 < epochs < self.n_stages:
             return 1
         if epochs <= 0 or epochs % self.n_stages:
             raise MisconfigurationException(
@@ -93,7 +93,7 @@ class StagedEnsemble(Ensemble):
         super().set_members(members)
         if not self.trains_all_members:
             self.estimators_ = as_sequential(self.estimators_)
-        register_count(self, "stage_number", "stage")
+        self.register_count("stage_number", "stage")
         self.register_load_state_dict_post_hook(_freeze_after_load)  # type: ignore[no-untyped-call]
 
     def trained_members(self) -> SequentialMembers:
@@ -140,7 +140,7 @@ class StagedEnsemble(Ensemble):
         if mode:
             trained = list(self.trained_members().children())
             for member in self.estimators_.children():
-                if not any(member is one for one in trained):
+                if not any(member is other for other in trained):
                     member.eval()
         return self
 
@@ -159,7 +159,18 @@ class StagedEnsemble(Ensemble):
         """Set the modes of the members for the stage that is trained, and begin the first stage."""
         self.train()
         if self.trainer.global_step == 0:
+            self._warn_of_a_short_run()
             self.on_stage_start()
+
+    def _warn_of_a_short_run(self) -> None:
+        epochs, needed = self.trainer.max_epochs, self.total_epochs()
+        if epochs in (None, -1) or epochs >= needed or is_fast_dev_run(self.trainer):
+            return
+        rank_zero_warn(
+            f"{type(self).__name__}: max_epochs={epochs} ends in stage {self.stage_at(epochs - 1) + 1} of "
+            f"{self.n_stages}; members of later stages are not trained, and do not predict. Set max_epochs={needed} to "
+            "train all of them."
+        )
 
     def on_train_epoch_start(self) -> None:
         """Begin the stage of this epoch, with a new optimizer and schedule, where it is another one."""
@@ -204,7 +215,7 @@ class StagedEnsemble(Ensemble):
             self._trainable = None
 
     def _set_stage(self, stage: int) -> None:
-        set_count(self, "stage_number", "stage", stage)
+        self.set_count("stage_number", "stage", stage)
         self.freeze_other_members()
 
     def _members(self, indices: Any) -> SequentialMembers:
