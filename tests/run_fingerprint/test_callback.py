@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint import compare, read_ranks
-from lightning_tricks.run_fingerprint.core.record_file import read_record
+from lightning_tricks.run_fingerprint.core.record import read_record
 from tests.contract.lab import QUIET, HostReads, Net, digits
 
 
