@@ -106,10 +106,10 @@ class RunFingerprint(TrickCallback):
         path = rank_path(self.path, trainer.global_rank)
         recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module)
         found = self._find(header) if trainer.is_global_zero else None
-        source, unused = trainer.strategy.broadcast(found and found[:2])  # rank zero finds the number of the file
-        record = found and found[2]
+        source, unused = trainer.strategy.broadcast(found[:2] if found is not None else (None, 0))
+        record = found[2] if found is not None else None
         with self._stops_on_oserror(recorder):
-            if found is None and source is not None and self._num_rows_to_keep is not None:
+            if not trainer.is_global_zero and source is not None and self._num_rows_to_keep is not None:
                 record = read_first_rows(self._earlier(source, trainer), header, self._num_rows_to_keep)
             if path.exists() and not (record is not None and source == 0):
                 aside = self._earlier(unused, trainer)

@@ -19,12 +19,13 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import ReportPart, part_name
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.record_file import PAGE_FILE
 from lightning_tricks.run_report.core.run_writer import RunWriter
-from lightning_tricks.run_report.run_facts import describe_run, learning_rates
+from lightning_tricks.run_report.run_settings import describe_run, learning_rates
 
 
 class RunReport(TrickCallback):
@@ -82,16 +83,9 @@ class RunReport(TrickCallback):
         if stage != "fit":
             return
         self._position_to_keep, self._position, self._last_fit = None, Position(), None
-        path, problem = Path(self.path), ""
-        if trainer.is_global_zero and not is_fast_dev_run(trainer):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                if not os.access(path, os.W_OK):
-                    problem = "it is not writable"
-            except OSError as error:
-                problem = str(error)
-        if problem:
-            raise MisconfigurationException(f"RunReport cannot write to {path}: {problem}. Choose another path.")
+        writes = trainer.is_global_zero and not is_fast_dev_run(trainer)
+        if writes and (problem := find_write_problem(Path(self.path), is_folder=True)):
+            raise MisconfigurationException(f"RunReport cannot write to {self.path}: {problem}. Choose another path.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the record, or continue it after a resume, and observe what is logged."""

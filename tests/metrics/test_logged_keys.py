@@ -25,7 +25,7 @@ from lightning_tricks import (
     regression_metrics,
 )
 from lightning_tricks.metrics import MetricsError
-from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
+from lightning_tricks.metrics.core.metric_table import find_name_conflict, per_class_names
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 

@@ -12,12 +12,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric
 
 from lightning_tricks import MetricSuite, binary_metrics, multiclass_metrics
-from lightning_tricks.metrics.core.groups.cat import RetrievalGroup
-from lightning_tricks.metrics.core.groups.confusion_matrix import ConfusionMatrixGroup
-from lightning_tricks.metrics.core.groups.score_histogram import ScoreHistogram
-from lightning_tricks.metrics.core.groups.shared_state import SharedStateGroup
+from lightning_tricks.metrics.core.metric_groups import ConfusionMatrixGroup, RetrievalGroup, ScoreHistogram
 from lightning_tricks.metrics.core.metric_properties import Task, can_concat_batches, task_of
-from lightning_tricks.metrics.core.metric_values import stack_numbers
+from lightning_tricks.metrics.core.metric_table import stack_numbers
+from lightning_tricks.metrics.core.shared_state import SharedStateGroup
 from tests.contract.lab import HostReads
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -15,8 +15,7 @@ from lightning_tricks.run_report import RunRecord, RunReportError, read_record
 from lightning_tricks.run_report.core.curves import is_weight, running_mean, sign_of_better, split_key, thin_points
 from lightning_tricks.run_report.core.record import GitState, Point, Position, Resume, Row, merge_rows, thin_rows
 from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
-from lightning_tricks.run_report.core.run_writer import RunWriter
-from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
+from lightning_tricks.run_report.core.run_writer import RunWriter, ValueRecorder, keep_first_rows
 
 
 def some_record(**known):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.metrics.core.groups.base import MetricGroup
+from lightning_tricks.metrics.core.metric_groups import MetricGroup
 from lightning_tricks.metrics.core.metric_properties import Task
 
 

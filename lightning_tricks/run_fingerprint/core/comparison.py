@@ -162,7 +162,7 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
     incomplete_resumes = tuple(
         (name, resume)
         for name, records in (("A", run_a), ("B", run_b))
-        for resume in dict.fromkeys(one for record in records for one in record.incomplete_resumes)
+        for resume in dict.fromkeys(resume for record in records for resume in record.incomplete_resumes)
         if first is None or resume.step <= first.step
     )
     return Comparison(

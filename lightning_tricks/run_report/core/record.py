@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from lightning_tricks._shared.report_parts import ReportPart, part_name
+from lightning_tricks._shared.report_parts import ClippedSteps, ReportPart, part_name
 
 MOST_KEYS = 1000
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -40,6 +40,29 @@ class Row:
     count: int = 1
     low: dict[str, float] = field(default_factory=dict)
     high: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was unusual in a run.
+
+    Attributes:
+        level: "warning" if it may make the result worthless or costs much, else "note".
+        text: The sentence.
+    """
+
+    level: Literal["warning", "note"]
+    text: str
+
+
+def warning(text: str) -> Finding:
+    """Return what may make the result worthless or costs much."""
+    return Finding("warning", text)
+
+
+def note(text: str) -> Finding:
+    """Return what else was unusual."""
+    return Finding("note", text)
 
 
 class Point(NamedTuple):
@@ -162,7 +185,7 @@ class RunRecord:
 
     def segments(self) -> list[tuple[str, int]]:
         """Return the ids of the rows, each with the number of rows before them."""
-        return [(self.id, 0), *((one.id, one.rows) for one in self.resumes if one.id)]
+        return [(self.id, 0), *((resume.id, resume.rows) for resume in self.resumes if resume.id)]
 
     def position(self, rows: int) -> Position:
         """Return the place after the first rows, of which there are so many: all, or as many as a resume has kept."""
@@ -197,6 +220,12 @@ class RunRecord:
     def parts_of(self, kind: type[Part]) -> list[Part]:
         """Return the parts of a kind."""
         return [part for part in self.parts if isinstance(part, kind)]
+
+    def describe_steps(self, part: ClippedSteps) -> str:
+        """Return the steps of an optimizer in words, which say so where they are not those of the axes."""
+        kind = "optimizer steps" if 0 < self.step < part.steps else "steps"
+        whose = f" of optimizer {part.optimizer}" * (len(self.parts_of(ClippedSteps)) > 1)
+        return f"{part.steps:,} {kind}{whose}"
 
     def add_parts(self, parts: Iterable[ReportPart]) -> None:
         """Add parts; each replaces the one of the same name."""

@@ -1,20 +1,17 @@
-"""Conflicts between the keys of a monitor and those that others log: refused on all ranks, as soon as they occur."""
+"""Errors for keys: those that another logs too, and those of `best=` that no fit logs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
 from lightning_tricks._shared.ranks import gather_objects
-
-STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
-
-
-class MetricsError(MisconfigurationException, ValueError):
-    """A step returned something that cannot be measured, a loader has no batches, or a key is wrong or logged twice."""
+from lightning_tricks.metrics.core.history import History
+from lightning_tricks.metrics.core.logged_keys import LoggedKeys
+from lightning_tricks.metrics.data_checks import STEPS, MetricsError, num_batches, will_validate
 
 
 class KeyConflicts:
@@ -82,3 +79,56 @@ class KeyConflicts:
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return what is logged on any of the ranks."""
     return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
+
+
+class BestKeys:
+    """The keys whose best value is kept.
+
+    Args:
+        monitor: The name of the monitor, for errors.
+        keys: The keys that it logs.
+        modes: Key -> "min" or "max".
+
+    Raises:
+        ValueError: If no stage logs a key, or a mode is none.
+    """
+
+    def __init__(self, monitor: str, keys: LoggedKeys, modes: Mapping[str, str]) -> None:
+        keys.check_best(dict(modes))
+        self._name, self._keys, self._modes = monitor, keys, modes
+
+    def values(self, history: History) -> dict[str, tuple[float, int]]:
+        """Return the best value of each key, and the optimizer steps done by then."""
+        start = "" if self._keys.prefix is None else f"{self._keys.prefix}/"
+        found = history.best({key.removeprefix(start): mode for key, mode in self._modes.items()})
+        return {start + key: value for key, value in found.items()}
+
+    def of_stage(self, stage: str) -> list[str]:
+        """Return the keys of a stage."""
+        return self._keys.keys_of_stage(self._modes, stage)
+
+    def check_fit(self, trainer: Trainer) -> None:
+        """Warn of a key of validation in a fit that does not validate, as a short one that tries whether all works."""
+        if not will_validate(trainer) and (keys := self.of_stage("val")):
+            rank_zero_warn(
+                f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate, so that it has no value: "
+                "give it validation data and a validation_step, let it validate within max_epochs, or use a key of "
+                "train."
+            )
+
+    def check_dataloaders(self, trainer: Trainer) -> None:
+        """Refuse keys that name a dataloader where there is one, or none where there are several."""
+        try:
+            self._keys.check_loaders(self._modes, "train", 1)
+            self._keys.check_loaders(self._modes, "val", len(num_batches(trainer, "val")))
+        except ValueError as error:
+            raise MetricsError(f"{self._name}: {error}") from error
+
+    def check_logged(self, stage: str, logged_keys: Collection[str], has_unmeasured: bool) -> None:
+        """Refuse a key that was not logged at the end of its stage, where that was not known before."""
+        start = self._keys.key(stage, "")
+        logged = [key for key in logged_keys if key.startswith(start)]
+        for key in self.of_stage(stage):
+            if (logged or has_unmeasured) and key not in logged:
+                alternatives = self._keys.describe_alternatives(key, stage, logged)
+                raise MetricsError(f"{self._name}: best has the key {key!r}, {alternatives}")
