@@ -57,7 +57,7 @@ class MetricsMonitor(StepsCallback):
             W&B, MLflow, Comet; PNG files beside a CSVLogger): True, at the end of a fit, validation or test; a number
             n, after each n-th epoch as well. It needs the extra `reports`.
         best: The keys whose best value is kept: logged key -> "min" or "max".
-        exact: Whether to leave out the samples that a DistributedSampler repeats.
+        exact: Whether to leave out samples that a DistributedSampler repeats.
         stages: Which of "train", "val" and "test" to measure.
         output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
             whose steps return something else.
@@ -67,7 +67,7 @@ class MetricsMonitor(StepsCallback):
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
 
     Attributes:
-        results: The last value of each key, those included that are no numbers, such as a confusion matrix.
+        results: The last value of each key, including values that are not numbers, such as a confusion matrix.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -179,7 +179,7 @@ class MetricsMonitor(StepsCallback):
         return history_figure([row for row in rows if row["metric"] in wanted])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start with no data, and refuse what cannot be measured or would be logged twice."""
+        """Start without data, and refuse keys that would be logged twice or never."""
         super().setup(trainer, pl_module, stage)
         self._check_other_monitors(trainer)
         if stage == "fit":
@@ -295,14 +295,14 @@ class MetricsMonitor(StepsCallback):
         return {"history": self._history.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the history, and what a checkpoint within an epoch holds of that epoch."""
+        """Restore the history, and the metrics of the epoch in which the checkpoint was saved."""
         if self._function == "fit":
             self._history.load_state_dict(state_dict["history"])
             if "partial" in state_dict:  # `AutoResume` then loads each rank's own state dict, which has none
                 self._epoch.load_partial_state(state_dict["partial"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what each rank has measured of the epoch so far."""
+        """Add the metrics of each rank in the epoch so far."""
         in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
         partial = self._epoch.partial_state(trainer, alone=in_exception)
         if partial and self.state_key in checkpoint.get("callbacks", {}):

@@ -1,4 +1,4 @@
-"""What a run must have to be measured: dataloaders with batches, and steps that return what the metrics need."""
+"""Checks of the data: dataloaders must have batches, and steps must return the inputs of the metrics."""
 
 from __future__ import annotations
 

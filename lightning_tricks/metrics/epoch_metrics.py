@@ -1,4 +1,4 @@
-"""What is measured of all dataloaders in the epoch that runs: on this rank, merged from all ranks, in a checkpoint."""
+"""The metrics of all dataloaders in the current epoch: of this rank, merged from all ranks, and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EpochMetrics:
     Args:
         metrics: As in `MetricSuite`.
         class_names: As in `MetricSuite`.
-        curves: Whether to keep what the plots of an evaluation need.
+        curves: Whether to keep the data of plots in evaluations.
     """
 
     def __init__(self, metrics: Any, class_names: Sequence[str] | None, *, curves: bool) -> None:
@@ -66,7 +66,7 @@ class EpochMetrics:
         return merge_logged_keys([keys for _, keys in gathered])
 
     def load_partial_state(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint within an epoch holds of that epoch; an empty mapping for none."""
+        """Take the metrics of the epoch in which a checkpoint was saved; an empty mapping for none."""
         self._resumed_epoch = PartialEpoch(state)
 
     def add_resumed(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,7 +75,7 @@ class EpochMetrics:
             self.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=True)
 
     def partial_state(self, trainer: Trainer, *, alone: bool) -> dict[str, Any]:
-        """Return what each rank has measured of the epoch so far, or nothing; all ranks call it, unless `alone`."""
+        """Return the metrics of each rank in the epoch so far, or nothing; all ranks call it, unless `alone`."""
         own = {
             f"{stage}/{index}": dataloader.state_dict()
             for (stage, index), dataloader in self._dataloaders.items()
@@ -210,11 +210,11 @@ class DataloaderMetrics:
         return inputs, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured so far, as tensors and plain values on the CPU."""
+        """Return the metrics and the loss so far, as tensors and plain values on the CPU."""
         return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), "passed_over": self.num_unmeasured}
 
     def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
-        """Replace what was measured so far by the merged states of several ranks; reset it if there are none."""
+        """Replace metrics and loss by the merged states of several ranks; reset them if there are none."""
         self.suite.load([state["suite"] for state in states], device)
         self.loss.load([state["loss"] for state in states], device)
         self.num_unmeasured = sum(state.get("passed_over", 0) for state in states)

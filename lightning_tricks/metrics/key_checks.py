@@ -1,4 +1,4 @@
-"""Errors for keys: those that another logs too, and those of `best=` that no fit logs."""
+"""Errors for keys that the module or another callback logs as well, and for keys of `best=` that no fit logs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class KeyConflicts:
         self._compared: set[str] = set()
 
     def logged_by_others(self, trainer: Trainer) -> dict[str, str]:
-        """Return what others have logged on this rank so far in the stage that runs: key -> hook."""
+        """Return the keys that others have logged on this rank so far in the current stage: key -> hook."""
         return keys_logged_by_others(trainer, self.name)
 
     def compare_in_first_batch(
         self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str]
     ) -> None:
-        """Compare keys with what the module's step has logged.
+        """Compare keys with those that the module's step has logged.
 
         In an evaluation on several ranks, one may have no batch: there all compare when the evaluation ends.
         """
@@ -46,14 +46,14 @@ class KeyConflicts:
             self.refuse(pl_module, expected, merge_logged_keys(gather_objects(self.logged_by_others(trainer))))
 
     def note_logged(self, trainer: Trainer, stage: str, keys: set[str]) -> None:
-        """Remember what the monitor logs at the end of a stage, to find out who logs the same after it."""
+        """Remember the keys of the monitor at the end of a stage, to find out who logs the same after it."""
         drop_reset_values(trainer, self.name, keys)
         self._logged[stage] = self._logged.get(stage, set()) | keys
 
     def compare_afterwards(
         self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str] | None = None
     ) -> None:
-        """Compare what the monitor has logged, or is expected to log, with what others have logged after it."""
+        """Compare the keys that the monitor has logged, or will log, with those that others have logged after it."""
         own = self._logged.pop(stage, set()) if expected is None else expected
         if not own:
             return
@@ -70,14 +70,14 @@ class KeyConflicts:
             other = f"{module}.{hook}" if hook in STEPS.values() else f"{hook} of {module} or of another callback"
             other = hook if hook.startswith("MetricsMonitor") else other
             raise MetricsError(
-                f"{self.name} and {other} both log {key!r}, of which one would overwrite the other: rename one of "
+                f"{self.name} and {other} both log {key!r}, and one value would overwrite the other: rename one of "
                 f"the values, leave out the stage (stages=...), or give {self.name.partition('(')[0]} a prefix, such "
                 "as prefix='monitor'."
             )
 
 
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return what is logged on any of the ranks."""
+    """Return the keys that are logged on any of the ranks: key -> hook."""
     return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
 
 
@@ -90,7 +90,7 @@ class BestKeys:
         modes: Key -> "min" or "max".
 
     Raises:
-        ValueError: If no stage logs a key, or a mode is none.
+        ValueError: If no stage logs a key, or a mode is neither "min" nor "max".
     """
 
     def __init__(self, monitor: str, keys: LoggedKeys, modes: Mapping[str, str]) -> None:

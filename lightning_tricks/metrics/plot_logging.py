@@ -1,4 +1,4 @@
-"""`EvaluationPlots`: what is shown of the last evaluations, as images of the loggers and in a run report."""
+"""`EvaluationPlots`: plots of the last evaluations for the loggers, and parts of them for a run report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EvaluationPlots:
     ) -> None:
         self._history, self._keys, self._class_names = history, keys, class_names
         self._every_n_epochs, self._are_logged = every_n_epochs, are_logged
-        self._to_log: dict[str, EvaluationData] = {}  # what was not plotted yet, by prefix
+        self._to_log: dict[str, EvaluationData] = {}  # that were not plotted yet, by prefix
         self._to_report: dict[str, EvaluationData] = {}
 
     def add(self, trainer: Trainer, record: EpochRecord, suite: MetricSuite) -> None:
@@ -49,7 +49,7 @@ class EvaluationPlots:
                 self.log(trainer)
 
     def log(self, trainer: Trainer) -> None:
-        """Plot what was not plotted yet and send the images to the loggers."""
+        """Plot the evaluations that were not plotted yet, and send the images to the loggers."""
         pending, self._to_log = self._to_log, {}
         self._history.records()  # reads the values of the records from the device
         for prefix, data in pending.items():

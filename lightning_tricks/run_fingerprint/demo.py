@@ -20,7 +20,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return what was recorded, as label -> text."""
+    """Return the number and size of the recorded steps, as label -> text."""
     (callback,) = callbacks_of_type(trainer, RunFingerprint)
     path = Path(callback.path)
     size = format_bytes(path.stat().st_size)

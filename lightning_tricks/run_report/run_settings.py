@@ -109,12 +109,9 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         whole = f" of {there:,}" if len(known) == len(sizes) else " of unknown"
         is_limited = isinstance(limit, int) or limit != 1
         yield f"{name} batches", f"{total:,}{whole * is_limited}" if total != float("inf") else "unknown"
-        batch_size = getattr(loaders, "batch_size", None)
-        if isinstance(batch_size, int):
-            yield f"{name} batch size", str(batch_size)
-        workers = getattr(loaders, "num_workers", None)
-        if isinstance(workers, int):
-            yield f"{name} workers", str(workers)
+        for attribute, words in (("batch_size", "batch size"), ("num_workers", "workers")):
+            if isinstance(number := getattr(loaders, attribute, None), int):
+                yield f"{name} {words}", str(number)
 
 
 def learning_rates(trainer: Trainer) -> dict[str, Any]:

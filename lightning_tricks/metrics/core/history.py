@@ -73,11 +73,11 @@ class EpochRecord:
 
 @dataclass
 class EvaluationData:
-    """What plots and reports show of one loader at the end of one epoch.
+    """The data of the plots and report parts of one loader at the end of one epoch.
 
     Attributes:
         record: The values, which must have been read.
-        kind: The kind of the task; empty if there is no classification.
+        kind: The kind of the task; empty if it is not a classification.
         confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
         scores: The histograms of scores, (K, 2, B), or None.
     """
@@ -208,7 +208,7 @@ def _format(value: float | None) -> str:
 
 
 def make_parts(data: EvaluationData, class_names: Sequence[str], key: Callable[[str, str], str]) -> list[ReportPart]:
-    """Return what there is data for.
+    """Return the parts for which there is data.
 
     Args:
         data: The data of one loader at the end of an epoch; the values of its record must have been read.

@@ -1,4 +1,4 @@
-"""Metrics one by one, from what a user gives as metrics, and their values by name."""
+"""The metrics in the argument `metrics` one by one, and their values by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class MetricEntry:
         key: The key.
         metric: The metric.
         element_names: The names of the elements of its value; if empty, their indices are used.
-        is_per_class: Whether it is a copy that computes for single classes what the metric of the same key averages.
+        is_per_class: Whether it is a copy that computes the values of single classes, which the metric of the same key
+            averages.
     """
 
     key: str
@@ -166,7 +167,7 @@ def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str,
 
 
 def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return two of the names that are equal, or of which one is a folder of the other; or None.
+    """Return two names that are equal, or of which the first is a folder of the second; or None.
 
     Loggers that keep a file for each name, such as MLflow's, cannot have `val/acc` beside `val/acc/cat`.
     """

@@ -162,7 +162,7 @@ class MetricSuite:
         return {name: value for name, value in self.compute_all().items() if is_number(value)}
 
     def compute_all(self) -> dict[str, Any]:
-        """Compute the metrics, including those whose value is no number, such as a confusion matrix or a curve."""
+        """Compute the metrics, including those whose value is not a number, such as a confusion matrix or a curve."""
         # added to each number: it makes all of them NaN without a read from the device
         nan_or_zero = torch.where(torch.as_tensor(self.num_invalid()) > 0, torch.nan, 0.0)
         values: dict[str, Any] = {}
@@ -257,12 +257,12 @@ def group_metrics(metrics: Mapping[str, Metric]) -> list[MetricGroup]:
 class BatchBuffer:
     """Batches that wait to be counted together, at most 4 MiB of them.
 
-    Each batch is copied, because the next step may overwrite what a step returned (CUDA graphs, buffers).
+    Each batch is copied, because the next step may overwrite the outputs of this one (CUDA graphs, buffers).
 
     Args:
         update: Is called with the concatenated batches: name -> value.
         accepted_inputs: The names that `update` accepts; others are ignored.
-        clone: Whether `update` may keep or change what it is given.
+        clone: Whether `update` may keep or change its inputs.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _LONGEST_HEADER = 10_000  # characters
 
 
 class FingerprintRecordError(ValueError):
-    """Raised for a file that is no record of RunFingerprint, and for two records that cannot be compared."""
+    """Raised for a file that is not a record of RunFingerprint, and for two records that cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class IncompleteResume(NamedTuple):
         rows: How many rows were recorded before it.
         step: How many optimizer steps were done.
         epoch: The epoch that was resumed.
-        not_restored: What differs from what was saved, such as "module.history".
+        not_restored: The names of state that differs from the saved one, such as "module.history".
     """
 
     rows: int
@@ -174,8 +174,8 @@ def read_record(path: Path) -> FingerprintRecord:
 
     Raises:
         OSError: If the file cannot be read.
-        FingerprintRecordError: If the file is no record, is damaged, has a later version, or needs far more memory or
-            time than its size explains.
+        FingerprintRecordError: If the file is not a record, is damaged, has a later version, or needs far more memory
+            or time than its size explains.
     """
     try:
         with open_file(path) as stream:
@@ -199,7 +199,7 @@ def read_ranks(path: str | os.PathLike[str]) -> list[FingerprintRecord]:
 
     Raises:
         OSError: If a file is missing.
-        FingerprintRecordError: If a file is no record, or is damaged.
+        FingerprintRecordError: If a file is not a record, or is damaged.
     """
     first = read_record(Path(check_path("path", path, "a file")))
     return [first, *(read_record(rank_path(path, rank)) for rank in range(1, first.header.world_size))]
@@ -231,7 +231,7 @@ def format_rows(columns: tuple[Column, ...], table: NDArray[np.int64], before: t
 
 
 def format_resume(resume: IncompleteResume) -> str:
-    """Return what a resume could not restore as a line."""
+    """Return an incomplete resume as a line."""
     return json.dumps({"resume": resume}) + "\n"
 
 

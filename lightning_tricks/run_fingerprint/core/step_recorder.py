@@ -219,7 +219,7 @@ class RowWriter:
         self._written_columns = columns
 
     def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
-        """Append what a resume could not restore.
+        """Append the names of state that a resume could not restore.
 
         Raises:
             OSError: If that fails.

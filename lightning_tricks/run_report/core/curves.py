@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_tricks._shared.report_parts import ClassValues
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -22,7 +23,7 @@ _HIGHER_IS_BETTER = re.compile(
     r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
     r"|rew|reward|return)($|[^a-z])"
 )
-# `loss_scale` and `kl_loss_weight` are no losses, `std_loss` is one: the last word of a name says what it is
+# `loss_scale` and `kl_loss_weight` are not losses, `std_loss` is: the last word of a name tells the kind of value
 _SETTING = (
     r"(scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
 )
@@ -90,7 +91,7 @@ def is_weight(key: str) -> bool:
 
 
 def topic_of(key: str) -> str:
-    """Return the topic of a key that is no metric, or ""."""
+    """Return the topic of a key that is not a metric, or ""."""
     if key == "learning_rate" or key.startswith(("learning_rate/", "lr-")):
         return LEARNING_RATE
     if key.startswith("grad_norm/"):
@@ -141,28 +142,21 @@ def metric_curves(record: RunRecord) -> list[tuple[KeyParts, str]]:
 
 
 def best_point(points: Sequence[Point], sign: int) -> Point | None:
-    """Return the first of the best points, or None where there is none or it is unknown what is better."""
+    """Return the first of the best points, or None if there is none, or if it is unknown which values are better."""
     finite = [point for point in points if math.isfinite(point.value)]
     return max(finite, key=lambda point: sign * point.value) if finite and sign else None
 
 
-def running_mean(points: Sequence[Point], width: int) -> list[Point]:
-    """Return the means of `width` neighbouring points each, without those that are not finite."""
-    finite = [point for point in points if math.isfinite(point.value)]
-    sums = [0.0]
-    for point in finite:
-        sums.append(sums[-1] + point.value)
-    smooth, half = [], width // 2
-    for place, point in enumerate(finite):
-        first, last = max(0, place - half), min(len(finite), place + half + 1)
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the running mean of a curve over a twenty-fifth of it, without values that are not finite."""
+    finite_points = finite(points)
+    sums = [0.0, *accumulate(point.value for point in finite_points)]
+    smooth, half = [], max(5, len(points) // 25) // 2
+    for place, point in enumerate(finite_points):
+        first, last = max(0, place - half), min(len(finite_points), place + half + 1)
         mean = (sums[last] - sums[first]) / (last - first)
         smooth.append(Point(point.step, point.epoch, mean, mean, mean))
     return smooth
-
-
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the running mean of a curve over a twenty-fifth of it."""
-    return running_mean(points, max(5, len(points) // 25))
 
 
 def equal_parts(points: Sequence[Point], count: int) -> list[Sequence[Point]]:

@@ -1,4 +1,4 @@
-"""What was unusual in a run, in sentences with numbers; what losses and metrics say is in `loss_findings`."""
+"""The findings of a run, sentences with numbers about its unusual sides; those about losses are in `loss_findings`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_IN_USE = re.compile(
 
 
 def find_all(record: RunRecord) -> list[Finding]:
-    """Return what was unusual, warnings first.
+    """Return the findings of a run, warnings first.
 
     Examples:
         >>> from lightning_tricks.run_report import RunRecord
@@ -71,8 +71,8 @@ def skipped_steps(record: RunRecord) -> Iterator[Finding]:
 def clipped_steps(record: RunRecord) -> Iterator[Finding]:
     """A `max_norm` rescaled more than half of the steps, or none, as it is more than ten times the largest norm.
 
-    Clipping by norm is meant for what is unusual. Of other methods, such as AGC, nothing is said: they change some of
-    the gradients in most steps when all is well.
+    Clipping by norm is meant for unusual steps. Other methods, such as AGC, are not judged: they change some of the
+    gradients in most steps of a healthy run.
     """
     parts = record.parts_of(ClippedSteps)
     for part in parts:
@@ -86,12 +86,12 @@ def clipped_steps(record: RunRecord) -> Iterator[Finding]:
             why = f": {limit} is below the median norm of {format_number(usual)}" if part.max_norm < usual else ""
             yield note(
                 f"{format_percent(part.clipped / part.steps)} of {record.describe_steps(part)} were clipped{why}. "
-                "Most updates were rescaled; a larger max_norm clips only what is unusual."
+                "Most updates were rescaled; a larger max_norm clips only unusual steps."
             )
         elif not part.clipped and norms and part.max_norm > 10 * max(norms):
             largest = format_number(max(norms))
             whose = f" of optimizer {part.optimizer}" * (len(parts) > 1)
-            yield note(f"No step{whose} was clipped: {limit} is far above the largest norm that was logged, {largest}.")
+            yield note(f"No step{whose} was clipped: {limit} is far above the largest logged norm, {largest}.")
 
 
 def weak_classes(record: RunRecord) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def weak_classes(record: RunRecord) -> Iterator[Finding]:
             taken = max((place for place in range(len(row)) if place != worst), key=row.__getitem__)
             said = f"Class {part.classes[worst]!r} has a recall of {format_percent(recalls[worst])} in {part.stage}"
             said += f" ({row[worst]:,} of {totals[worst]:,}; the median of the others is {format_percent(usual)})"
-            more = f": {row[taken]:,} were taken for {part.classes[taken]!r}" if row[taken] else ""
+            more = f": {row[taken]:,} were predicted as {part.classes[taken]!r}" if row[taken] else ""
             yield warning(f"{said}{more}.")
 
 
@@ -177,9 +177,9 @@ def calibration(record: RunRecord) -> Iterator[Finding]:
             continue
         confidence = sum(mean * weight for mean, weight in zip(part.confidence, part.weight, strict=False))
         accuracy = sum(right * weight for right, weight in zip(part.share, part.weight, strict=False))
-        word = "is overconfident" if confidence > accuracy else "is not confident enough"
+        word = "is overconfident" if confidence > accuracy else "is underconfident"
         if abs(confidence - accuracy) < 0.5 * error:
-            word = "is too confident in some predictions and not enough in others"
+            word = "is overconfident in some predictions and underconfident in others"
         yield note(
             f"The model {word} in {part.stage}: its mean confidence is {format_percent(confidence)}, its accuracy "
             f"{format_percent(accuracy)} (expected calibration error {error:.2f})."
@@ -215,7 +215,7 @@ def data_wait(record: RunRecord) -> Iterator[Finding]:
 def memory_grows(record: RunRecord) -> Iterator[Finding]:
     """The memory in use grew all the time: by a tenth at least, in 7 of 9 parts, and in the last 3 at half the pace.
 
-    So a cache that fills, a second stage with larger images, or a peak that is reached now and then are none.
+    A cache that fills, a second stage with larger images, or an occasional peak is thus not reported.
     """
     for key in record.logged_keys():
         is_memory = _MEMORY.search(key.lower()) and not _NOT_IN_USE.search(key.lower()) and not sign_of_better(key)
@@ -231,8 +231,8 @@ def memory_grows(record: RunRecord) -> Iterator[Finding]:
                 f"{key} grew from {format_number(levels[0] / scale)} to {format_number(points[-1].value / scale)}{unit}"
             )
             yield warning(
-                f"{said} and did not stop: unless something is meant to grow, something keeps tensors, such as a list "
-                "of losses with their graphs."
+                f"{said} and was still growing at the end: unless that is intended, something keeps tensors, such as "
+                "a list of losses with their graphs."
             )
 
 
@@ -291,7 +291,7 @@ def uncommitted_changes(record: RunRecord) -> Iterator[Finding]:
 
 
 def limited_data(record: RunRecord) -> Iterator[Finding]:
-    """A limit of batches took a part of the data away: fewer batches were used than the loader has."""
+    """A limit on batches left out a part of the data: fewer batches were used than the loader has."""
     limits, batches = dict(record.trainer), dict(record.data)
     names = (("limit_train_batches", "training"), ("limit_val_batches", "validation"))
     overfit = limits.get("overfit_batches", "0")
@@ -309,7 +309,7 @@ def limited_data(record: RunRecord) -> Iterator[Finding]:
 
 
 def _is_part(batches: str, limit: str) -> bool:
-    """Whether a limit took something away, as far as it is known.
+    """Whether a limit left something out, as far as it is known.
 
     Args:
         batches: "7 of 20", or "7 of unknown"; "7" or "" in records of earlier versions.

@@ -85,7 +85,7 @@ def page(title: str, body: Sequence[str], refresh: bool = False) -> str:
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f'<meta name="generator" content="{PAGE_MARK}">',
-        # also against what a text might contain if it were not escaped
+        # a second protection, beside the escaping of texts
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">',
         '<meta http-equiv="refresh" content="30">' * refresh,
@@ -152,7 +152,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
 
 
 def folded(summary: str, inside: str) -> str:
-    """Return what is shown only when it is opened."""
+    """Return content that is shown only when it is opened."""
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>" if inside else ""
 
 
@@ -165,7 +165,7 @@ def first_and_folded(pictures: Sequence[str], most: int) -> str:
 
 
 def findings_list(findings: Sequence[Finding]) -> str:
-    """Return what was unusual as a list, or "" if there was nothing."""
+    """Return findings as a list, or "" if there are none."""
     items = "".join(f'<li class="{finding.level}">{escape(finding.text)}</li>' for finding in findings)
     return f'<ul class="findings">{items}</ul>' if items else ""
 

@@ -1,4 +1,4 @@
-"""What losses and metrics say about how training went."""
+"""The findings about losses and metrics: how training went."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_not_finite(record: RunRecord) -> Iterator[Finding]:
 
 
 def loss_rises(record: RunRecord) -> Iterator[Finding]:
-    """The training loss lost what it had gained: training diverged.
+    """The training loss rose again by much of its fall: training diverged.
 
     That is so if the level of its last tenth (of at least 10 values) lies above the lowest level, which is not among
     the last two tenths, by more than half of the whole fall before, beyond scatter, and at least doubled if losses are
@@ -169,7 +169,7 @@ def still_improving(record: RunRecord) -> Iterator[Finding]:
         if whole > 0 and late > 0.1 * whole and _is_beyond_noise(from_best):
             yield note(
                 f"{key} was best at the end ({format_number(values[-1].value)}), and "
-                f"{format_percent(late / whole)} of what was gained came in the last quarter: train longer."
+                f"{format_percent(late / whole)} of the improvement came in the last quarter: train longer."
             )
 
 

@@ -267,7 +267,7 @@ def _table_of_classes(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _recalls(part: ConfusionMatrix) -> str:
-    """Return what a confusion matrix says of each class."""
+    """Return a table with recall and precision of each class, from a confusion matrix."""
     columns = replace(part, counts=list(zip(*part.counts, strict=False)))  # its recalls are the precisions
     rows = [
         (name, f"{sum(row):,}", *("" if math.isnan(share) else format_percent(share) for share in shares))
@@ -295,7 +295,7 @@ def _facts(part: Facts) -> str:
 
 
 def _device_parts(record: RunRecord) -> list[str]:
-    """Return what each rank's devices did in training."""
+    """Return the use of each rank's devices in training."""
     parts = []
     uses = record.parts_of(DeviceUse)
     for part in uses:

@@ -1,4 +1,4 @@
-"""The files of a record: `run.json` for what describes the run, `values.jsonl` for what was logged."""
+"""The files of a record: `run.json` with the description of the run, `values.jsonl` with the logged values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.report_parts import PART_KINDS, part_name
-from lightning_tricks.run_report.core.record import STATUSES, Row, RunRecord, RunReportError
+from lightning_tricks.run_report.core.record import Row, RunRecord, RunReportError
 
 PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
@@ -64,7 +64,7 @@ def append_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page, atomically; a file that is no page of a report is not replaced.
+    """Write a page, atomically; a file that is not a page of a report is not replaced.
 
     Raises:
         OSError: If it cannot be written.
@@ -73,7 +73,7 @@ def write_page(path: Path, page: str) -> None:
     if path.exists():
         with open_file(path) as stream:
             if PAGE_MARK.encode() not in stream.read(2000):
-                raise RunReportError(f"{path} is no page of a report, and is not replaced: give another path.")
+                raise RunReportError(f"{path} is not a page of a report, so it is not replaced: give another path.")
     with atomic_write(path) as staged:
         staged.write_text(page, encoding="utf-8", errors="replace")  # a path may have what UTF-8 lacks
 
@@ -110,18 +110,12 @@ def _read_run(path: Path) -> RunRecord:
         version = content.pop("version")
         if version not in range(1, _VERSION + 1):
             raise ValueError(f"it has version {version!r}, but this lightning_tricks reads versions up to {_VERSION}")
-        parts = [_read_part(dict(part)) for part in content.pop("parts")]
+        parts = [dict(part) for part in content.pop("parts")]
         record: RunRecord = from_plain(RunRecord, content)
-        if record.status not in STATUSES:
-            raise ValueError(f"{record.status!r} is no status")
+        record.parts = [from_plain(PART_KINDS[part.pop("kind")], part) for part in parts]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunReportError(f"{path} is not a file of RunReport: {str(error)[:200]}.") from error
-    record.parts = parts
     return record
-
-
-def _read_part(content: dict[str, Any]) -> Any:
-    return from_plain(PART_KINDS[content.pop("kind")], content)
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -134,8 +128,8 @@ def _read_rows(path: Path) -> list[Row]:
             try:
                 budget.spend(512)
                 row: Row = from_plain(Row, _decode(parse_json(line, budget)))
-                if row.kind not in ("step", "epoch") or row.count < 1:
-                    raise ValueError("it is no row")
+                if row.count < 1:
+                    raise ValueError("it is not a row")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise RunReportError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
             rows.append(row)
@@ -190,32 +184,22 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 def _checked(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any or hint is None or hint is type(None):
-        if value is not None and hint is not Any:
-            raise TypeError(f"{name} must be None")
-        return value
-    if origin is Literal:
-        if value in arguments:
-            return value
-    elif origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         return _first_fitting(arguments, value, name)
-    elif hint is float:
-        if type(value) in (int, float):
-            return float(value)
-    elif hint in (int, str, bool):
-        if type(value) is hint:
-            return value
-    elif is_dataclass(hint) and isinstance(hint, type):
-        return from_plain(hint, value) if isinstance(value, dict) else _refuse(hint, value, name)
-    elif origin is dict:
-        if isinstance(value, dict):
-            return {str(key): _checked(arguments[1], part, name) for key, part in value.items()}
-    elif origin is tuple:
-        if isinstance(value, list | tuple) and len(value) == len(arguments):
-            return tuple(_checked(inner, part, name) for inner, part in zip(arguments, value, strict=True))
-    elif origin in (list, Sequence) and isinstance(value, list | tuple):
+    is_fitting = (origin is Literal and value in arguments) or (hint in (int, str, bool) and type(value) is hint)
+    if is_fitting or hint is Any or (value is None and hint in (None, type(None))):
+        return value
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return from_plain(hint, value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(arguments[1], part, name) for key, part in value.items()}
+    if isinstance(value, list | tuple) and origin is tuple and len(value) == len(arguments):
+        return tuple(_checked(inner, part, name) for inner, part in zip(arguments, value, strict=True))
+    if isinstance(value, list | tuple) and origin in (list, Sequence):
         return [_checked(arguments[0], part, name) for part in value]
-    return _refuse(hint, value, name)
+    raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, got {type(value).__name__}")
 
 
 def _first_fitting(hints: Sequence[Any], value: Any, name: str) -> Any:
@@ -224,8 +208,4 @@ def _first_fitting(hints: Sequence[Any], value: Any, name: str) -> Any:
             return _checked(hint, value, name)
         except TypeError:
             continue
-    return _refuse(" or ".join(map(str, hints)), value, name)
-
-
-def _refuse(hint: Any, value: Any, name: str) -> Any:
-    raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, got {type(value).__name__}")
+    raise TypeError(f"{name} must be {' or '.join(map(str, hints))}, got {type(value).__name__}")

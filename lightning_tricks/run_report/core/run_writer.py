@@ -54,13 +54,13 @@ class RunWriter:
 
     Args:
         folder: The folder, which exists.
-        record: What is known of the run when it starts.
+        record: The record of the run as it starts.
 
     Attributes:
         folder: The folder that it writes into.
         record: The record.
-        values: Takes what is logged.
-        said: What the user should know of how the folder was found, in sentences.
+        values: Takes the logged values.
+        said: Sentences that tell the user in which state the folder was found.
     """
 
     def __init__(self, folder: Path, record: RunRecord) -> None:
@@ -161,7 +161,7 @@ class RunWriter:
 
         Args:
             status: The status of the run.
-            parts: What the callbacks know.
+            parts: The report parts of the callbacks.
             message: The error, if it failed.
 
         Raises:
@@ -235,7 +235,6 @@ class ValueRecorder:
         self._keys = dict.fromkeys(record.logged_keys())
         self._keys_left_out: set[str] = set()
         self._rows_of_earlier = sum(row.count for row in record.rows)
-        self.most_rows = _MOST_ROWS
 
     @property
     def num_rows(self) -> int:
@@ -271,7 +270,7 @@ class ValueRecorder:
         self._rows_of_earlier += len(rows)
         self._record.rows += rows
         self._record.keys_left_out = len(self._keys_left_out)
-        thinned = thin_rows(self._record.rows, self.most_rows)
+        thinned = thin_rows(self._record.rows, _MOST_ROWS)
         if len(thinned) == len(self._record.rows):
             append_rows(self._folder, rows)
         else:

@@ -1,4 +1,4 @@
-"""Settings of a run as texts: one for each name, short, without secrets, and what of them was not recorded."""
+"""Settings of a run as texts, one for each name, short and without secrets; versions of packages; settings of torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SettingTexts:
         texts: Name -> text.
         types_only: The names of those of which only the type was recorded.
         secrets: The names of those whose values were left out, as they may be secret.
-        unknown: What else is known to be set and was not recorded, in words.
+        unknown: Other settings that exist and were not recorded, in words.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SettingTexts:
             self.unknown.append(f"{', '.join(lost)} of {label}")
 
     def not_recorded(self) -> list[str]:
-        """Return what was not recorded, in words."""
+        """Return which settings were not recorded, in words."""
         words = (("values that may be secret: {}", self.secrets), ("more than the type of {}", self.types_only))
         said = [text.format(list_names(names, 20)) for text, names in words if names]
         return [
@@ -69,7 +69,7 @@ class SettingTexts:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
-        is_long = isinstance(value, list | tuple) and len(value) > 1000  # `plain` leaves out what is in it
+        is_long = isinstance(value, list | tuple) and len(value) > 1000  # whose items `plain` leaves out
         parts = [(name, [plain(item) for item in value[:_MOST_ITEMS]])] if is_long else list(flatten(name, value))
         for path, part in parts:
             words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]

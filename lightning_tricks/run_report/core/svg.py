@@ -118,7 +118,6 @@ class Line:
 def line_chart(
     lines: Sequence[Line],
     *,
-    x_label: str = "step",
     y_label: str = "",
     rule: tuple[float, str] | None = None,
     marks: Sequence[tuple[int, str]] = (),
@@ -128,7 +127,6 @@ def line_chart(
 
     Args:
         lines: The curves.
-        x_label: The name of the horizontal axis.
         y_label: The name of the vertical axis, with its unit.
         rule: A value with its name, at which a horizontal line is drawn.
         marks: Steps with a text each, marked on the horizontal axis.
@@ -139,12 +137,12 @@ def line_chart(
     x = make_scale((point.step for point in all_points), _LEFT, _RIGHT)
     front = [point for line, points in drawn for point in points if not line.is_faint]
     heights = [value for point in front or all_points for value in (point.value, point.low, point.high)]
-    if not make_scale(heights, 0, 1, may_be_log=may_be_log).is_log:  # else what is faint may lie below
+    if not make_scale(heights, 0, 1, may_be_log=may_be_log).is_log:  # else faint curves may lie below
         heights = [value for point in all_points for value in (point.value, point.low, point.high)]
         may_be_log = False
     y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
     whole = [value for value in x.ticks(6) if x.low <= value and value == int(value)]
-    parts = [_frame(x, y, whole, x_label, y_label + " (log)" * y.is_log if y_label else "")]
+    parts = [_frame(x, y, whole, "step", y_label + " (log)" * y.is_log if y_label else "")]
     parts += [_curve(line, points, x, y) for line, points in drawn]
     if rule is not None and math.isfinite(rule[0]):
         height = y(rule[0])
@@ -152,12 +150,12 @@ def line_chart(
         parts.append(_text(_RIGHT, height - 4, rule[1], "end", ' class="label"'))
     for step, words in marks:
         parts.append(f'<path class="mark" d="M{x(step):.1f} {_BOTTOM}l-4 7h8z"><title>{escape(words)}</title></path>')
-    return svg(_WIDTH, _HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
+    return _svg(_HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
 
 
-def svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
+def _svg(height: float, parts: Sequence[str], label: str) -> str:
     """Return a whole picture that is as wide as its place."""
-    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -245,7 +243,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
     height = bottom + 22 + (min(6 * longest, 100) if longest > 4 or cell < 18 else 0)
     parts.append(_text(left + size * cell / 2, height + 10, "prediction"))
     parts.append(_text(11, bottom / 2, "target", more=f' transform="rotate(-90 11 {bottom / 2:.0f})"'))
-    return svg(_WIDTH, height + 16, parts, "confusion matrix")
+    return _svg(height + 16, parts, "confusion matrix")
 
 
 def _short(name: str) -> str:
@@ -269,4 +267,4 @@ def reliability_chart(confidence: Sequence[float], share: Sequence[float], weigh
         parts.append(
             f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
         )
-    return svg(_WIDTH, _HEIGHT, parts, f"{label} over confidence")
+    return _svg(_HEIGHT, parts, f"{label} over confidence")
