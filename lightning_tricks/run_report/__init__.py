@@ -1,4 +1,4 @@
-"""One HTML page about a fit: what was unusual, curves, and what is needed to repeat the run; two runs compared.
+"""One HTML page about a fit: findings, curves, and the facts that are needed to repeat the run; two runs compared.
 
 When to use it: for every run that you may look at again, or show to somebody who has no access to your logger.
 

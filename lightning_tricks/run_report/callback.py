@@ -29,7 +29,7 @@ from lightning_tricks.run_report.run_settings import describe_run, learning_rate
 
 
 class RunReport(TrickCallback):
-    """Write one HTML page about a fit: what was unusual, curves, and what is needed to repeat the run.
+    """Write one HTML page about a fit: findings, curves, and the facts that are needed to repeat the run.
 
     The page needs no network and no script. It is made at the end of each epoch and of the fit, after an exception too,
     and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and

@@ -296,7 +296,9 @@ class BatchBuffer:
             self._change_signature(signature, batch)
         if not self._bytes_per_batch or self._bytes_per_batch > _MAX_BYTES:
             self.flush()
-            self._update_at_once(batch)
+            with outside_inference_mode():
+                values = map(clone_tensors if self._clone else detach_tensors, batch)
+                self._update(dict(zip(self._names, values, strict=True)))
             return
         self._pending.append([value.detach().clone() if value.requires_grad else value.clone() for value in batch])
         self._num_rows += self._rows_per_batch
@@ -311,11 +313,6 @@ class BatchBuffer:
                 batch = {name: torch.cat(column) for name, column in zip(self._names, columns, strict=True)}
             self._pending, self._num_rows = [], 0
             self._update(batch)
-
-    def _update_at_once(self, batch: list[Any]) -> None:
-        with outside_inference_mode():
-            values = map(clone_tensors if self._clone else detach_tensors, batch)
-            self._update(dict(zip(self._names, values, strict=True)))
 
     def _change_signature(self, signature: list[Any], batch: list[Any]) -> None:
         """Note shapes and types of the batches from now on; count those that wait if they cannot be concatenated."""

@@ -153,7 +153,7 @@ class RowWriter:
             OSError: If it cannot be written.
         """
         self.close()
-        record = record or FingerprintRecord(self.header)
+        record = FingerprintRecord(self.header) if record is None else record
         write_record(self.path, record)
         self._file = self.path.open("a", encoding="utf-8")
         self._digest = record.digest()

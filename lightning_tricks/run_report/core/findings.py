@@ -18,7 +18,7 @@ from lightning_tricks.run_report.core.curves import (
 )
 from lightning_tricks.run_report.core.loss_findings import loss_not_finite, loss_rises, overfitting, still_improving
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
-from lightning_tricks.run_report.core.record import Finding, Point, RunRecord, note, warning
+from lightning_tricks.run_report.core.record import Finding, RunRecord, note, warning
 
 _FEWEST_STEPS = 20  # below, a share of steps says nothing
 _FEWEST_SAMPLES = 10  # of a class
@@ -134,7 +134,7 @@ def learning_rate(record: RunRecord) -> Iterator[Finding]:
     optimizers = ", ".join(text for name, text in record.trainer if name.startswith("optimizer"))
     if not curves or record.status != "finished" or "plateau" in schedulers.lower():  # which waits, rightly
         return
-    if all(_is_constant(points) for points in curves):
+    if all(point.low == point.high == points[0].value for points in curves for point in points):
         rates = list(dict.fromkeys(format_number(points[0].value) for points in curves))
         said = f"The learning rate was {rates[0]}" if len(rates) == 1 else f"The learning rates were {', '.join(rates)}"
         if schedulers:
@@ -150,10 +150,6 @@ def learning_rate(record: RunRecord) -> Iterator[Finding]:
                 said = f"The learning rate ended at {format_percent(last / peak)} of its peak of {format_number(peak)}"
                 yield note(f"{said} and was still falling: the schedule is longer than the run.")
                 return
-
-
-def _is_constant(points: Sequence[Point]) -> bool:
-    return all(point.low == point.high == points[0].value for point in points)
 
 
 def _is_cut_off(stairs: Sequence[tuple[float, int]]) -> bool:

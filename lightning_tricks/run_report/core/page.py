@@ -69,6 +69,7 @@ def run_page(record: RunRecord) -> str:
     """Return the page of one run as HTML."""
     figures = [_metric_figure(record, name, curves) for name, curves in metric_pictures(record).items()]
     left_out = record.keys_left_out
+    costs = [_facts(part) for part in record.parts_of(Facts) if part.title in _COST_TITLES]
     body = [
         _header(record),
         section("What stands out", [findings_list(find_all(record))]),
@@ -86,7 +87,7 @@ def run_page(record: RunRecord) -> str:
         ),
         *_class_sections(record),
         *_picture_sections(record),
-        section("Cost", [side_by_side([*_cost_parts(record), *_single_figures(record, keys_of_topic(record, COST))])]),
+        section("Cost", [side_by_side([*costs, *_single_figures(record, keys_of_topic(record, COST))])]),
         section("Devices", [*_device_parts(record), *_device_figures(record)]),
         _repeatability_section(record),
         _code_section(record),
@@ -282,11 +283,6 @@ def _picture_sections(record: RunRecord) -> list[str]:
         section(part.title, [gallery(part.captions, part.pictures), paragraph(part.note, "soft") if part.note else ""])
         for part in record.parts_of(Pictures)
     ]
-
-
-def _cost_parts(record: RunRecord) -> list[str]:
-    """Return FLOPs and parameters as tables."""
-    return [_facts(part) for part in record.parts_of(Facts) if part.title in _COST_TITLES]
 
 
 def _facts(part: Facts) -> str:
