@@ -86,7 +86,7 @@ class UnmeasuredBatches:
 
         Args:
             suite: The metrics.
-            inputs: What the step, or `output_transform`, returned.
+            inputs: The return value of the step, or of `output_transform`.
             stage: "train", "val" or "test".
             batch_idx: The index of the batch.
             best_keys: The keys of `best` that are of this stage.

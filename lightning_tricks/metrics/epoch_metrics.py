@@ -23,7 +23,7 @@ from lightning_tricks.metrics.key_checks import merge_logged_keys
 
 
 class EpochMetrics:
-    """The metrics of each dataloader in the epoch that runs.
+    """The metrics of each dataloader in the current epoch.
 
     Args:
         metrics: As in `MetricSuite`.
@@ -105,7 +105,9 @@ def gather_parts(trainer: Trainer, value: Any) -> list[Any]:
 
 
 class PartialEpoch:
-    """What a checkpoint within an epoch holds of it: the states of each rank's dataloaders, by "<stage>/<index>".
+    """The metrics in a checkpoint that was saved within an epoch: the states of each rank's dataloaders.
+
+    The states of a rank are named "<stage>/<index of the dataloader>".
 
     Args:
         state: The state in the checkpoint; an empty one for none.
@@ -116,7 +118,7 @@ class PartialEpoch:
         self.ranks: list[dict[str, Any]] = state.get("ranks", [])
 
     def is_of(self, trainer: Trainer) -> bool:
-        """Whether it is of the epoch that runs."""
+        """Whether it is of the current epoch."""
         return self.epoch == trainer.current_epoch
 
     def states_of(self, trainer: Trainer, stage: str, dataloader_idx: int) -> list[Any]:
@@ -126,7 +128,7 @@ class PartialEpoch:
         return [rank[key] for rank in self.ranks[part::parts] if key in rank]
 
     def dataloaders_of(self, trainer: Trainer, stage: str) -> list[int]:
-        """Return the indices of a stage's dataloaders of which there are states, in the epoch that runs."""
+        """Return the indices of a stage's dataloaders of which there are states, in the current epoch."""
         if not self.is_of(trainer):
             return []
         keys = sorted({key for states in self.ranks for key in states})

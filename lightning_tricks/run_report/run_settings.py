@@ -1,4 +1,4 @@
-"""What a Trainer and a module tell about a run before it starts, and all settings that another run may have changed."""
+"""The facts about a run that a Trainer and a module show before it starts, and the settings that may differ later."""
 
 from __future__ import annotations
 

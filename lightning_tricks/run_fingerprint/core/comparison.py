@@ -17,7 +17,7 @@ from lightning_tricks.run_fingerprint.core.record import (
     Row,
 )
 
-# What may differ, in the order of a step: in words, of which layer or part, and where to look for the cause
+# The stages of a step in their order: the verdict, the verdict by layer or part, and advice on the cause
 _STAGES = {
     "start": (
         "The weights differ",

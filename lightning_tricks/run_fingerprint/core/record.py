@@ -1,4 +1,4 @@
-"""What a run's fingerprints are made of, and their file: lines of JSON, to which blocks of rows are appended."""
+"""The record of a run's fingerprints, and its file: lines of JSON, to which blocks of rows are appended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RecordHeader:
 
 
 class Column(NamedTuple):
-    """What the fingerprints of a column were computed of.
+    """The source of the fingerprints of a column.
 
     Attributes:
         kind: "data", "forward", "loss", "gradient" or "weights".
@@ -70,7 +70,7 @@ class Row:
         step: How many optimizer steps were done when the batch began.
         epoch: The batch's epoch.
         batch_idx: The batch's index in the epoch; -1 for the initial weights of a fit.
-        columns: What the fingerprints were computed of, in the order of a step.
+        columns: The sources of the fingerprints, in the order of a step.
         values: The fingerprint of each column, int64; 0 where there was no value.
     """
 
