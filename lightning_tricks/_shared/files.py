@@ -100,3 +100,20 @@ def flush_directory(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def find_write_problem(path: Path, *, is_folder: bool = False) -> str:
+    """Create the folder of a file that will be written, and return why the file cannot be written, or "".
+
+    Args:
+        path: The path of the file.
+        is_folder: Whether it is the path of a folder that will hold the files.
+    """
+    folder = path if is_folder else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not is_folder and path.is_dir():
+            return "it is a directory"
+    except OSError as error:
+        return str(error)
+    return "" if os.access(folder, os.W_OK) else f"{folder} is not writable"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def to_double(numbers: Tensor) -> Tensor:
     """Return numbers as float64; as float32 on MPS, which has no float64."""
     return numbers.float() if numbers.device.type == "mps" else numbers.double()
+
+
+def read_numbers(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the numbers of each tensor, with one read from each device."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.device, []).append(to_double(tensor.detach().reshape(-1)))
+    numbers = {device: iter(torch.cat(flat).tolist()) for device, flat in parts.items()}
+    return [[next(numbers[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_tricks.metrics.core.presets import retrieval_metrics as retrieval_metrics
     from lightning_tricks.metrics.core.presets import segmentation_metrics as segmentation_metrics
     from lightning_tricks.metrics.core.suite import MetricSuite as MetricSuite
-    from lightning_tricks.metrics.key_conflicts import MetricsError as MetricsError
+    from lightning_tricks.metrics.data_checks import MetricsError as MetricsError
 
     __all__ = [
         "BalancedAccuracy",
@@ -51,7 +51,7 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("MetricsMonitor",),
-            "key_conflicts": ("MetricsError",),
+            "data_checks": ("MetricsError",),
             "._shared.mean_loss": ("MeanLoss",),
             "core.metric_modules": ("BalancedAccuracy",),
             "core.presets": (

@@ -17,21 +17,15 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import check_choice, check_count, did_you_mean
 from lightning_tricks._shared.console import print_report
 from lightning_tricks._shared.report_parts import ReportPart
-from lightning_tricks.metrics.best_keys import BestKeys
-from lightning_tricks.metrics.core.expected_names import expected_names
 from lightning_tricks.metrics.core.history import EpochRecord, History
-from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix
-from lightning_tricks.metrics.core.metric_values import is_number, stack_numbers
-from lightning_tricks.metrics.core.plots import PlotData, history_figure
-from lightning_tricks.metrics.core.report_parts import make_parts
+from lightning_tricks.metrics.core.logged_keys import STAGES, LoggedKeys, check_prefix, expected_names
+from lightning_tricks.metrics.core.metric_table import find_name_conflict, is_number, per_class_names, stack_numbers
+from lightning_tricks.metrics.core.plots import history_figure
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
-from lightning_tricks.metrics.dataloader_checks import check_not_empty, num_batches
-from lightning_tricks.metrics.dataloader_metrics import DataloaderMetrics
-from lightning_tricks.metrics.epoch_metrics import EpochMetrics
-from lightning_tricks.metrics.key_conflicts import KeyConflicts, MetricsError
-from lightning_tricks.metrics.plot_logging import PendingPlots, plot_data
-from lightning_tricks.metrics.unmeasured_batches import UnmeasuredBatches
+from lightning_tricks.metrics.data_checks import MetricsError, UnmeasuredBatches, check_not_empty, num_batches
+from lightning_tricks.metrics.epoch_metrics import DataloaderMetrics, EpochMetrics
+from lightning_tricks.metrics.key_checks import BestKeys, KeyConflicts
+from lightning_tricks.metrics.plot_logging import EvaluationPlots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +57,7 @@ class MetricsMonitor(StepsCallback):
             W&B, MLflow, Comet; PNG files beside a CSVLogger): True, at the end of a fit, validation or test; a number
             n, after each n-th epoch as well. It needs the extra `reports`.
         best: The keys whose best value is kept: logged key -> "min" or "max".
-        exact: Whether to leave out the samples that a DistributedSampler repeats.
+        exact: Whether to leave out samples that a DistributedSampler repeats.
         stages: Which of "train", "val" and "test" to measure.
         output_transform: A function of a step's outputs, the batch and the stage that returns the dict, for modules
             whose steps return something else.
@@ -73,7 +67,7 @@ class MetricsMonitor(StepsCallback):
     The metrics themselves: `lightning_tricks.metrics.MetricSuite`, for loops of your own.
 
     Attributes:
-        results: The last value of each key, those included that are no numbers, such as a confusion matrix.
+        results: The last value of each key, including values that are not numbers, such as a confusion matrix.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -128,14 +122,15 @@ class MetricsMonitor(StepsCallback):
         self.results: dict[str, Tensor] = {}
         self._history = History()
         self._outer_exception = id(None)
-        self._makes_plots = self._is_reported = False
+        self._are_plotted = self._are_shown = False  # evaluations, by loggers; and by these or a run report
         self._reset()
 
     def _reset(self) -> None:
-        curves = self._makes_plots or self._is_reported
-        self._epoch = EpochMetrics(self.metrics, self.class_names, curves=curves)
-        self._plots = PendingPlots()
-        self._reported: dict[str, PlotData] = {}  # of the last epoch, by prefix
+        self._epoch = EpochMetrics(self.metrics, self.class_names, curves=self._are_shown)
+        every_n_epochs = 0 if isinstance(self.plots, bool) else self.plots
+        self._plots = EvaluationPlots(
+            self._history, self._keys, self.class_names or (), every_n_epochs, are_logged=self._are_plotted
+        )
         self._conflicts = KeyConflicts(self._name)
         self._unmeasured = UnmeasuredBatches(self._name, self.stages, has_transform=self.output_transform is not None)
 
@@ -184,15 +179,15 @@ class MetricsMonitor(StepsCallback):
         return history_figure([row for row in rows if row["metric"] in wanted])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start with no data, and refuse what cannot be measured or would be logged twice."""
+        """Start without data, and refuse keys that would be logged twice or never."""
         super().setup(trainer, pl_module, stage)
-        self._makes_plots = self.plots is not False and self.has_image_logger(trainer)
-        self._is_reported = is_reported(trainer)
-        self._reset()
         self._check_other_monitors(trainer)
         if stage == "fit":
             self._best_keys.check_fit(trainer)
             self._history, self.results = History(), {}
+        self._are_plotted = self.plots is not False and self.has_image_logger(trainer)
+        self._are_shown = self._are_plotted or is_reported(trainer)
+        self._reset()
         self._outer_exception = id(sys.exc_info()[1])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -245,9 +240,8 @@ class MetricsMonitor(StepsCallback):
             return
         inputs, num_rows = returned if isinstance(returned, Mapping) else {}, None
         if stage != "train" and trainer.world_size > 1 and self.exact:
-            if batch_idx == 0 or not dataloader.shard:
-                dataloader.find_shard(self._name, trainer, stage, dataloader_idx)
-            inputs, num_rows = dataloader.drop_repeated(self._name, inputs, stage, batch_idx)
+            place = stage, dataloader_idx, batch_idx
+            inputs, num_rows = dataloader.drop_repeated(self._name, trainer, place, inputs)
         # with automatic optimization, Lightning has divided the loss of training and made a copy of it
         is_divided = stage == "train" and pl_module.automatic_optimization
         dataloader.update(
@@ -283,7 +277,7 @@ class MetricsMonitor(StepsCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plot what was not plotted yet, and print the table."""
-        self._plots.log(trainer, self._history, self._keys, self.class_names or ())
+        self._plots.log(trainer)
         if self._history.records() and trainer.is_global_zero:
             print_report("MetricsMonitor", self._history.table(self.best, self.class_names or ()))
 
@@ -294,26 +288,21 @@ class MetricsMonitor(StepsCallback):
 
     def report_parts(self, trainer: Trainer) -> list[ReportPart]:
         """Return confusion matrix, reliability and single classes of the last evaluation."""
-        self._history.records()  # reads the values of the records from the device
-        return [
-            part
-            for data in self._reported.values()
-            for part in make_parts(data, self.class_names or (), self._keys.key)
-        ]
+        return self._plots.report_parts()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history."""
         return {"history": self._history.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the history, and what a checkpoint within an epoch holds of that epoch."""
+        """Restore the history, and the metrics of the epoch in which the checkpoint was saved."""
         if self._function == "fit":
             self._history.load_state_dict(state_dict["history"])
             if "partial" in state_dict:  # `AutoResume` then loads each rank's own state dict, which has none
                 self._epoch.load_partial_state(state_dict["partial"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what each rank has measured of the epoch so far."""
+        """Add the metrics of each rank in the epoch so far."""
         in_exception = id(sys.exc_info()[1]) != self._outer_exception  # other ranks may not be here
         partial = self._epoch.partial_state(trainer, alone=in_exception)
         if partial and self.state_key in checkpoint.get("callbacks", {}):
@@ -377,18 +366,8 @@ class MetricsMonitor(StepsCallback):
         for key, value in to_log.items():
             if key in required or key not in other_keys:
                 log_epoch_value(trainer, self._name, key, value)
-        if (self._makes_plots or self._is_reported) and trainer.is_global_zero and stage != "train":
-            data = plot_data(record, dataloader.suite)
-            self._reported[record.prefix] = data
-            if self._makes_plots:
-                self._plot(trainer, data)
-
-    def _plot(self, trainer: Trainer, data: PlotData) -> None:
-        """Keep what is plotted at the end of a fit; plot it now in every n-th epoch and outside a fit."""
-        self._plots.add(data)
-        every_n_epochs = self.plots if not isinstance(self.plots, bool) else 0
-        if self._function != "fit" or (every_n_epochs and (trainer.current_epoch + 1) % every_n_epochs == 0):
-            self._plots.log(trainer, self._history, self._keys, self.class_names or ())
+        if self._are_shown and trainer.is_global_zero and stage != "train":
+            self._plots.add(trainer, record, dataloader.suite)
 
     def _compare_afterwards(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare keys with what the module or another callback has logged after this one."""

@@ -1,26 +1,34 @@
-"""What is measured of all dataloaders in the epoch that runs: on this rank, merged from all ranks, in a checkpoint."""
+"""The metrics of all dataloaders in the current epoch: of this rank, merged from all ranks, and in a checkpoint."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
+from lightning_tricks._lightning_compat.loaders import evaluation_loaders
 from lightning_tricks._shared.mean_loss import MeanLoss
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks._shared.tensors import tensors_in
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.dataloader_metrics import DataloaderMetrics
-from lightning_tricks.metrics.key_conflicts import merge_logged_keys
-from lightning_tricks.metrics.rank_merging import PartialEpoch, gather_parts
+from lightning_tricks.metrics.key_checks import merge_logged_keys
 
 
 class EpochMetrics:
-    """The metrics of each dataloader in the epoch that runs.
+    """The metrics of each dataloader in the current epoch.
 
     Args:
         metrics: As in `MetricSuite`.
         class_names: As in `MetricSuite`.
-        curves: Whether to keep what the plots of an evaluation need.
+        curves: Whether to keep the data of plots in evaluations.
     """
 
     def __init__(self, metrics: Any, class_names: Sequence[str] | None, *, curves: bool) -> None:
@@ -58,7 +66,7 @@ class EpochMetrics:
         return merge_logged_keys([keys for _, keys in gathered])
 
     def load_partial_state(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint within an epoch holds of that epoch; an empty mapping for none."""
+        """Take the metrics of the epoch in which a checkpoint was saved; an empty mapping for none."""
         self._resumed_epoch = PartialEpoch(state)
 
     def add_resumed(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -67,7 +75,7 @@ class EpochMetrics:
             self.of_dataloader(trainer, pl_module, stage, dataloader_idx, resumes=True)
 
     def partial_state(self, trainer: Trainer, *, alone: bool) -> dict[str, Any]:
-        """Return what each rank has measured of the epoch so far, or nothing; all ranks call it, unless `alone`."""
+        """Return the metrics of each rank in the epoch so far, or nothing; all ranks call it, unless `alone`."""
         own = {
             f"{stage}/{index}": dataloader.state_dict()
             for (stage, index), dataloader in self._dataloaders.items()
@@ -77,3 +85,172 @@ class EpochMetrics:
         if not any(ranks) and self._resumed_epoch.is_of(trainer):
             ranks = self._resumed_epoch.ranks  # the fit was just resumed
         return {"epoch": trainer.current_epoch, "ranks": ranks} if any(ranks) else {}
+
+
+def data_part(trainer: Trainer) -> tuple[int, int]:
+    """Return which part of the data this rank sees, and the number of parts.
+
+    Ranks that share the layers of a model see the same part.
+    """
+    if trainer.world_size == 1:
+        return 0, 1
+    arguments = cast(ParallelStrategy, trainer.strategy).distributed_sampler_kwargs
+    return int(arguments["rank"]), int(arguments["num_replicas"])
+
+
+def gather_parts(trainer: Trainer, value: Any) -> list[Any]:
+    """Return the values of all parts of the data, one of each; every rank has to call it."""
+    ranks = gather_objects((data_part(trainer)[0], value))
+    return [of_part for _, of_part in sorted(dict(ranks[::-1]).items())]
+
+
+class PartialEpoch:
+    """The metrics in a checkpoint that was saved within an epoch: the states of each rank's dataloaders.
+
+    The states of a rank are named "<stage>/<index of the dataloader>".
+
+    Args:
+        state: The state in the checkpoint; an empty one for none.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.epoch: int | None = state.get("epoch")
+        self.ranks: list[dict[str, Any]] = state.get("ranks", [])
+
+    def is_of(self, trainer: Trainer) -> bool:
+        """Whether it is of the current epoch."""
+        return self.epoch == trainer.current_epoch
+
+    def states_of(self, trainer: Trainer, stage: str, dataloader_idx: int) -> list[Any]:
+        """Return the states of one dataloader that this rank has to merge; the number of ranks may have changed."""
+        part, parts = data_part(trainer)
+        key = f"{stage}/{dataloader_idx}"
+        return [rank[key] for rank in self.ranks[part::parts] if key in rank]
+
+    def dataloaders_of(self, trainer: Trainer, stage: str) -> list[int]:
+        """Return the indices of a stage's dataloaders of which there are states, in the current epoch."""
+        if not self.is_of(trainer):
+            return []
+        keys = sorted({key for states in self.ranks for key in states})
+        pairs = (key.partition("/") for key in keys)
+        return [int(dataloader_idx) for of_stage, _, dataloader_idx in pairs if of_stage == stage]
+
+
+@dataclass
+class DataloaderMetrics:
+    """The metrics and the mean loss of one dataloader in an epoch.
+
+    Attributes:
+        suite: The metrics.
+        loss: The mean loss.
+        shard: The samples that the sampler gives this rank, or the reason why they are not known.
+        num_unmeasured: The number of batches for which the step returned nothing to measure.
+        has_seen_batch: Whether there was a batch, in sanity checking or after it.
+    """
+
+    suite: MetricSuite
+    loss: MeanLoss
+    shard: SamplerShard | str = ""
+    num_unmeasured: int = 0
+    has_seen_batch: bool = False
+
+    def update(
+        self,
+        inputs: Mapping[str, Any],
+        batch: Any,
+        *,
+        is_complete: bool,
+        num_rows: int | None,
+        loss_factor: int,
+        owns_loss: bool,
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            inputs: The inputs of the metrics, and perhaps a loss, by name.
+            batch: The batch.
+            is_complete: Whether all inputs are there that the metrics need.
+            num_rows: How many samples count; None for all.
+            loss_factor: What the loss is multiplied with.
+            owns_loss: Whether nobody else will write to the loss.
+        """
+        if not is_complete:
+            self.num_unmeasured += 1
+        elif num_rows != 0:
+            self.suite.update(**inputs)
+        loss = inputs.get("loss")
+        if isinstance(loss, Tensor):
+            samples = _count_rows(inputs, batch) if num_rows is None else num_rows
+            self.loss.update(loss, samples, loss_factor, own=owns_loss)
+
+    def drop_repeated(
+        self, monitor: str, trainer: Trainer, place: tuple[str, int, int], inputs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], int | None]:
+        """Drop the samples of a batch of an evaluation that other ranks count.
+
+        Args:
+            monitor: The name of the monitor, for warnings: it may be unknown which samples the sampler gives this rank.
+            trainer: The Trainer.
+            place: The stage, the index of the dataloader, and that of the batch.
+            inputs: The inputs of the metrics, by name.
+
+        Returns:
+            The inputs without these samples, and the number of those left; None for all.
+        """
+        stage, dataloader_idx, batch_idx = place
+        if batch_idx == 0 or not self.shard:
+            before, self.shard = self.shard, get_sampler_shard(evaluation_loaders(trainer)[dataloader_idx])
+            if isinstance(self.shard, str) and self.shard != before:
+                rank_zero_warn(
+                    f"{monitor}: {stage} over {trainer.world_size} ranks may not be what one process would measure: "
+                    f"{self.shard}."
+                )
+        if isinstance(self.shard, SamplerShard):
+            size, num_own = self.shard.batch_sizes(batch_idx)
+            if num_own < size:
+                return _take_first_rows(monitor, inputs, size, num_own, stage), num_own
+        return inputs, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metrics and the loss so far, as tensors and plain values on the CPU."""
+        return {"suite": self.suite.state_dict(), "loss": self.loss.state_dict(), "passed_over": self.num_unmeasured}
+
+    def load(self, states: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
+        """Replace metrics and loss by the merged states of several ranks; reset them if there are none."""
+        self.suite.load([state["suite"] for state in states], device)
+        self.loss.load([state["loss"] for state in states], device)
+        self.num_unmeasured = sum(state.get("passed_over", 0) for state in states)
+
+
+def _take_first_rows(monitor: str, inputs: Mapping[str, Any], size: int, count: int, stage: str) -> Mapping[str, Any]:
+    """Return the first `count` of the `size` samples of a batch; all of them, with a warning, where that is not clear.
+
+    Args:
+        monitor: The name of the monitor, for the warning.
+        inputs: The inputs of the metrics, by name.
+        size: The number of samples in the batch.
+        count: How many of them to take.
+        stage: "val" or "test".
+    """
+    rows = {name: value for name, value in inputs.items() if _has_rows(value)}
+    if count and any(len(value) != size for name, value in rows.items() if name != "loss"):
+        shapes = ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())
+        warnings.warn(  # not on rank zero alone: the last batch of one rank may differ from those of the others
+            f"{monitor}: {size - count} of the {size} samples of the last batch of {stage} are repeated ones, "
+            f"and it is unknown which rows belong to them ({shapes}), so they count twice.",
+            stacklevel=2,
+        )
+        return inputs
+    return {name: value[:count] if name in rows else value for name, value in inputs.items()}
+
+
+def _count_rows(inputs: Mapping[str, Any], batch: Any) -> int:
+    target = inputs.get("target")
+    if isinstance(target, Tensor) and target.ndim:
+        return target.shape[0]
+    rows = (len(value) for name, value in inputs.items() if name != "loss" and _has_rows(value))
+    return next(rows, None) or next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
+
+
+def _has_rows(value: Any) -> bool:
+    return bool(value.ndim) if isinstance(value, Tensor) else isinstance(value, list | tuple)

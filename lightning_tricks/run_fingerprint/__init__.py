@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
+    from lightning_tricks.run_fingerprint.core.comparison import Comparison as Comparison
+    from lightning_tricks.run_fingerprint.core.comparison import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.comparison import compare as compare
-    from lightning_tricks.run_fingerprint.core.divergence import Comparison as Comparison
-    from lightning_tricks.run_fingerprint.core.divergence import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint as fingerprint
     from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError as FingerprintRecordError
-    from lightning_tricks.run_fingerprint.core.record_file import read_ranks as read_ranks
+    from lightning_tricks.run_fingerprint.core.record import read_ranks as read_ranks
     from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
 
     __all__ = [
@@ -42,11 +42,9 @@ else:  # or a type checker would take any name for one of the package
         __name__,
         {
             "callback": ("RunFingerprint",),
-            "core.comparison": ("compare",),
-            "core.divergence": ("Comparison", "Divergence"),
+            "core.comparison": ("Comparison", "Divergence", "compare"),
             "core.fingerprint": ("fingerprint",),
-            "core.record": ("FingerprintRecordError",),
-            "core.record_file": ("read_ranks",),
+            "core.record": ("FingerprintRecordError", "read_ranks"),
             "reproducibility": ("assert_reproducible",),
         },
     )

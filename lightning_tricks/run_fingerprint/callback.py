@@ -19,11 +19,16 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_choice, check_count, check_path
+from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks.run_fingerprint.core.record import RecordHeader
-from lightning_tricks.run_fingerprint.core.record_file import earlier_path, rank_path
-from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
-from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
+from lightning_tricks.run_fingerprint.core.record import (
+    FingerprintRecord,
+    RecordHeader,
+    earlier_path,
+    rank_path,
+    read_first_rows,
+)
+from lightning_tricks.run_fingerprint.core.step_recorder import RowWriter, StepRecorder
 
 
 class RunFingerprint(TrickCallback):
@@ -84,17 +89,8 @@ class RunFingerprint(TrickCallback):
         if stage != "fit":
             return
         self._num_rows_to_keep, self._digest = None, ""
-        path, problem = Path(self.path), ""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                problem = "it is a directory"
-            elif not os.access(path.parent, os.W_OK):
-                problem = f"{path.parent} is not writable"
-        except OSError as error:
-            problem = str(error)
-        if problem:
-            raise MisconfigurationException(f"RunFingerprint cannot write {path}: {problem}. Choose another path.")
+        if problem := find_write_problem(Path(self.path)):
+            raise MisconfigurationException(f"RunFingerprint cannot write {self.path}: {problem}. Choose another path.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the file with the initial weights, or continue it after a resume."""
@@ -107,33 +103,40 @@ class RunFingerprint(TrickCallback):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        writer = RowWriter(rank_path(self.path, trainer.global_rank), header)
-        recorder = self._recorder = StepRecorder(writer, pl_module)
-        source, unused = trainer.strategy.broadcast(self._find(writer) if trainer.is_global_zero else (None, 0))
+        path = rank_path(self.path, trainer.global_rank)
+        recorder = self._recorder = StepRecorder(RowWriter(path, header), pl_module)
+        found = self._find(header) if trainer.is_global_zero else None
+        source, unused = trainer.strategy.broadcast(found[:2] if found is not None else (None, 0))
+        record = found[2] if found is not None else None
         with self._stops_on_oserror(recorder):
-            record = None
-            if source is not None and self._num_rows_to_keep is not None:
-                path = rank_path(earlier_path(Path(self.path), source), trainer.global_rank)
-                record = writer.find_record(path, self._num_rows_to_keep, "")
-            if writer.path.exists() and not (record is not None and source == 0):
-                aside = rank_path(earlier_path(Path(self.path), unused), trainer.global_rank)
-                writer.path.replace(aside)
-                rank_zero_info(f"RunFingerprint has moved the record in {writer.path}, of another run, to {aside}.")
-            if record is not None:
-                writer.continue_record(record)
-            else:
+            if not trainer.is_global_zero and source is not None and self._num_rows_to_keep is not None:
+                record = read_first_rows(self._earlier(source, trainer), header, self._num_rows_to_keep)
+            if path.exists() and not (record is not None and source == 0):
+                aside = self._earlier(unused, trainer)
+                path.replace(aside)
+                rank_zero_info(f"RunFingerprint has moved the record in {path}, of another run, to {aside}.")
+            recorder.writer.start_file(record)
+            if record is None:
                 recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
 
-    def _find(self, writer: RowWriter) -> tuple[int | None, int]:
-        """Return the number of the earlier file with the rows of this run, 0 for the file itself; and an unused one."""
+    def _find(self, header: RecordHeader) -> tuple[int | None, int, FingerprintRecord | None]:
+        """Find the rows of this run that a resumed fit continues.
+
+        Returns:
+            The number of the earlier file that has them, 0 for the file itself, None for no file; an unused number; and
+            the rows.
+        """
         path = Path(self.path)
         unused = next(number for number in count(1) if not earlier_path(path, number).exists())
-        if self._num_rows_to_keep is None:
-            return None, unused
-        for number in range(unused):
-            if writer.find_record(earlier_path(path, number), self._num_rows_to_keep, self._digest) is not None:
-                return number, unused
-        return None, unused
+        if self._num_rows_to_keep is not None:
+            for number in range(unused):
+                record = read_first_rows(earlier_path(path, number), header, self._num_rows_to_keep, self._digest)
+                if record is not None:
+                    return number, unused, record
+        return None, unused, None
+
+    def _earlier(self, number: int, trainer: Trainer) -> Path:
+        return rank_path(earlier_path(Path(self.path), number), trainer.global_rank)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Record what `AutoResume` could not restore; `fingerprint diff` names it where the runs diverge."""

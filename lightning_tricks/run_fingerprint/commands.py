@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from lightning_tricks.run_fingerprint.core.comparison import compare
-    from lightning_tricks.run_fingerprint.core.record_file import read_ranks
+    from lightning_tricks.run_fingerprint.core.record import read_ranks
 
     comparison = compare(read_ranks(arguments.A), read_ranks(arguments.B))
     make_console(soft_wrap=True, highlight=False).print(str(comparison), markup=False)

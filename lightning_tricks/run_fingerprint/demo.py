@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.units import format_bytes
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
-from lightning_tricks.run_fingerprint.core.record_file import read_record
+from lightning_tricks.run_fingerprint.core.record import read_record
 
 
 def specs(seed: int, out: Path) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def specs(seed: int, out: Path) -> dict[str, Any]:
 
 
 def rows(trainer: Trainer, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return what was recorded, as label -> text."""
+    """Return the number and size of the recorded steps, as label -> text."""
     (callback,) = callbacks_of_type(trainer, RunFingerprint)
     path = Path(callback.path)
     size = format_bytes(path.stat().st_size)

@@ -12,10 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint.callback import RunFingerprint
-from lightning_tricks.run_fingerprint.core.comparison import compare
-from lightning_tricks.run_fingerprint.core.divergence import Comparison
-from lightning_tricks.run_fingerprint.core.record import FingerprintRecord
-from lightning_tricks.run_fingerprint.core.record_file import read_ranks
+from lightning_tricks.run_fingerprint.core.comparison import Comparison, compare
+from lightning_tricks.run_fingerprint.core.record import FingerprintRecord, read_ranks
 
 
 def assert_reproducible(

@@ -1,4 +1,4 @@
-"""One HTML page about a fit: what was unusual, curves, and what is needed to repeat the run; two runs compared.
+"""One HTML page about a fit: findings, curves, and the facts that are needed to repeat the run; two runs compared.
 
 When to use it: for every run that you may look at again, or show to somebody who has no access to your logger.
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_tricks.run_report.callback import RunReport as RunReport
     from lightning_tricks.run_report.core.comparison_page import comparison_page as comparison_page
-    from lightning_tricks.run_report.core.finding import Finding as Finding
     from lightning_tricks.run_report.core.findings import find_all as find_all
     from lightning_tricks.run_report.core.page import run_page as run_page
+    from lightning_tricks.run_report.core.record import Finding as Finding
     from lightning_tricks.run_report.core.record import RunRecord as RunRecord
     from lightning_tricks.run_report.core.record import RunReportError as RunReportError
     from lightning_tricks.run_report.core.record_file import read_record as read_record
@@ -36,10 +36,9 @@ else:  # or a type checker would take any name for one of the package
         {
             "callback": ("RunReport",),
             "core.comparison_page": ("comparison_page",),
-            "core.finding": ("Finding",),
             "core.findings": ("find_all",),
             "core.page": ("run_page",),
-            "core.record": ("RunRecord", "RunReportError"),
+            "core.record": ("Finding", "RunRecord", "RunReportError"),
             "core.record_file": ("read_record",),
         },
     )

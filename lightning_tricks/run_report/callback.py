@@ -19,22 +19,23 @@ from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.logged_values import logger_step, logs_at_this_step, observe_logged_values
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks._shared.checks import check_path
+from lightning_tricks._shared.files import find_write_problem
 from lightning_tricks._shared.report_parts import ReportPart, part_name
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, Status
 from lightning_tricks.run_report.core.record_file import PAGE_FILE
 from lightning_tricks.run_report.core.run_writer import RunWriter
-from lightning_tricks.run_report.run_facts import describe_run, learning_rates
+from lightning_tricks.run_report.run_settings import describe_run, learning_rates
 
 
 class RunReport(TrickCallback):
-    """Write one HTML page about a fit: what was unusual, curves, and what is needed to repeat the run.
+    """Write one HTML page about a fit: findings, curves, and the facts that are needed to repeat the run.
 
     The page needs no network and no script. It is made at the end of each epoch and of the fit, after an exception too,
     and shows what the module and the callbacks log, with or without a logger: losses and metrics of training and
-    validation together, learning rates, norms of gradients; and what other callbacks of this package know: clipped and
-    skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes. What there
-    is no data for is left out. Sentences with numbers come first, such as "62 % of 1,200 steps were clipped". A
+    validation together, learning rates, norms of gradients; and the data of other callbacks of this package: clipped
+    and skipped steps, confusion matrix, reliability, the most confident mistakes, FLOPs, devices, seed, resumes.
+    Sections without data are left out. Sentences with numbers come first, such as "62 % of 1,200 steps were clipped". A
     `trainer.test` after the fit, in the same process, adds what it finds.
 
     In the folder `path` are the page, `report.html`, and the record that it is made of, `run.json` and `values.jsonl`.
@@ -54,7 +55,7 @@ class RunReport(TrickCallback):
         path: The folder of the report; it is created if it does not exist.
 
     Raises:
-        TypeError: If `path` is no path.
+        TypeError: If `path` is not a path.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -82,16 +83,9 @@ class RunReport(TrickCallback):
         if stage != "fit":
             return
         self._position_to_keep, self._position, self._last_fit = None, Position(), None
-        path, problem = Path(self.path), ""
-        if trainer.is_global_zero and not is_fast_dev_run(trainer):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                if not os.access(path, os.W_OK):
-                    problem = "it is not writable"
-            except OSError as error:
-                problem = str(error)
-        if problem:
-            raise MisconfigurationException(f"RunReport cannot write to {path}: {problem}. Choose another path.")
+        writes = trainer.is_global_zero and not is_fast_dev_run(trainer)
+        if writes and (problem := find_write_problem(Path(self.path), is_folder=True)):
+            raise MisconfigurationException(f"RunReport cannot write to {self.path}: {problem}. Choose another path.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the record, or continue it after a resume, and observe what is logged."""
@@ -135,7 +129,7 @@ class RunReport(TrickCallback):
         self._ends_epoch = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask the callbacks for what they know, before they forget it."""
+        """Collect the report parts of the callbacks, before they drop their data."""
         if self._writer is not None:
             with self._stops_on_error():
                 self._writer.record.add_parts(self._parts(trainer))
@@ -162,7 +156,7 @@ class RunReport(TrickCallback):
                 self._position = self._writer.position()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the page of what there is of a fit."""
+        """Write the page of the fit so far."""
         is_error = isinstance(exception, Exception)
         if not trainer.testing:
             self._write(trainer, "failed" if is_error else "stopped", describe_error(exception) if is_error else "")
@@ -234,7 +228,7 @@ class RunReport(TrickCallback):
         try:
             yield
         except Exception as error:
-            warnings.warn(f"RunReport stops to write {self.path}: {describe_error(error)}", stacklevel=2)
+            warnings.warn(f"RunReport stops writing {self.path}: {describe_error(error)}", stacklevel=2)
             self._close()
 
     def _end_fit(self) -> None:

@@ -1,16 +1,19 @@
-"""All settings of a run that a Trainer and a module show: what another run may have changed."""
+"""The facts about a run that a Trainer and a module show before it starts, and the settings that may differ later."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -21,7 +24,19 @@ from lightning_tricks.auto_resume.core.attributes.walkable_types import is_user_
 from lightning_tricks.auto_resume.core.configuration import arguments_of, is_comparable, numbered, plain
 from lightning_tricks.auto_resume.core.data.loader_configuration import describe_loaders
 from lightning_tricks.auto_resume.core.optimizer_changes import SCHEDULE_OPTIONS, describe_optimizers, scheduler_values
-from lightning_tricks.run_report.core.setting_texts import SettingTexts, digest
+from lightning_tricks.run_report.core.git_state import read_git_state
+from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.secret_values import hidden
+from lightning_tricks.run_report.core.setting_texts import (
+    SettingTexts,
+    digest,
+    other_versions,
+    text_of,
+    torch_settings,
+    versions,
+)
+
+_TOLD_ELSEWHERE = frozenset({"accelerator", "barebones", "callbacks", "fast_dev_run", "logger", "strategy"})
 
 _ENVIRONMENT = (  # beginnings of the names of variables that are recorded
     *("ACCELERATE", "AMP_", "ATEN_", "CUBLAS", "CUDA", "CUDNN", "FSDP_", "GLOO_", "GOMP_", "HSA_", "KMP_", "MKL_"),
@@ -32,6 +47,82 @@ _LOADER_ARGUMENTS = (
     *("prefetch_factor", "timeout", "worker_init_fn"),
 )
 _MOST_FILES = 500
+
+
+def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
+    """Return the record of a run that starts: all that does not depend on training."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    seeds = [] if seed is None else [("seed", seed)]
+    arguments = SettingTexts()
+    for owner in (module, datamodule_of(trainer)):
+        for name, value in (owner.hparams_initial if owner is not None else {}).items():
+            if name != "_class_path":
+                arguments.add(str(name), value)
+    details = gather_settings(trainer, module)
+    details.secrets[:0], details.types_only[:0] = arguments.secrets, arguments.types_only
+    return RunRecord(
+        module=type(module).__name__,
+        is_seeded=seed is not None,
+        arguments=arguments.pairs(),
+        trainer=[*_trainer_facts(trainer), *_optimizer_facts(trainer), *torch_settings(), *seeds],
+        data=list(_data_facts(trainer)),
+        versions=versions(),
+        settings=[*details.pairs(), *other_versions()],
+        not_recorded=details.not_recorded(),
+        git=read_git_state(Path.cwd()),
+    )
+
+
+def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    yield "strategy", f"{type(trainer.strategy).__name__}, {trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    yield "device", name
+    for argument in inspect.signature(Trainer.__init__).parameters:
+        value = getattr(trainer, argument, None)
+        if value is not None and argument not in _TOLD_ELSEWHERE:
+            is_count = argument.startswith("limit_") and isinstance(value, int)
+            yield argument, f"{value} batches" if is_count else text_of(hidden(argument, plain(value)))
+    yield "callbacks", ", ".join(type(callback).__name__ for callback in callbacks_of(trainer))[:1000]
+
+
+def _optimizer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for number, optimizer in enumerate(trainer.optimizers):
+        suffix = f" {number}" if len(trainer.optimizers) > 1 else ""
+        yield f"optimizer{suffix}", type(optimizer).__name__
+    schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+    if schedulers:
+        yield "schedulers", ", ".join(schedulers)
+
+
+def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for name, loaders, batches, limit in (
+        ("training", trainer.train_dataloader, trainer.num_training_batches, trainer.limit_train_batches),
+        ("validation", trainer.val_dataloaders, trainer.num_val_batches, trainer.limit_val_batches),
+    ):
+        total: Any = sum(batches) if isinstance(batches, Sequence) else batches
+        if loaders is None or not total:
+            continue
+        sizes = [sized_len(loader) for loader in CombinedLoader(loaders, "sequential").flattened]
+        known = [size for size in sizes if size is not None]
+        there = sum(known) if name == "validation" else max(known, default=0)
+        whole = f" of {there:,}" if len(known) == len(sizes) else " of unknown"
+        is_limited = isinstance(limit, int) or limit != 1
+        yield f"{name} batches", f"{total:,}{whole * is_limited}" if total != float("inf") else "unknown"
+        for attribute, words in (("batch_size", "batch size"), ("num_workers", "workers")):
+            if isinstance(number := getattr(loaders, attribute, None), int):
+                yield f"{name} {words}", str(number)
+
+
+def learning_rates(trainer: Trainer) -> dict[str, Any]:
+    """Return the learning rate of each parameter group, of the first 20."""
+    rates: dict[str, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            rates[f"{number}.{place}"] = group["lr"] if "lr" in group else float("nan")
+    if len(rates) == 1:
+        return {"learning_rate": next(iter(rates.values()))}
+    return {f"learning_rate/{name}": value for name, value in list(rates.items())[:20]}
 
 
 def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
@@ -58,11 +149,11 @@ def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
 
 
 def _add_callbacks(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
-    callbacks = [one for one in callbacks_of(trainer) if not getattr(one, "takes_report_parts", False)]
+    callbacks = [callback for callback in callbacks_of(trainer) if not getattr(callback, "takes_report_parts", False)]
     for objects in (callbacks, trainer.loggers):
-        for label, one in zip(numbered(objects), objects, strict=True):
-            found.add("type", type(one).__qualname__, label)
-            found.add_arguments(label, one)
+        for label, instance in zip(numbered(objects), objects, strict=True):
+            found.add("type", type(instance).__qualname__, label)
+            found.add_arguments(label, instance)
 
 
 def _add_layers(found: SettingTexts, trainer: Trainer, module: LightningModule) -> None:
@@ -126,7 +217,7 @@ def _code_of(function: Any) -> str:
     if code is None:
         return f"{type(function).__qualname__} {arguments_of(function)}"
     values = [*(function.__defaults__ or ()), *(_content(cell) for cell in function.__closure__ or ())]
-    used = [one for one in map(plain, values) if is_comparable(one)]
+    used = [value for value in map(plain, values) if is_comparable(value)]
     return f"{function.__name__} {digest([*_constants(code), repr(used)])}"
 
 

@@ -17,7 +17,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_tricks import MetricsMonitor, Tricks, TricksMixin, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics import MetricsError
-from lightning_tricks.metrics.core.history import _class_table
+from lightning_tricks.metrics.core.history import EpochRecord, History
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 
 # Lightning's advice to validate on one process, which is what exact evaluation makes needless
@@ -617,8 +617,9 @@ def test_the_summary_shows_stages_classes_and_the_best(capsys):
 
 
 def test_the_table_of_classes_says_how_many_more_there_are():
-    rows = {f"class {number}": {"f1": 0.5} for number in range(53)}
-    table = _class_table("val", rows)
+    names, history = [f"class {number}" for number in range(53)], History()
+    history.add(EpochRecord("val", None, 0, 0, True, [f"f1_{name}" for name in names], torch.full((53,), 0.5)))
+    *_, table = history.table({}, names).renderables
     assert (table.row_count, table.caption) == (50, "3 more classes")
 
 

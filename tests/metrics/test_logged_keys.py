@@ -25,7 +25,7 @@ from lightning_tricks import (
     regression_metrics,
 )
 from lightning_tricks.metrics import MetricsError
-from lightning_tricks.metrics.core.value_names import find_name_conflict, per_class_names
+from lightning_tricks.metrics.core.metric_table import find_name_conflict, per_class_names
 from tests.contract.checks import Interrupts
 from tests.contract.lab import QUIET, EvaluatedNet, Net, digits, fork
 
@@ -89,7 +89,7 @@ STEP_AND_EPOCH = {"on_step": True, "on_epoch": True}
     [
         ({"training_step": {"name": "train/acc"}}, r"MetricsMonitor and Logs\.training_step both log 'train/acc'"),
         ({"training_step": {"name": "train/acc", **STEP_AND_EPOCH}}, r"Logs\.training_step both log 'train/acc'"),
-        ({"validation_step": {"name": "val/acc"}}, r"Logs\.validation_step both log 'val/acc', of which one would"),
+        ({"validation_step": {"name": "val/acc"}}, r"Logs\.validation_step both log 'val/acc', and one value would"),
         ({"validation_step": {"name": "val/acc", **STEP_AND_EPOCH}}, "both log 'val/acc'"),
         ({"on_validation_epoch_end": {"name": "val/acc"}}, "on_validation_epoch_end of Logs or of another callback"),
         ({"on_train_epoch_end": {"name": "train/acc"}}, "on_train_epoch_end of Logs or of another callback both log"),

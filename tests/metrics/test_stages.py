@@ -311,8 +311,8 @@ def test_loaders_in_a_dict_keep_their_names(function, combined, capsys):
         assert "val/1 (hard)" in shown
     else:
         getattr(trainer, function)(module, given, verbose=False)
-    records = monitor._history.records()
-    assert [record.loader_name for record in records if record.stage != "train"] == ["easy", "hard"]
+    records = monitor.state_dict()["history"]
+    assert [record["loader_name"] for record in records if record["stage"] != "train"] == ["easy", "hard"]
     assert {key.rsplit("/", 1)[0] for key in monitor.results if not key.startswith("train")} == {
         f"{function if function == 'test' else 'val'}/{number}" for number in range(2)
     }

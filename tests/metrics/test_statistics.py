@@ -9,26 +9,24 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from lightning_tricks import MetricSuite
 from lightning_tricks.metrics import MeanLoss
-from lightning_tricks.metrics.core.confusion_counts import (
+from lightning_tricks.metrics.core.counts import (
+    average_precision,
     binary_cells,
     cells_to_matrix,
     count_cells_,
     count_invalid,
-    multiclass_cells,
-    stat_scores,
-    zero_counts,
-)
-from lightning_tricks.metrics.core.groups.shared_state import merge_state
-from lightning_tricks.metrics.core.metric_modules import MulticlassAUROC
-from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
-from lightning_tricks.metrics.core.score_curves import (
-    average_precision,
     count_scores_,
+    multiclass_cells,
     pr_curve,
     reliability_curve,
     roc_auc,
     roc_curve,
+    stat_scores,
+    zero_counts,
 )
+from lightning_tricks.metrics.core.metric_modules import MulticlassAUROC
+from lightning_tricks.metrics.core.sampler_shards import SamplerShard, get_sampler_shard
+from lightning_tricks.metrics.core.shared_state import merge_state
 
 SEEDS = st.integers(0, 2**20)
 FEW = settings(max_examples=30, deadline=None, derandomize=True)

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import AutoResume, FlopsReport, RunFingerprint, Tricks, TricksMixin
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_fingerprint import compare, read_ranks
-from lightning_tricks.run_fingerprint.core.record_file import read_record
 from tests.contract.lab import QUIET, HostReads, Net, digits
 
 
@@ -255,7 +254,7 @@ def test_an_exact_resume_leaves_the_file_of_one_run(tmp_path, every):
         seen = RunFingerprint(path, detail="layer", every_n_train_steps=every)
         trainer = Trainer(callbacks=[seen, *callbacks], **{"max_epochs": 2, **QUIET})
         trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4, shuffle=True))
-        return [(row.key, row.as_dict()) for row in read_record(path)]
+        return [(row.key, row.as_dict()) for row in read_ranks(path)[0]]
 
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(SystemExit):
@@ -296,7 +295,7 @@ def test_what_a_resume_could_not_restore_is_recorded(tmp_path):
     assert comparison.divergence.step == 13
     assert comparison.divergence.kind == "forward"
     assert "\nB was resumed at step 13, where this was not restored: module.weights (generator).\n" in str(comparison)
-    assert [one.step for one in read_record(tmp_path / "killed.jsonl").incomplete_resumes] == [13, 16]
+    assert [one.step for one in read_ranks(tmp_path / "killed.jsonl")[0].incomplete_resumes] == [13, 16]
 
 
 def test_an_exact_resume_on_two_ranks_leaves_both_files(tmp_path):
@@ -320,7 +319,7 @@ def test_rows_are_flushed_at_checkpoints_and_at_the_end(tmp_path):
 
     class Looks(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            sizes.append(len(read_record(tmp_path / "a.jsonl")))
+            sizes.append(len(read_ranks(tmp_path / "a.jsonl")[0]))
 
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     record(tmp_path / "a.jsonl", [Looks(), saves], enable_checkpointing=True)
@@ -331,7 +330,7 @@ def test_only_every_nth_step_and_whole_accumulations(tmp_path):
     seen = RunFingerprint(tmp_path / "a.jsonl", every_n_train_steps=2)
     trainer = Trainer(callbacks=[seen], accumulate_grad_batches=3, **{"max_epochs": 2, **QUIET})
     trainer.fit(ConvNet(), DataLoader(digits(), batch_size=4))
-    rows = [(row.step, row.epoch, row.batch_idx, len(row.as_dict())) for row in read_record(tmp_path / "a.jsonl")]
+    rows = [(row.step, row.epoch, row.batch_idx, len(row.as_dict())) for row in read_ranks(tmp_path / "a.jsonl")[0]]
     first = [(0, 0, -1, 1), (0, 0, 0, 2), (0, 0, 1, 2), (0, 0, 2, 4), (2, 0, 6, 2), (2, 0, 7, 2), (2, 0, 8, 4)]
     assert rows == [*first, (4, 1, 0, 2), (4, 1, 1, 2), (4, 1, 2, 4), (6, 1, 6, 2), (6, 1, 7, 2), (6, 1, 8, 4)]
 
@@ -358,7 +357,7 @@ def test_the_interrupted_step_is_recorded(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         record(tmp_path / "a.jsonl", net=Fails)
-    rows = list(read_record(tmp_path / "a.jsonl"))
+    rows = list(read_ranks(tmp_path / "a.jsonl")[0])
     assert [row.step for row in rows] == [0, 0, 1, 2, 3, 4]
     assert {column.kind for column in rows[-1].as_dict()} == {"data", "forward", "loss", "gradient"}
 
@@ -373,7 +372,7 @@ def test_a_skipped_step_has_only_data(tmp_path):
             return -1 if batch_idx == 7 else None
 
     record(tmp_path / "a.jsonl", net=Skips, detail="step")
-    rows = list(read_record(tmp_path / "a.jsonl"))
+    rows = list(read_ranks(tmp_path / "a.jsonl")[0])
     assert [row.batch_idx for row in rows] == [-1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
     assert "loss" not in {column.kind for column in rows[3].as_dict()}
 
@@ -391,7 +390,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_training(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert len(read_record(tmp_path / "a.jsonl")) in (1, 2)
+    assert len(read_ranks(tmp_path / "a.jsonl")[0]) in (1, 2)
 
 
 def test_paths_that_cannot_be_written_are_refused_before_training(tmp_path):
@@ -450,9 +449,9 @@ def test_a_fit_within_a_fit_does_not_mix_its_rows_with_those_of_the_outer_one(tm
             record(path, seed=2, max_epochs=1)
 
     record(path, [AtStep(3, fit_another)], max_epochs=1)
-    outer = read_record(tmp_path / "a.earlier-1.jsonl")
+    outer = read_ranks(tmp_path / "a.earlier-1.jsonl")[0]
     assert [(row.key, row.as_dict()) for row in outer] == [(row.key, row.as_dict()) for row in alone]
-    assert len(read_record(path)) == len(alone)
+    assert len(read_ranks(path)[0]) == len(alone)
 
 
 @pytest.mark.filterwarnings("ignore:.*logger.*:UserWarning")
@@ -518,4 +517,4 @@ def test_through_the_mixin(tmp_path):
             super().__init__(tricks=Tricks(run_fingerprint=str(tmp_path / "a.jsonl")))
 
     Trainer(**{"max_epochs": 1, **QUIET}).fit(Tricky(), DataLoader(digits(), batch_size=4))
-    assert len(read_record(tmp_path / "a.jsonl")) == 11
+    assert len(read_ranks(tmp_path / "a.jsonl")[0]) == 11

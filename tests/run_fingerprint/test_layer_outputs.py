@@ -8,12 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs
-from lightning_tricks.run_fingerprint.core.model_tensors import ModelTensors
-from lightning_tricks.run_fingerprint.core.record import RecordHeader
-from lightning_tricks.run_fingerprint.core.record_file import read_record
-from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
-from lightning_tricks.run_fingerprint.core.step_recorder import StepRecorder
+from lightning_tricks.run_fingerprint.core.record import RecordHeader, read_record
+from lightning_tricks.run_fingerprint.core.step_recorder import LayerOutputs, ModelTensors, RowWriter, StepRecorder
 from tests.contract.lab import traces
 
 
@@ -161,6 +157,7 @@ def test_an_optimizer_shows_the_gradients_of_its_own_parameters(tmp_path, first)
     net(torch.ones(1, 3)).sum().backward()
     net[first].bias.grad = None
     recorder = StepRecorder(RowWriter(tmp_path / "run.jsonl", RecordHeader(detail="layer")), net)
+    recorder.writer.start_file()
     recorder.record_initial_weights(0, 0)
     recorder.on_batch_start(0, 0, 0, torch.ones(1, 3))
     recorder.on_optimizer_step(torch.optim.SGD(net[first].parameters(), lr=0.1))

@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
-from lightning_tricks.run_fingerprint.core.record import Column, RecordHeader
-from lightning_tricks.run_fingerprint.core.record_file import rank_path, read_record
-from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
+from lightning_tricks.run_fingerprint.core.record import Column, RecordHeader, rank_path, read_first_rows, read_record
+from lightning_tricks.run_fingerprint.core.step_recorder import RowWriter
 
 
 def recorded(path, steps, each=lambda step: {"loss": step}, header=None, begin=0):
     writer = RowWriter(path, header or RecordHeader(detail="step"))
     if not begin:
         writer.start_file()
-    elif (kept := writer.find_record(path, begin, "")) is None:
+    elif (kept := read_first_rows(path, writer.header, begin)) is None:
         return None
     else:
-        writer.continue_record(kept)
+        writer.start_file(kept)
     for step in range(begin, steps):
         writer.start_row(step, step // 100, step % 100)
         for kind, value in each(step).items():

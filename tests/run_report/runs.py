@@ -440,7 +440,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         ],
     ),
     "limit without effect": (
-        r"^No step( of optimizer 1)? was clipped: max_norm=\d+ is far above the largest norm that was logged",
+        r"^No step( of optimizer 1)? was clipped: max_norm=\d+ is far above the largest logged norm",
         [
             *(
                 usual(
@@ -471,7 +471,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         ],
     ),
     "weak class": (
-        r"^Class 'c\d' has a recall of .* were taken for 'c\d'\.$",
+        r"^Class 'c\d' has a recall of .* were predicted as 'c\d'\.$",
         [
             usual(parts=other_parts(matrix(recalls, samples)))
             for recalls, samples in (
@@ -484,7 +484,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         ],
     ),
     "still improving": (
-        r"was best at the end .* of what was gained came in the last quarter: train longer\.$",
+        r"was best at the end .* of the improvement came in the last quarter: train longer\.$",
         [
             usual({"learning_rate": None}, {"val/acc": None, "val/loss": lambda time: 2 - time}),
             usual(
@@ -536,7 +536,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         ],
     ),
     "calibration": (
-        r"^The model is (overconfident|not confident enough|too confident in some) .*calibration error 0",
+        r"^The model is (overconfident|underconfident|overconfident in some) .*calibration error 0",
         [
             usual(parts=other_parts(reliability(*shares)))
             for shares in ((0.4, 0.5, 0.7), (0.5, 0.6, 0.8), (0.9, 0.95, 1.0), (0.55, 0.6, 0.85), (0.95, 0.85, 0.8))
@@ -558,7 +558,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         ],
     ),
     "memory": (
-        r" grew from .* and did not stop: ",
+        r" grew from .* and was still growing at the end: ",
         [
             leaks("gpu0/memory_used_gib", 2.0, 6.0),
             leaks("host/process_ram_gib", 3.0, 1.0),

@@ -336,8 +336,8 @@ def test_full_disk_stops_the_report_and_not_the_training(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("lightning_tricks.run_report.core.value_recorder.append_rows", fails)
-    with pytest.warns(UserWarning, match="RunReport stops to write .*No space left"):
+    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer.append_rows", fails)
+    with pytest.warns(UserWarning, match="RunReport stops writing .*No space left"):
         trainer = train([RunReport(tmp_path)])
     assert trainer.global_step == 20
 
@@ -347,7 +347,7 @@ def test_callback_that_fails_to_tell_what_it_knows_does_not_end_the_training(tmp
         def report_parts(self, trainer):
             raise KeyError("gone")
 
-    with pytest.warns(UserWarning, match="RunReport stops to write .*KeyError: 'gone'"):
+    with pytest.warns(UserWarning, match="RunReport stops writing .*KeyError: 'gone'"):
         trainer = train([RunReport(tmp_path), Fails(0)])
     assert trainer.global_step == 20
 

@@ -52,7 +52,7 @@ CASES = {
         record_of(NORMS, "step", parts=[clipped(10)]),
     ),
     "clipped, without a norm that was logged": (
-        "51 % of 100 steps were clipped. Most updates were rescaled; a larger max_norm clips only what is unusual.",
+        "51 % of 100 steps were clipped. Most updates were rescaled; a larger max_norm clips only unusual steps.",
         record_of({}, "step", parts=[clipped(51)]),
         record_of({}, "step", parts=[clipped(50)]),
     ),
@@ -62,7 +62,7 @@ CASES = {
         record_of({}, "step", parts=[clipped(19, steps=19)]),
     ),
     "limit without effect": (
-        "No step was clipped: max_norm=100 is far above the largest norm that was logged, 2.",
+        "No step was clipped: max_norm=100 is far above the largest logged norm, 2.",
         record_of(NORMS, "step", parts=[clipped(0, max_norm=100.0)]),
         record_of(NORMS, "step", parts=[clipped(0, max_norm=3.0)]),
     ),
@@ -99,7 +99,7 @@ CASES = {
         record_of({"val/acc": [0.2, 0.4, 0.5, 0.6, 0.7, 0.9]}),
     ),
     "still improving": (
-        "val/loss was best at the end (1), and 22 % of what was gained came in the last quarter: train longer.",
+        "val/loss was best at the end (1), and 22 % of the improvement came in the last quarter: train longer.",
         record_of({"val/loss": [float(value) for value in range(10, 0, -1)]}),
         record_of({"val/loss": GOOD}),
     ),
@@ -123,7 +123,8 @@ CASES = {
         ),
     ),
     "weak class": (
-        "Class 'cow' has a recall of 30 % in val (3 of 10; the median of the others is 92 %): 5 were taken for 'dog'.",
+        "Class 'cow' has a recall of 30 % in val (3 of 10; the median of the others is 92 %): 5 were predicted as "
+        "'dog'.",
         record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [2, 5, 3]])]),
         record_of({}, parts=[matrix([[18, 2, 0], [1, 19, 0], [1, 5, 0]])]),  # too few to say
     ),
@@ -159,8 +160,8 @@ CASES = {
         record_of({"gpu0/memory_used_gib": [1.0] + [2.0] * 19, "host/ram_used_gib": [float(x) for x in range(1, 21)]}),
     ),
     "memory in bytes": (
-        "allocated_bytes.all.current grew from 1.5 to 20 GiB and did not stop: unless something is meant to grow, "
-        "something keeps tensors, such as a list of losses with their graphs.",
+        "allocated_bytes.all.current grew from 1.5 to 20 GiB and was still growing at the end: unless that is "
+        "intended, something keeps tensors, such as a list of losses with their graphs.",
         record_of({"allocated_bytes.all.current": [(1 + place) * 2.0**30 for place in range(20)]}),
         record_of({"allocated_bytes.all.current": [(1 + place) * 2.0**30 for place in range(11)]}),
     ),
@@ -283,7 +284,7 @@ def test_a_run_that_deserves_a_finding_has_it(name):
 
 def test_every_check_has_runs_that_deserve_it():
     records = [record for _, records in DESERVING.values() for record in records]
-    assert [check.__name__ for check in CHECKS if not any(map(check, records))] == []
+    assert [check.__name__ for check in CHECKS if not any(list(check(record)) for record in records)] == []
 
 
 def test_warnings_come_first():

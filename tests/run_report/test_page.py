@@ -12,13 +12,13 @@ from lightning_tricks import GradientClipping, ImageLogger, MetricsMonitor, RunF
 from lightning_tricks._shared.report_parts import ClassValues, ClippedSteps, ConfusionMatrix, Pictures, Reliability
 from lightning_tricks.cli import main
 from lightning_tricks.run_report import RunRecord, comparison_page, read_record, run_page
-from lightning_tricks.run_report.core.axes import make_scale
 from lightning_tricks.run_report.core.comparison_page import differing_settings
-from lightning_tricks.run_report.core.environment import torch_settings, versions
 from lightning_tricks.run_report.core.git_state import read_git_state
 from lightning_tricks.run_report.core.record import GitState, Row
 from lightning_tricks.run_report.core.record_file import write_rows, write_run
 from lightning_tricks.run_report.core.run_writer import RunWriter
+from lightning_tricks.run_report.core.setting_texts import torch_settings, versions
+from lightning_tricks.run_report.core.svg import make_scale
 from tests.contract.lab import EvaluatedNet
 from tests.run_report.test_callback import train
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from lightning_tricks._shared.report_parts import PART_KINDS, ClippedSteps, Facts, Pictures
 from lightning_tricks.run_report import RunRecord, RunReportError, read_record
-from lightning_tricks.run_report.core.curves import is_weight, running_mean, sign_of_better, split_key, thin_points
+from lightning_tricks.run_report.core.curves import is_weight, sign_of_better, smooth, split_key, thin_points
 from lightning_tricks.run_report.core.record import GitState, Point, Position, Resume, Row, merge_rows, thin_rows
 from lightning_tricks.run_report.core.record_file import RUN_FILE, VALUES_FILE, write_rows, write_run
-from lightning_tricks.run_report.core.run_writer import RunWriter
-from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
+from lightning_tricks.run_report.core.run_writer import RunWriter, ValueRecorder, keep_first_rows
 
 
 def some_record(**known):
@@ -147,11 +146,11 @@ def test_merged_row_ignores_nan_in_its_extremes_only():
     assert (merged.low["a"], merged.high["a"]) == (2.0, 2.0)
 
 
-def test_long_run_stays_bounded_on_disk(tmp_path):
+def test_long_run_stays_bounded_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.run_report.core.run_writer._MOST_ROWS", 100)
     record = RunRecord()
     save(tmp_path, record)
     recorder = ValueRecorder(tmp_path, record)
-    recorder.most_rows = 100
     for step in range(3000):
         recorder.add("step", step, 0, {"loss": torch.tensor(float(step == 1234))})
     recorder.flush()
@@ -392,6 +391,6 @@ def test_thinned_curve_keeps_extremes(values, most):
         assert first in [point.step for point in thinned]
 
 
-def test_running_mean_is_the_mean_of_neighbours():
-    points = [Point(step, 0, value, value, value) for step, value in enumerate([1.0, 2.0, math.nan, 6.0, 3.0])]
-    assert [point.value for point in running_mean(points, 3)] == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
+def test_a_smooth_curve_is_the_mean_of_neighbours():
+    points = [Point(step, 0, value, value, value) for step, value in enumerate([1.0, 2.0, math.nan, 6.0, 3.0, 8.0])]
+    assert [point.value for point in smooth(points)] == [3.0, 3.0, 4.0, 4.75, pytest.approx(17 / 3)]

@@ -79,9 +79,9 @@ class MemoryReport:
         """Return the largest storages as a rich table, with the sizes below it."""
         from rich.text import Text
 
-        from lightning_tricks._shared.footed_table import FootedTable
+        from lightning_tricks._shared.table_with_notes import TableWithNotes
 
-        table = FootedTable("\n".join(self.summary()), title=f"Memory of {self.device}")
+        table = TableWithNotes("\n".join(self.summary()), title=f"Memory of {self.device}")
         table.add_column("largest tensors", overflow="ellipsis")
         for heading in ("shape", "dtype", "size"):
             table.add_column(heading, justify="right")

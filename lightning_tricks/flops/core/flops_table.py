@@ -23,10 +23,10 @@ def to_rich(count: FlopsCount, depth: int | None) -> Table:
     """Return the modules up to a depth as a rich table; see `FlopsCount.table`."""
     from rich.text import Text
 
-    from lightning_tricks._shared.footed_table import FootedTable
+    from lightning_tricks._shared.table_with_notes import TableWithNotes
 
     columns = _columns(count)
-    table = FootedTable("\n".join(count.summary()), title=f"FLOPs of {count.rows[0].kind}")
+    table = TableWithNotes("\n".join(count.summary()), title=f"FLOPs of {count.rows[0].kind}")
     for index, (heading, _) in enumerate(columns):
         is_squeezed = heading in ("class", "output")
         table.add_column(

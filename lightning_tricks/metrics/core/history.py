@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,10 +13,13 @@ from rich.console import Group as RenderGroup
 from rich.table import Table
 from torch import Tensor
 
-from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.value_names import per_class_names
+from lightning_tricks._shared.report_parts import ClassValues, ConfusionMatrix, Reliability, ReportPart
+from lightning_tricks._shared.tensors import read_numbers
+from lightning_tricks.metrics.core.counts import reliability_curve
+from lightning_tricks.metrics.core.metric_table import per_class_names
 
 _MAX_CLASSES = 50  # rows of the table of single classes
+_MOST_REPORTED = 200  # classes of a confusion matrix in a report
 
 
 @dataclass
@@ -59,6 +62,31 @@ class EpochRecord:
         """Return the logged keys and the numbers, which must have been read."""
         return zip((f"{self.prefix}/{name}" for name in self.names), cast(list[float], self.values), strict=True)
 
+    def of_classes(self, class_names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return the numbers of single classes, which must have been read: metric -> class -> number."""
+        numbers = dict(zip(self.names, cast(list[float], self.values), strict=True))
+        found: dict[str, dict[str, float]] = {}
+        for name, (metric, part) in per_class_names(self.names, class_names).items():
+            found.setdefault(metric, {})[part] = numbers[name]
+        return found
+
+
+@dataclass
+class EvaluationData:
+    """The data of the plots and report parts of one loader at the end of one epoch.
+
+    Attributes:
+        record: The values, which must have been read.
+        kind: The kind of the task; empty if it is not a classification.
+        confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
+        scores: The histograms of scores, (K, 2, B), or None.
+    """
+
+    record: EpochRecord
+    kind: str
+    confusion: Tensor | None
+    scores: Tensor | None
+
 
 class History:
     """The values of a run, which are read from the device all at once, and only when they are used."""
@@ -75,23 +103,17 @@ class History:
         """Return the records, their values as numbers."""
         new = self._records[self._read :]
         self._read = len(self._records)
-        tensors = [
-            to_double(part.reshape(-1))
-            for record in new
-            for part in (cast(Tensor, record.values), torch.as_tensor(record.num_invalid))
-        ]
-        if tensors:
-            device = tensors[0].device
-            numbers = iter(torch.cat([tensor.to(device, tensors[0].dtype) for tensor in tensors]).tolist())
-            for record in new:
-                record.values = [next(numbers) for _ in record.names]
-                record.num_invalid = int(next(numbers))
-                if record.num_invalid:
-                    warnings.warn(
-                        f"{record.num_invalid} predictions or targets of {record.prefix} in epoch {record.epoch} were "
-                        "NaN, not probabilities, or out of range, so its metrics are NaN.",
-                        stacklevel=2,
-                    )
+        tensors = [[cast(Tensor, record.values), torch.as_tensor(record.num_invalid)] for record in new]
+        numbers = iter(read_numbers([tensor for pair in tensors for tensor in pair]))
+        for record in new:
+            record.values, (num_invalid,) = next(numbers), next(numbers)
+            record.num_invalid = int(num_invalid)
+            if record.num_invalid:
+                warnings.warn(
+                    f"{record.num_invalid} predictions or targets of {record.prefix} in epoch {record.epoch} were "
+                    "NaN, not probabilities, or out of range, so its metrics are NaN.",
+                    stacklevel=2,
+                )
         return self._records
 
     def best(self, modes: Mapping[str, str]) -> dict[str, tuple[float, int]]:
@@ -109,10 +131,7 @@ class History:
         """Return one row for each value: stage, loader, epoch, step, metric and value."""
         return [
             {
-                "stage": record.stage,
-                "loader": record.loader,
-                "epoch": record.epoch,
-                "step": record.step,
+                **{key: getattr(record, key) for key in ("stage", "loader", "epoch", "step")},
                 "metric": name,
                 "value": value,
             }
@@ -147,48 +166,77 @@ class History:
         for record in self.records():
             parts = per_class_names(record.names, class_names)
             for name, value in zip(record.names, cast(list[float], record.values), strict=True):
-                metric, part = parts.get(name, ("", ""))
-                if metric:
-                    by_class.setdefault(record.prefix, {}).setdefault(part, {})[metric] = value
-                else:
+                if name not in parts:
                     overall.setdefault(name, {})[record.prefix] = value
+            if parts:
+                by_class[record.prefix] = record.of_classes(class_names)
         stages = sorted({record.prefix for record in self._records}, key=_by_stage)
         titles = {record.prefix: record.title for record in self._records}
-        table = Table("metric", *map(titles.__getitem__, stages), title="Metrics")
-        if best:
-            table.add_column("best")
-        for column in table.columns[1:]:
-            column.justify = "right"
+        columns = [*map(titles.__getitem__, stages), *(["best"] if best else [])]
+        table = _make_table("Metrics", ["metric", *columns])
         for name, values in overall.items():
-            cells = [_format(values.get(stage)) for stage in stages]
             found = [(stage, *best[key]) for stage in stages if (key := f"{stage}/{name}") in best]
-            table.add_row(name, *cells, *([", ".join(map(_format_best, found))] if best else []))
-        tables = [table]
+            of_best = [", ".join(f"{stage} {_format(value)} at step {step}" for stage, value, step in found)]
+            table.add_row(name, *(_format(values.get(stage)) for stage in stages), *(of_best if best else []))
         with_classes = [stage for stage in stages if stage in by_class]
-        tables += [_class_table(titles[stage], by_class[stage]) for stage in with_classes[-1:]]
-        return RenderGroup(*tables)
+        return RenderGroup(table, *(_class_table(titles[stage], by_class[stage]) for stage in with_classes[-1:]))
+
+
+def _make_table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(*columns, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
 def _by_stage(prefix: str) -> tuple[int, str]:
     return ("train", "val", "test").index(prefix.partition("/")[0]), prefix
 
 
-def _class_table(stage: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
-    metrics = list(dict.fromkeys(metric for values in rows.values() for metric in values))
-    table = Table("class", *metrics, title=f"Classes, {stage}")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, values in list(rows.items())[:_MAX_CLASSES]:
-        table.add_row(name, *(_format(values.get(metric)) for metric in metrics))
-    if len(rows) > _MAX_CLASSES:
-        table.caption = f"{len(rows) - _MAX_CLASSES} more classes"
+def _class_table(stage: str, values: Mapping[str, Mapping[str, float]]) -> Table:
+    table = _make_table(f"Classes, {stage}", ["class", *values])
+    classes = list(next(iter(values.values())))
+    for name in classes[:_MAX_CLASSES]:
+        table.add_row(name, *(_format(of_metric[name]) for of_metric in values.values()))
+    if len(classes) > _MAX_CLASSES:
+        table.caption = f"{len(classes) - _MAX_CLASSES} more classes"
     return table
-
-
-def _format_best(best: tuple[str, float, int]) -> str:
-    stage, value, step = best
-    return f"{stage} {_format(value)} at step {step}"
 
 
 def _format(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def make_parts(data: EvaluationData, class_names: Sequence[str], key: Callable[[str, str], str]) -> list[ReportPart]:
+    """Return the parts for which there is data.
+
+    Args:
+        data: The data of one loader at the end of an epoch; the values of its record must have been read.
+        class_names: The names of the classes, or nothing.
+        key: Prefix and name of a value -> the key under which it is logged.
+    """
+    record, parts = data.record, list[ReportPart]()
+    stage = key(record.prefix, "")[:-1]  # with the monitor's prefix: a part replaces another one of its stage
+    if data.confusion is not None and data.confusion.ndim == 2 and len(data.confusion) <= _MOST_REPORTED:
+        names = list(class_names) or [str(number) for number in range(len(data.confusion))]
+        counts = data.confusion.long().tolist()
+        parts.append(ConfusionMatrix(stage=stage, epoch=record.epoch, classes=names, counts=counts))
+    if data.scores is not None and data.kind in ("binary", "multiclass"):
+        histogram = data.scores[-1] if data.kind == "multiclass" else data.scores.sum(0)
+        confidence, share, weight = (values.tolist() for values in reliability_curve(histogram))
+        label = "accuracy" if data.kind == "multiclass" else "share of positives"
+        if confidence:
+            of_bins = {"confidence": confidence, "share": share, "weight": weight}
+            parts.append(Reliability(stage=stage, epoch=record.epoch, label=label, **of_bins))
+    if by_class := record.of_classes(class_names):
+        parts.append(
+            ClassValues(
+                stage=stage,
+                epoch=record.epoch,
+                classes=list(class_names),
+                metrics=list(by_class),
+                values=[[of_metric[name] for of_metric in by_class.values()] for name in class_names],
+                keys=[key(record.prefix, f"{metric}_{name}") for metric in by_class for name in class_names],
+            )
+        )
+    return parts

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.metrics.core.groups.base import MetricGroup
+from lightning_tricks.metrics.core.metric_groups import MetricGroup
 from lightning_tricks.metrics.core.metric_properties import Task
 
 
@@ -132,15 +132,15 @@ def _check_classes(name: str, values: Tensor, task: Task) -> None:
 
 
 def _remedy_for_classes(target: Tensor, outside: Tensor, classes: int | None) -> str:
-    """Say what to do about targets that are no classes of the metric."""
+    """Say what to do about targets that are not classes of the metric."""
     wrong = outside.unique()
     if classes == 2 and target.unique().tolist() == [-1, 1]:
         return "return (target + 1) // 2"
     if classes is not None and wrong.tolist() == [classes] and target.min() > 0:
         return "if they count from 1, return target - 1"
     if len(wrong) == 1:
-        return f"if it marks what does not count, give the metrics ignore_index={wrong[0].item():g}"
-    return "give the metrics a larger num_classes, or ignore_index for what does not count"
+        return f"if it marks elements that do not count, give the metrics ignore_index={wrong[0].item():g}"
+    return "give the metrics a larger num_classes, or ignore_index for elements that do not count"
 
 
 def _check_probabilities(preds: Tensor, task: Task) -> None:

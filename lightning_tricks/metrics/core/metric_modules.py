@@ -11,8 +11,7 @@ import torchmetrics.regression as tmr
 from torch import Tensor
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.confusion_counts import not_ignored
-from lightning_tricks.metrics.core.score_curves import average_precision, roc_auc
+from lightning_tricks.metrics.core.counts import average_precision, not_ignored, roc_auc
 
 
 class BalancedAccuracy(tm.MulticlassRecall):

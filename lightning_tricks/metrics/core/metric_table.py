@@ -1,15 +1,18 @@
-"""One flat list of metrics from what a user gives as metrics, with copies for single classes."""
+"""The metrics in the argument `metrics` one by one, and their values by name."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchmetrics import Metric, MetricCollection
+import torch
+from torch import Tensor
+from torchmetrics import CatMetric, Metric, MetricCollection
 from torchmetrics.wrappers import ClasswiseWrapper
 
+from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.metric_modules import BalancedAccuracy
 from lightning_tricks.metrics.core.metric_properties import state_sharing_key, task_of
 from lightning_tricks.metrics.core.presets import preset
@@ -25,7 +28,8 @@ class MetricEntry:
         key: The key.
         metric: The metric.
         element_names: The names of the elements of its value; if empty, their indices are used.
-        is_per_class: Whether it is a copy that computes for single classes what the metric of the same key averages.
+        is_per_class: Whether it is a copy that computes the values of single classes, which the metric of the same key
+            averages.
     """
 
     key: str
@@ -108,3 +112,102 @@ def _checked_names(class_names: Sequence[str] | None) -> tuple[str, ...]:
             f"class_names must not repeat a name, as both would share a key, got {', '.join(twice)} twice."
         )
     return tuple(class_names)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a tensor without dimensions."""
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
+def is_floating_number(value: Any) -> bool:
+    """Whether a value is a floating-point tensor without dimensions."""
+    return is_number(value) and bool(value.is_floating_point())
+
+
+def stack_numbers(values: Iterable[Tensor]) -> Tensor:
+    """Return numbers as one tensor in double precision, on the device of the first; metrics may compute on the CPU."""
+    numbers = list(map(to_double, values))
+    return torch.stack([number.to(numbers[0]) for number in numbers]) if numbers else torch.empty(0)
+
+
+def named_values(entry: MetricEntry, metric: Any, value: Any) -> list[tuple[str, Any]]:
+    """Return the values of a metric by name.
+
+    Args:
+        entry: The key of the metric and the names of the elements of its value.
+        metric: The metric.
+        value: What its `compute` returned.
+
+    Returns:
+        Pairs of name and value: one for a number, one for each element of a vector (and one for their mean where they
+        are outputs of a regression) and of a dict; and whatever else there is, such as a matrix or a value for each
+        sample, as it is.
+    """
+    key = entry.key
+    if isinstance(value, Mapping):
+        inner_entries = ((MetricEntry(f"{key}/{name}", metric), inner) for name, inner in value.items())
+        return [pair for inner_entry, inner in inner_entries for pair in named_values(inner_entry, metric, inner)]
+    if isinstance(value, int | float):
+        value = torch.tensor(float(value))
+    if isinstance(value, tuple | list) and value and all(is_number(element) for element in value):
+        value = stack_numbers(value)
+    if not isinstance(value, Tensor):
+        return [] if value is None else [(key, value)]
+    is_per_sample = isinstance(metric, CatMetric) or getattr(metric, "multidim_average", "") == "samplewise"
+    if value.numel() > 1 and (value.ndim > 1 or is_per_sample):
+        return [(key, value)]
+    value = value if value.is_floating_point() else value.float()
+    if value.numel() == 1:
+        return [(key, value.reshape(()))]
+    fits = len(entry.element_names) == len(value)
+    names = entry.element_names if fits else [str(number) for number in range(len(value))]
+    elements = [(f"{key}_{name}", element) for name, element in zip(names, value, strict=True)]
+    outputs = getattr(metric, "num_outputs", 1) == len(value) or getattr(metric, "multioutput", "") == "raw_values"
+    return [(key, value.mean()), *elements] if outputs else elements
+
+
+def find_name_conflict(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return two names that are equal, or of which the first is a folder of the second; or None.
+
+    Loggers that keep a file for each name, such as MLflow's, cannot have `val/acc` beside `val/acc/cat`.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name, name
+        seen.add(name)
+    for name in seen:
+        parts = name.split("/")
+        for length in range(1, len(parts)):
+            if (folder := "/".join(parts[:length])) in seen:
+                return folder, name
+    return None
+
+
+def name_conflict_message(one: str, other: str) -> str:
+    """Return the message of an error for two names that exclude each other."""
+    if one == other:
+        return f"metrics has two values with the name {one!r}: rename one of them."
+    return (
+        f"metrics has the values {one!r} and {other!r}, which loggers with a file per value cannot both keep: rename "
+        "one of them."
+    )
+
+
+def per_class_names(names: Iterable[str], class_names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the names that belong to a single class: name -> metric and class.
+
+    Args:
+        names: The names of values, such as `f1` and `f1_cat`.
+        class_names: The names of the classes; a metric has a value for each of them, or for none.
+    """
+    there = set(names)
+    found: dict[str, tuple[str, str]] = {}
+    for name in names:
+        if not class_names or not name.endswith(f"_{class_names[0]}"):
+            continue
+        metric = name.removesuffix(f"_{class_names[0]}")
+        of_classes = {f"{metric}_{part}": (metric, part) for part in class_names}
+        if of_classes.keys() <= there:
+            found |= of_classes
+    return found

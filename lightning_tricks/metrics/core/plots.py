@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._shared.extras import import_extra
-from lightning_tricks.metrics.core.history import EpochRecord
-from lightning_tricks.metrics.core.score_curves import pr_curve, reliability_curve, roc_curve
-from lightning_tricks.metrics.core.value_names import per_class_names
+from lightning_tricks.metrics.core.counts import pr_curve, reliability_curve, roc_curve
+from lightning_tricks.metrics.core.history import EvaluationData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,25 +22,8 @@ _MAX_CURVES = 20
 _MAX_NUMBERS = 20  # classes up to which the cells show their numbers
 
 
-@dataclass
-class PlotData:
-    """The data of the plots of one loader at the end of one epoch.
-
-    Attributes:
-        record: The values, which must have been read.
-        kind: The kind of the task; empty if there is no classification.
-        confusion: The confusion matrix, (C, C) or (L, 2, 2), or None.
-        scores: The histograms of scores, (K, 2, B), or None.
-    """
-
-    record: EpochRecord
-    kind: str
-    confusion: Tensor | None
-    scores: Tensor | None
-
-
-def make_figures(data: PlotData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
-    """Plot what there is data for: "confusion_matrix", "curves" and, with several classes, "classes"."""
+def make_figures(data: EvaluationData, class_names: Sequence[str] = ()) -> dict[str, Figure]:
+    """Make the plots for which there is data: "confusion_matrix", "curves" and, with several classes, "classes"."""
     record = data.record
     title = f"{record.title}, epoch {record.epoch}, step {record.step}"
     figures = {}
@@ -50,12 +31,7 @@ def make_figures(data: PlotData, class_names: Sequence[str] = ()) -> dict[str, F
         figures["confusion_matrix"] = confusion_figure(data.confusion, class_names, title)
     if data.scores is not None:
         figures["curves"] = curves_figure(data.scores, data.kind, class_names, title)
-    by_class: dict[str, dict[str, float]] = {}
-    parts = per_class_names(record.names, class_names)
-    for name, value in zip(record.names, cast(list[float], record.values), strict=True):
-        metric, part = parts.get(name, ("", ""))
-        if metric:
-            by_class.setdefault(metric, {})[part] = value
+    by_class = record.of_classes(class_names)
     if by_class and data.kind in ("multiclass", "multilabel"):
         figures["classes"] = classes_figure(by_class, title)
     return figures

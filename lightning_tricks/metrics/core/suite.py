@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_tricks._shared.tensors import clone_tensors, outside_inference_mode
+from lightning_tricks._shared.tensors import clone_tensors, detach_tensors, outside_inference_mode
 from lightning_tricks._torch_compat.tensors import tree_map_only
-from lightning_tricks.metrics.core.batch_buffer import BatchBuffer
-from lightning_tricks.metrics.core.groups.base import MetricGroup
-from lightning_tricks.metrics.core.groups.confusion_matrix import ConfusionMatrixGroup
-from lightning_tricks.metrics.core.groups.grouping import group_metrics
-from lightning_tricks.metrics.core.groups.score_histogram import ScoreHistogram
 from lightning_tricks.metrics.core.input_checks import check_batch
-from lightning_tricks.metrics.core.metric_properties import Task, task_of
-from lightning_tricks.metrics.core.metric_table import metric_entries
-from lightning_tricks.metrics.core.metric_values import is_floating_number, is_number, named_values
-from lightning_tricks.metrics.core.value_names import find_name_conflict, name_conflict_message
+from lightning_tricks.metrics.core.metric_groups import (
+    ConfusionMatrixGroup,
+    CurveGroup,
+    MetricGroup,
+    RetrievalGroup,
+    ScoreHistogram,
+)
+from lightning_tricks.metrics.core.metric_properties import Task, state_sharing_key, task_of
+from lightning_tricks.metrics.core.metric_table import (
+    find_name_conflict,
+    is_floating_number,
+    is_number,
+    metric_entries,
+    name_conflict_message,
+    named_values,
+)
+from lightning_tricks.metrics.core.shared_state import SharedStateGroup
+
+_MAX_ROWS = 4096
+_MAX_BYTES = 4 * 2**20
+_GROUPS: dict[str, type[ConfusionMatrixGroup | RetrievalGroup | CurveGroup]] = {
+    "confusion matrix": ConfusionMatrixGroup,
+    "retrieval": RetrievalGroup,
+    "curve": CurveGroup,
+}
 
 
 class MetricSuite:
@@ -144,7 +162,7 @@ class MetricSuite:
         return {name: value for name, value in self.compute_all().items() if is_number(value)}
 
     def compute_all(self) -> dict[str, Any]:
-        """Compute the metrics, including those whose value is no number, such as a confusion matrix or a curve."""
+        """Compute the metrics, including those whose value is not a number, such as a confusion matrix or a curve."""
         # added to each number: it makes all of them NaN without a read from the device
         nan_or_zero = torch.where(torch.as_tensor(self.num_invalid()) > 0, torch.nan, 0.0)
         values: dict[str, Any] = {}
@@ -223,3 +241,85 @@ class MetricSuite:
             with outside_inference_mode():
                 for metric in self._metrics.values():
                     metric.to(device)
+
+
+def group_metrics(metrics: Mapping[str, Metric]) -> list[MetricGroup]:
+    """Put copies of metrics, reset, into groups that share one statistic each."""
+    members_by_key: dict[Any, dict[str, Metric]] = {}
+    for name, metric in metrics.items():
+        member = copy.deepcopy(metric)
+        member.reset()
+        sharing_key = state_sharing_key(metric)
+        members_by_key.setdefault(("alone", name) if sharing_key is None else sharing_key, {})[name] = member
+    return [_GROUPS.get(key[0], SharedStateGroup)(members) for key, members in members_by_key.items()]
+
+
+class BatchBuffer:
+    """Batches that wait to be counted together, at most 4 MiB of them.
+
+    Each batch is copied, because the next step may overwrite the outputs of this one (CUDA graphs, buffers).
+
+    Args:
+        update: Is called with the concatenated batches: name -> value.
+        accepted_inputs: The names that `update` accepts; others are ignored.
+        clone: Whether `update` may keep or change its inputs.
+    """
+
+    def __init__(
+        self, update: Callable[[Mapping[str, Any]], None], accepted_inputs: Collection[str], *, clone: bool
+    ) -> None:
+        self._update = update
+        self._accepted_inputs = frozenset(accepted_inputs)
+        self._clone = clone
+        self._given: frozenset[str] = frozenset()
+        self._names: list[str] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the batches that wait."""
+        self._pending: list[list[Tensor]] = []
+        self._signature: list[Any] = []
+        self._num_rows = self._rows_per_batch = self._bytes_per_batch = 0
+
+    def add(self, inputs: Mapping[str, Any]) -> None:
+        """Copy a batch; count those that wait where there are enough of them, or where this one differs from them."""
+        if self._accepted_inputs & inputs.keys() != self._given:  # an optional argument may come and go
+            self.flush()
+            self._given = self._accepted_inputs & inputs.keys()
+            self._names = sorted(self._given)
+        batch = [inputs[name] for name in self._names]
+        try:
+            signature = [(value.shape, value.dtype) for value in batch]
+        except AttributeError:  # a number, or an object
+            signature = []
+        if signature != self._signature:
+            self._change_signature(signature, batch)
+        if not self._bytes_per_batch or self._bytes_per_batch > _MAX_BYTES:
+            self.flush()
+            with outside_inference_mode():
+                values = map(clone_tensors if self._clone else detach_tensors, batch)
+                self._update(dict(zip(self._names, values, strict=True)))
+            return
+        self._pending.append([value.detach().clone() if value.requires_grad else value.clone() for value in batch])
+        self._num_rows += self._rows_per_batch
+        if self._num_rows >= _MAX_ROWS or len(self._pending) * self._bytes_per_batch >= _MAX_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Count the batches that wait."""
+        if self._pending:
+            columns = zip(*self._pending, strict=True)
+            with outside_inference_mode():
+                batch = {name: torch.cat(column) for name, column in zip(self._names, columns, strict=True)}
+            self._pending, self._num_rows = [], 0
+            self._update(batch)
+
+    def _change_signature(self, signature: list[Any], batch: list[Any]) -> None:
+        """Note shapes and types of the batches from now on; count those that wait if they cannot be concatenated."""
+        row_signature = [(shape[1:], dtype) for shape, dtype in signature if len(shape)]
+        if row_signature != [(shape[1:], dtype) for shape, dtype in self._signature if len(shape)]:
+            self.flush()
+        self._signature = signature
+        all_have_rows = len(row_signature) == len(batch) > 0
+        self._bytes_per_batch = sum(value.numel() * value.element_size() for value in batch) if all_have_rows else 0
+        self._rows_per_batch = len(batch[0]) if all_have_rows else 0

@@ -98,13 +98,13 @@ class ModelReportSummary:
         """Return the parameters as a rich table."""
         from rich.text import Text
 
-        from lightning_tricks._shared.footed_table import FootedTable
+        from lightning_tricks._shared.table_with_notes import TableWithNotes
 
         memory = ", ".join(
             f"{field.name.replace('_', ' ')} {format_bytes(getattr(self.memory, field.name))}"
             for field in fields(ModelMemory)
         )
-        table = FootedTable(f"memory: {memory}", title=f"Parameters of {self.model}")
+        table = TableWithNotes(f"memory: {memory}", title=f"Parameters of {self.model}")
         for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
             squeezed = heading in ("dtype", "trains")
             numeric = heading in ("mean", "std", "grad norm")

@@ -3,16 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
-from lightning_tricks.run_fingerprint.core.divergence import Comparison, Divergence
-from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, FingerprintRecordError, Row
+from lightning_tricks.run_fingerprint.core.record import (
+    Column,
+    FingerprintRecord,
+    FingerprintRecordError,
+    IncompleteResume,
+    Row,
+)
 
-_STAGES = ("start", "data", "forward", "gradient", "update")
+# The stages of a step in their order: the verdict, the verdict by layer or part, and advice on the cause
+_STAGES = {
+    "start": (
+        "The weights differ",
+        "{} differs",
+        "Look at the seed, at what is created before it is set, and at the checkpoint that was loaded.",
+    ),
+    "data": (
+        "The batch differs",
+        "Part {} of the batch differs",
+        "Look at the order of samples, at augmentation, and at the seeds of workers.",
+    ),
+    "forward": (
+        "The loss differs",
+        "The output of {} differs",
+        "Batch and weights were equal: look at dropout and other random numbers, at kernels that are not "
+        "deterministic, and at what changes weights between steps.",
+    ),
+    "gradient": (
+        "The gradients differ",
+        "The gradient of {} differs",
+        "Batch and forward pass were equal: look at kernels whose backward is not deterministic.",
+    ),
+    "update": (
+        "The weights differ after the update",
+        "{} differs after the update",
+        "The gradients were equal: look at the optimizer's state, the learning rate, and what changes weights.",
+    ),
+}
 _STAGE_OF_COLUMN = {"loss": "forward", "weights": "update"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first difference of two runs.
+
+    Attributes:
+        step: How many optimizer steps were done when the batch began.
+        epoch: The batch's epoch.
+        batch_idx: The batch's index in the epoch; -1 for the initial weights of the runs.
+        rank: The rank on which the difference was recorded.
+        kind: "start" (the weights before the first batch), "data", "forward", "gradient" or "update".
+        layer: The first layer whose output differs, or the first parameter or part of the batch that does, or "loss";
+            None where the runs were recorded with `detail="step"`. Of gradients, which are computed from the loss on,
+            it is the one nearest to the loss.
+        call: 1 if the layer differs at its first call within the batch, 2 at its second, ...
+        num_differing: How many values differ of those that were computed together with it.
+        num_compared: How many values were computed together with it.
+        last_equal_layer: For "forward" by layer: the layer that ran before it, whose output is equal, or None.
+        missing_in: The run that lacks the value, "A" or "B", or "".
+        last_equal_step: The last equal step, if the steps between it and this one were not recorded, or None.
+    """
+
+    step: int
+    epoch: int
+    batch_idx: int
+    rank: int
+    kind: str
+    layer: str | None = None
+    call: int = 1
+    num_differing: int = 1
+    num_compared: int = 1
+    last_equal_layer: str | None = None
+    missing_in: str = ""
+    last_equal_step: int | None = None
+
+    def __str__(self) -> str:
+        place = "before the first batch" if self.batch_idx < 0 else f"in epoch {self.epoch}, batch {self.batch_idx}"
+        of_rank = f" on rank {self.rank}" if self.rank else ""
+        share = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
+        of_step, of_layer, cause = _STAGES[self.kind]
+        verdict = of_step if self.layer is None else of_layer.format(self.layer)
+        time = f" at call {self.call} within the batch" if self.call > 1 else ""
+        lines = [f"The runs diverge at step {self.step}, {place}{of_rank}: {self.kind}. {verdict}{time}{share}."]
+        if self.missing_in:
+            lines.append(f"Run {self.missing_in} has no such value.")
+        if self.last_equal_layer is not None:
+            lines.append(f"The output of the layer that ran before it, {self.last_equal_layer}, is equal.")
+        if self.last_equal_step is None:
+            lines.append(cause)
+        else:
+            lines.append(
+                f"They diverged after step {self.last_equal_step}: every_n_train_steps=1 records the steps in between."
+            )
+        if self.layer is None and self.kind != "data":
+            lines.append('Record with detail="layer" to learn in which layer.')
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result of a comparison of two runs.
+
+    Attributes:
+        divergence: The first difference, or None.
+        equal_batches: How many batches are equal before it, over all ranks.
+        longer_run: The run that has more steps than the other, "A" or "B", or "".
+        incomplete_resumes: The resumes before the first difference that could not restore everything, each with the
+            name of its run, "A" or "B".
+    """
+
+    divergence: Divergence | None
+    equal_batches: int
+    longer_run: str = ""
+    incomplete_resumes: tuple[tuple[str, IncompleteResume], ...] = ()
+
+    def __str__(self) -> str:
+        equal = f"{self.equal_batches:,} {'batch is' if self.equal_batches == 1 else 'batches are'} equal"
+        resumes = [
+            f"{run} was resumed at step {resume.step}, where this was not restored: {', '.join(resume.not_restored)}."
+            for run, resume in self.incomplete_resumes
+        ]
+        if self.divergence is not None:
+            return "\n".join([str(self.divergence), *resumes, f"{equal} before it."])
+        more = f" Run {self.longer_run} has more steps." if self.longer_run else ""
+        return "\n".join([f"No difference: {equal}, bit for bit.{more}", *resumes])
 
 
 def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecord]) -> Comparison:
@@ -36,11 +156,13 @@ def compare(run_a: Sequence[FingerprintRecord], run_b: Sequence[FingerprintRecor
             )
     of_ranks = [_compare_rank(*records) for records in zip(run_a, run_b, strict=True)]
     divergences = [each.divergence for each in of_ranks if each.divergence is not None]
-    first = min(divergences, key=lambda d: (d.step, d.epoch, d.batch_idx, _STAGES.index(d.kind), d.rank), default=None)
+    first = min(
+        divergences, key=lambda d: (d.step, d.epoch, d.batch_idx, list(_STAGES).index(d.kind), d.rank), default=None
+    )
     incomplete_resumes = tuple(
         (name, resume)
         for name, records in (("A", run_a), ("B", run_b))
-        for resume in dict.fromkeys(one for record in records for one in record.incomplete_resumes)
+        for resume in dict.fromkeys(resume for record in records for resume in record.incomplete_resumes)
         if first is None or resume.step <= first.step
     )
     return Comparison(
@@ -65,7 +187,9 @@ def _compare_rank(record_a: FingerprintRecord, record_b: FingerprintRecord) -> C
         if row_a.key == row_b.key:
             if last_equal is None and intervals == {1}:
                 divergence = _diff_initial_weights(passed, row_b, rank)
-            divergence = divergence or _diff_rows(row_a, row_b, rank)
+            are_equal = row_a.columns == row_b.columns and np.array_equal(row_a.values, row_b.values)
+            if divergence is None and not are_equal:
+                divergence = _first_difference(row_a.as_dict(), row_b.as_dict(), row_a, rank)
             if divergence is None:
                 num_equal, last_equal = num_equal + (row_a.batch_idx >= 0), row_a
             elif last_equal is not None and intervals != {1} and row_a.step - last_equal.step > 1:
@@ -74,7 +198,8 @@ def _compare_rank(record_a: FingerprintRecord, record_b: FingerprintRecord) -> C
         else:
             a_is_first = row_a.key < row_b.key
             if last_equal is not None and len(intervals) == 1:
-                divergence = _missing_row(row_a if a_is_first else row_b, rank, "B" if a_is_first else "A")
+                row, missing_in = (row_a, "B") if a_is_first else (row_b, "A")
+                divergence = _diverges_at(row, rank, "data", missing_in=missing_in)
             if a_is_first:
                 passed[0], row_a = row_a, next(rows_a, None)
             else:
@@ -87,24 +212,19 @@ def _compare_rank(record_a: FingerprintRecord, record_b: FingerprintRecord) -> C
     return Comparison(divergence=divergence, equal_batches=num_equal, longer_run=longer_run)
 
 
-def _missing_row(row: Row, rank: int, missing_in: str) -> Divergence:
-    return Divergence(
-        step=row.step, epoch=row.epoch, batch_idx=row.batch_idx, rank=rank, kind="data", missing_in=missing_in
-    )
+def _diverges_at(row: Row, rank: int, kind: str, **known: Any) -> Divergence:
+    return Divergence(step=row.step, epoch=row.epoch, batch_idx=row.batch_idx, rank=rank, kind=kind, **known)
 
 
 def _diff_initial_weights(passed: Sequence[Row | None], row: Row, rank: int) -> Divergence | None:
     """Compare the initial weights of the run that began later with those that the other run had by then."""
-    weights_a, weights_b = ({} if each is None else _weights_in(each) for each in passed)
+    weights_a, weights_b = (
+        {column: value for column, value in each.as_dict().items() if column.kind == "weights"} if each else {}
+        for each in passed
+    )
     if not weights_a or not weights_b:
         return None
     return _first_difference(weights_a, weights_b, replace(row, batch_idx=-1), rank)
-
-
-def _diff_rows(row_a: Row, row_b: Row, rank: int) -> Divergence | None:
-    if row_a.columns == row_b.columns and np.array_equal(row_a.values, row_b.values):
-        return None
-    return _first_difference(row_a.as_dict(), row_b.as_dict(), row_a, rank)
 
 
 def _first_difference(
@@ -122,12 +242,10 @@ def _first_difference(
         first = differing[-1]
     equal_before = neighbours[: neighbours.index(first)] if first.kind == "forward" else []
     by_layer = any(column.name for column in columns)
-    return Divergence(
-        step=row.step,
-        epoch=row.epoch,
-        batch_idx=row.batch_idx,
-        rank=rank,
-        kind="start" if row.batch_idx < 0 else _STAGE_OF_COLUMN.get(first.kind, first.kind),
+    return _diverges_at(
+        row,
+        rank,
+        "start" if row.batch_idx < 0 else _STAGE_OF_COLUMN.get(first.kind, first.kind),
         layer=first.name or ("loss" if first.kind == "loss" and by_layer else None),
         call=first.call,
         num_differing=len(differing),
@@ -135,10 +253,6 @@ def _first_difference(
         last_equal_layer=equal_before[-1].name if equal_before else None,
         missing_in="" if first in values_a and first in values_b else "B" if first in values_a else "A",
     )
-
-
-def _weights_in(row: Row) -> dict[Column, int]:
-    return {column: value for column, value in row.as_dict().items() if column.kind == "weights"}
 
 
 def _step_range(record: FingerprintRecord) -> str:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+import os
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from datetime import date, time, timedelta
 from functools import lru_cache
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-
-from lightning_tricks.run_fingerprint.core.value_parts import tensors_of
+from torch import Tensor, nn
 
 _ROW_LENGTH = 32_749  # words; a prime, so that no row of a matrix and no sample of a batch is a multiple of it
-_GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = (
-    -0x61C8864680B583EB,
-    -0x00AE502812AA7333,
-    0x2545F4914F6CDD1D,
-)  # odd: no bit gets lost
+# odd factors, so that no bit gets lost
+_GOLDEN_RATIO, _MURMUR_FACTOR, _COMBINE_FACTOR = -0x61C8864680B583EB, -0x00AE502812AA7333, 0x2545F4914F6CDD1D
+# their `repr` shows the whole value, and no address
+_PLAIN = (type(None), str, bytes, bytearray, Number, np.generic, range, date, time, timedelta, os.PathLike)
+_WITHOUT_VALUE = (type, nn.Module, FunctionType, BuiltinFunctionType, MethodType)
 
 
 @torch.no_grad()
@@ -126,3 +131,72 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
 def _hash_of_description(description: Hashable) -> int:
     digest = hashlib.blake2b(repr(description).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors in containers, dataclasses and other objects; plain values as tensors of bytes.
+
+    Of an object its attributes count; of a module, a function and the like only the type.
+    """
+    return _parts(value, name, ())
+
+
+def children_of(value: Any) -> dict[str, Any]:
+    """Return the items of a container or the attributes of an object, by name; {"batch": value} for a single value."""
+    inner = None if isinstance(value, Tensor) else _children(value)
+    return {"batch": value} if inner is None else {str(name): part for name, part in inner.items()}
+
+
+def _parts(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        yield name, torch.from_numpy(np.array(value))
+    elif isinstance(value, _PLAIN):
+        yield name, _as_bytes(value)
+    elif id(value) not in around:
+        inner = _children(value)
+        if inner is None:
+            yield name, _as_bytes(type(value).__qualname__)
+        around = (*around, id(value))
+        for key, part in (inner or {}).items():
+            label = f"{name}.{key}" if name else str(key)
+            if isinstance(part, Tensor):  # most are, and there may be many
+                yield label, part
+            else:
+                yield from _parts(part, label, around)
+
+
+def _children(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, Set):
+        return dict(enumerate(sorted(value, key=repr)))
+    if isinstance(value, np.ndarray):
+        value = np.atleast_1d(value).tolist()
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, _WITHOUT_VALUE):
+        return None
+    if hasattr(type(value), "__array__") or hasattr(type(value), "__array_interface__"):  # pictures, data frames
+        with suppress(Exception):
+            return {"values": np.asarray(value)}
+    return _attributes(value)
+
+
+def _attributes(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object, also those in slots; None if it can have none."""
+    slots: list[str] = []
+    for base in type(value).__mro__:
+        own = vars(base).get("__slots__", ())
+        private = f"_{base.__name__.lstrip('_')}"  # before names with two underscores; the special ones drop out
+        slots += [
+            private + name if name.startswith("__") else name for name in ([own] if isinstance(own, str) else own)
+        ]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
+
+
+def _as_bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)

@@ -1,18 +1,38 @@
-"""What is recorded of each step of a fit."""
+"""The fingerprints of each step of a fit: of the batch, layers' outputs, loss, gradients and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks.run_fingerprint.core.layer_outputs import LayerOutputs
-from lightning_tricks.run_fingerprint.core.model_tensors import ModelTensors
-from lightning_tricks.run_fingerprint.core.row_writer import RowWriter
-from lightning_tricks.run_fingerprint.core.value_parts import children_of
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_place, own_buffers, own_parameters
+from lightning_tricks._torch_compat.tensors import outside_transforms
+from lightning_tricks.run_fingerprint.core.fingerprint import children_of, fingerprint
+from lightning_tricks.run_fingerprint.core.record import (
+    INTEGER,
+    Column,
+    FingerprintRecord,
+    IncompleteResume,
+    RecordHeader,
+    format_resume,
+    format_rows,
+    write_record,
+)
+
+_ROWS = 128  # in a block
+# in evaluation these take a fast path, unless a hook is on one of their modules
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class StepRecorder:
@@ -36,8 +56,7 @@ class StepRecorder:
         self._outputs = LayerOutputs(self.model) if self._by_layer else None
 
     def record_initial_weights(self, step: int, epoch: int) -> None:
-        """Start the file with the weights before the first batch."""
-        self.writer.start_file()
+        """Record the weights before the first batch."""
         self.writer.start_row(step, epoch, -1)
         self._add("weights", self._tensors())
         self.writer.end_row()
@@ -101,3 +120,229 @@ class StepRecorder:
             return
         for name, value in values.items():
             self.writer.add(kind, value, name)
+
+
+class RowWriter:
+    """Collects the fingerprints of one rank and writes them to its file.
+
+    Args:
+        path: The file.
+        header: How the run is recorded.
+
+    Attributes:
+        num_rows: How many rows were ended, written or not.
+    """
+
+    def __init__(self, path: Path, header: RecordHeader) -> None:
+        self.path, self.header = path, header
+        self.num_rows = 0
+        self._file: IO[str] | None = None  # stays this run's where another one moves it aside
+        self._digest = FingerprintRecord(header).digest()
+        self._columns: dict[Column, None] = {}  # in the order of a step
+        self._written_columns: tuple[Column, ...] = ()
+        self._keys: list[tuple[int, int, int]] = []
+        self._block: list[Tensor] = []
+        self._key: tuple[int, int, int] | None = None
+        self._values: dict[Column, Tensor] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()  # how often each kind and name came in the row
+
+    def start_file(self, record: FingerprintRecord | None = None) -> None:
+        """Write a new file in place of an existing one, with the rows of a record that it continues.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self.close()
+        record = FingerprintRecord(self.header) if record is None else record
+        write_record(self.path, record)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._digest = record.digest()
+        self.num_rows = len(record)
+        self._written_columns = record.blocks[-1][0] if record.blocks else ()
+        self._columns = dict.fromkeys(self._written_columns)
+
+    def digest(self) -> str:
+        """Return a hash of the rows that were written."""
+        return str(self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    @property
+    def has_open_row(self) -> bool:
+        """Whether a row was started and not ended."""
+        return self._key is not None
+
+    def start_row(self, step: int, epoch: int, batch: int) -> None:
+        """Start the row of a batch, and drop a row that was not ended."""
+        self._key, self._values, self._calls = (step, epoch, batch), {}, Counter()
+
+    def add(self, kind: str, value: Any, name: str = "") -> None:
+        """Add the fingerprint of a value to the row; the second one of a kind and name is recorded as call 2."""
+        call = self._calls[kind, name] = self._calls[kind, name] + 1
+        self._values[Column(kind, name, call)] = fingerprint(value)
+
+    def has(self, kind: str) -> bool:
+        """Whether the row has a fingerprint of a kind, without a name."""
+        return Column(kind) in self._values
+
+    def end_row(self) -> None:
+        """Keep the row; write the block if it is full or if the row has new columns."""
+        if self._key is None:
+            return
+        if not self._values.keys() <= self._columns.keys():
+            self.flush()
+            self._columns = dict.fromkeys(_merged(self._columns, self._values))
+        self._keys.append(self._key)
+        self._block.append(self._stacked())
+        self.num_rows += 1
+        self._key, self._values = None, {}
+        if len(self._block) >= _ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy the rows that are not written yet to the host, and append them to the file.
+
+        Raises:
+            OSError: If that fails; the rows are lost.
+        """
+        keys, block, columns = self._keys, self._block, tuple(self._columns)
+        if not block:
+            return
+        self._keys, self._block = [], []
+        table = np.concatenate([np.array(keys, np.int64), torch.stack(block).cpu().numpy()], axis=1)
+        self._append(format_rows(columns, table, self._written_columns))
+        self._digest.update(table.astype(INTEGER).tobytes())
+        self._written_columns = columns
+
+    def add_resume(self, step: int, epoch: int, not_restored: Sequence[str]) -> None:
+        """Append the names of state that a resume could not restore.
+
+        Raises:
+            OSError: If that fails.
+        """
+        self._append(format_resume(IncompleteResume(self.num_rows, step, epoch, tuple(not_restored))))
+
+    def _append(self, lines: str) -> None:
+        if self._file is None or os.fstat(self._file.fileno()).st_nlink == 0:
+            raise OSError("another fit has replaced it")
+        self._file.write(lines)
+        self._file.flush()
+
+    def _stacked(self) -> Tensor:
+        devices = {value.device for value in self._values.values()}
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        absent = torch.zeros((), dtype=torch.int64, device=device)
+        values = (self._values.get(column, absent) for column in self._columns)
+        return torch.stack([value.to(device, non_blocking=True) for value in values])
+
+
+def _merged(known: Iterable[Column], row: Iterable[Column]) -> list[Column]:
+    """Insert the new columns of a row into the known ones, each after its predecessor in the row."""
+    new: dict[Column | None, list[Column]] = {column: [] for column in (None, *known)}
+    before = None
+    for column in row:
+        if column in new:
+            before = column
+        else:
+            new[before].append(column)
+    return new[None] + [each for column in known for each in (column, *new[column])]
+
+
+class ModelTensors:
+    """The parameters and buffers of a model, by qualified name.
+
+    Which module holds each of them is found once; each call returns what these modules hold now.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: dict[str, tuple[dict[str, Any], str]] = {}
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for holder in (own_parameters(module), own_buffers(module)):
+                for name, value in holder.items():
+                    if value is not None and id(value) not in seen:
+                        seen.add(id(value))
+                        self._holders[strip_compile_prefix(f"{prefix}.{name}" if prefix else name)] = (holder, name)
+
+    def __call__(self) -> dict[str, Tensor]:
+        """Return qualified name -> tensor, without those that are None or lazy by now."""
+        found = {name: holder.get(key) for name, (holder, key) in self._holders.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None and not is_lazy(tensor)}
+
+
+class LayerOutputs:
+    """The outputs of the layers of a model: of modules without children, or with tensors of their own.
+
+    What `torch.compile` has compiled counts as one layer; modules that compile in place, and those of TorchScript, are
+    left alone.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = list(_layers_in(model))
+
+    @contextmanager
+    def hooked(self, on_output: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call `on_output` with the qualified name and the output of each layer that runs in the block."""
+        with ExitStack() as hooks:
+            for name, module, with_fast_path in self._layers:
+                # a hook would make torch leave the fast path of a module around it: only those in training get hooks
+                if all(_is_trained(outer) for outer in with_fast_path):
+                    hooks.enter_context(module.register_forward_hook(_Hook(name, module, on_output)))
+            yield
+
+
+def _layers_in(
+    module: nn.Module, name: str = "", with_fast_path: tuple[nn.Module, ...] = (), met: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Yield names and layers, and around each of them the modules with a fast path."""
+    met = set() if met is None else met
+    if module in met or isinstance(module, torch.jit.ScriptModule) or compiles_in_place(module):
+        return
+    met.add(module)
+    if isinstance(module, _WITH_FAST_PATH):
+        with_fast_path = (*with_fast_path, module)
+    children = {} if compiled_module(module) is not None else dict(module.named_children())
+    if name and not (children and not own_parameters(module) and not own_buffers(module)):
+        yield name, module, with_fast_path
+    for key, child in children.items():
+        yield from _layers_in(child, f"{name}.{key}" if name else key, with_fast_path, met)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.training and any(parameter.requires_grad for parameter in module.parameters())
+
+
+class _Hook:
+    """Calls `on_output` with the output of a layer; a copy of the model has a copy that does nothing."""
+
+    def __init__(self, name: str, layer: nn.Module, on_output: Callable[[str, Any], None]) -> None:
+        self._name, self._layer_id, self._on_output = name, id(layer), on_output
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # a shallow copy of the layer has this very hook; torch.compile would break its graph at the call, and a trace
+        # would take it for a part of the model
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if id(module) == self._layer_id and not (torch.compiler.is_compiling() or is_traced):
+            with outside_transforms(output) as plain:
+                self._on_output(self._name, plain)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for deep copies and pickle
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Do nothing."""

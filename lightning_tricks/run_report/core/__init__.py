@@ -1,1 +1,1 @@
-"""The record of a run, what is remarkable in it, and its page; no Lightning."""
+"""The record of a run, its findings and its page, without Lightning."""

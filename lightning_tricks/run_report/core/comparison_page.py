@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 
 from lightning_tricks._shared.report_parts import Facts
@@ -11,7 +12,7 @@ from lightning_tricks.run_report.core.curves import (
     NOISY,
     best_point,
     keys_of_topic,
-    metric_pictures,
+    metric_curves,
     sign_of_better,
     smooth,
     split_key,
@@ -87,12 +88,7 @@ def settings_of(record: RunRecord) -> dict[str, str]:
 
 def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
     """Return the settings that differ: name, text in the first run, text in the second; "-" where one lacks it."""
-    left, right = settings_of(first), settings_of(second)
-    differing = [
-        (name, left.get(name, "-"), right.get(name, "-"))
-        for name in {**left, **right}
-        if left.get(name) != right.get(name)
-    ]
+    differing = _differing(settings_of(first), settings_of(second))
     diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
     if diffs[0] != diffs[1]:
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
@@ -119,9 +115,11 @@ def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> s
         ("epochs", f"{first.epochs:,}", f"{second.epochs:,}"),
         ("resumes", str(len(first.resumes)), str(len(second.resumes))),
         ("module", first.module, second.module),
-        *_differing_facts(first, second),
     ]
-    rows = [row for row in rows if row[1] != row[2]]
+    facts = [
+        {f"{name} ({part.title})": text for part in run.parts_of(Facts) for name, text in part.facts} for run in runs
+    ]
+    rows = [*(row for row in rows if row[1] != row[2]), *_differing(*facts)]
     settings = differing_settings(first, second)
     said = [] if settings else ["Nothing that is recorded of the settings and versions differs."]
     if len(settings) > _MOST_ROWS:
@@ -137,28 +135,25 @@ def _differences(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> s
     return shown + "".join(paragraph(sentence) for sentence in dict.fromkeys(said))
 
 
-def _differing_facts(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    """Return what callbacks said in words and numbers of one run and not of the other."""
-    left, right = (
-        {f"{name} ({part.title})": text for part in run.parts_of(Facts) for name, text in part.facts}
-        for run in (first, second)
-    )
-    return [(name, left.get(name, "-"), right.get(name, "-")) for name in {**left, **right}]
+def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return the names of texts that differ, with both texts; "-" where one is missing."""
+    names = {**first, **second}
+    return [
+        (name, first.get(name, "-"), second.get(name, "-")) for name in names if first.get(name) != second.get(name)
+    ]
 
 
 def _metric_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> list[str]:
     curves: dict[str, list[Line]] = {}
     for color, (run, name) in enumerate(zip(runs, names, strict=True)):
-        for picture in metric_pictures(run):
-            for parts, key in picture.curves:
-                points = run.curve(key)
-                if len(points) > NOISY:
-                    points = smooth(points)
-                label = " ".join(word for word in (name, parts.stage, parts.kind) if word)
-                is_train = parts.stage == "train"
-                best = None if is_train else best_point(points, sign_of_better(picture.name))
-                line = Line(label, points, color, is_dashed=is_train, best=best if len(points) > 1 else None)
-                curves.setdefault(picture.name, []).append(line)
+        for parts, key in metric_curves(run):
+            points = run.curve(key)
+            if len(points) > NOISY:
+                points = smooth(points)
+            label = " ".join(word for word in (name, parts.stage, parts.kind) if word)
+            is_train = parts.stage == "train"
+            best = None if is_train or len(points) < 2 else best_point(points, sign_of_better(parts.name))
+            curves.setdefault(parts.name, []).append(Line(label, points, color, is_dashed=is_train, best=best))
     return [
         figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
         for name, lines in curves.items()
@@ -181,7 +176,7 @@ def _other_figures(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) ->
 
 
 def _values(runs: tuple[RunRecord, RunRecord], names: tuple[str, str]) -> str:
-    keys = [key for run in runs for picture in metric_pictures(run) for _, key in picture.curves]
+    keys = [key for run in runs for _, key in metric_curves(run)]
     rows, marked = [], []
     for key in list(dict.fromkeys(keys))[:_MOST_ROWS]:
         curves = [run.curve(key) for run in runs]

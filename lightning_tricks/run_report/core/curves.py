@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_tricks._shared.report_parts import ClassValues
 from lightning_tricks.run_report.core.record import Point, RunRecord
@@ -22,7 +23,7 @@ _HIGHER_IS_BETTER = re.compile(
     r"(^|[^a-z])(acc|accuracy|f1|auc|auroc|precision|recall|iou|miou|dice|r2|map|ap|kappa|mcc|bleu|psnr|ssim|top\d"
     r"|rew|reward|return)($|[^a-z])"
 )
-# `loss_scale` and `kl_loss_weight` are no losses, `std_loss` is one: the last word of a name says what it is
+# `loss_scale` and `kl_loss_weight` are not losses, `std_loss` is: the last word of a name tells the kind of value
 _SETTING = (
     r"(scal(e|er|ing)|weight|coef|coeff|coefficient|factor|lambda|beta|temperature|threshold|ratio|count|std|lr)s?"
 )
@@ -53,19 +54,6 @@ class KeyParts:
     name: str
     stage: str
     kind: str
-
-
-@dataclass
-class Picture:
-    """Curves that belong into one picture.
-
-    Attributes:
-        name: What they show.
-        curves: Label and key of each.
-    """
-
-    name: str
-    curves: list[tuple[KeyParts, str]] = field(default_factory=list)
 
 
 def split_key(key: str) -> KeyParts:
@@ -103,7 +91,7 @@ def is_weight(key: str) -> bool:
 
 
 def topic_of(key: str) -> str:
-    """Return the topic of a key that is no metric, or ""."""
+    """Return the topic of a key that is not a metric, or ""."""
     if key == "learning_rate" or key.startswith(("learning_rate/", "lr-")):
         return LEARNING_RATE
     if key.startswith("grad_norm/"):
@@ -128,45 +116,47 @@ def keys_of_topic(record: RunRecord, topic: str) -> list[str]:
     return [key for key in record.logged_keys() if topic_of(key) == topic and len(record.curve(key)) > 1]
 
 
-def metric_pictures(record: RunRecord) -> list[Picture]:
-    """Return the pictures of losses and metrics, losses first; values of single classes are left out."""
+def metric_pictures(record: RunRecord) -> dict[str, list[tuple[KeyParts, str]]]:
+    """Return the pictures of losses and metrics, losses first; values of single classes are left out.
+
+    Returns:
+        Name -> the parts and the key of each curve.
+    """
     of_classes = {key for part in record.parts_of(ClassValues) for key in part.keys}
-    pictures: dict[str, Picture] = {}
+    pictures: dict[str, list[tuple[KeyParts, str]]] = {}
     for key in record.logged_keys():
-        if topic_of(key) or key in of_classes:
-            continue
-        parts = split_key(key)
-        pictures.setdefault(parts.name, Picture(parts.name)).curves.append((parts, key))
+        if not topic_of(key) and key not in of_classes:
+            parts = split_key(key)
+            pictures.setdefault(parts.name, []).append((parts, key))
     stages = ["train", "val", "test", ""]
-    for picture in pictures.values():
-        picture.curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].kind))
+    for curves in pictures.values():
+        curves.sort(key=lambda curve: (stages.index(curve[0].stage), curve[0].kind))
     order = {"loss": 0, "acc": 1, "accuracy": 1}
-    return sorted(pictures.values(), key=lambda one: (order.get(one.name, 2), "loss" not in one.name))
+    names = sorted(pictures, key=lambda name: (order.get(name, 2), "loss" not in name))
+    return {name: pictures[name] for name in names}
+
+
+def metric_curves(record: RunRecord) -> list[tuple[KeyParts, str]]:
+    """Return the parts and the keys of all losses and metrics, in the order of the pictures."""
+    return [curve for curves in metric_pictures(record).values() for curve in curves]
 
 
 def best_point(points: Sequence[Point], sign: int) -> Point | None:
-    """Return the first of the best points, or None where there is none or it is unknown what is better."""
+    """Return the first of the best points, or None if there is none, or if it is unknown which values are better."""
     finite = [point for point in points if math.isfinite(point.value)]
     return max(finite, key=lambda point: sign * point.value) if finite and sign else None
 
 
-def running_mean(points: Sequence[Point], width: int) -> list[Point]:
-    """Return the means of `width` neighbouring points each, without those that are not finite."""
-    finite = [point for point in points if math.isfinite(point.value)]
-    sums = [0.0]
-    for point in finite:
-        sums.append(sums[-1] + point.value)
-    smooth, half = [], width // 2
-    for place, point in enumerate(finite):
-        first, last = max(0, place - half), min(len(finite), place + half + 1)
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the running mean of a curve over a twenty-fifth of it, without values that are not finite."""
+    finite_points = finite(points)
+    sums = [0.0, *accumulate(point.value for point in finite_points)]
+    smooth, half = [], max(5, len(points) // 25) // 2
+    for place, point in enumerate(finite_points):
+        first, last = max(0, place - half), min(len(finite_points), place + half + 1)
         mean = (sums[last] - sums[first]) / (last - first)
         smooth.append(Point(point.step, point.epoch, mean, mean, mean))
     return smooth
-
-
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the running mean of a curve over a twenty-fifth of it."""
-    return running_mean(points, max(5, len(points) // 25))
 
 
 def equal_parts(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
@@ -186,3 +176,32 @@ def thin_points(points: Sequence[Point], most: int = 1000) -> list[Point]:
         high = max(places, key=lambda place: group[place].high)
         chosen += [group[place] for place in sorted({low, high, *worst})]
     return chosen
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    """Return the points whose value is finite."""
+    return [point for point in points if math.isfinite(point.value)]
+
+
+def losses(record: RunRecord, stage: str) -> list[tuple[str, list[Point]]]:
+    """Return the keys and the curves of the losses of a stage; of one in steps and epochs that of the steps."""
+    found: dict[str, tuple[KeyParts, str]] = {}
+    for parts, key in metric_curves(record):
+        is_loss = "loss" in parts.name.lower() and sign_of_better(parts.name) < 0
+        if is_loss and parts.stage == stage and (parts.name not in found or parts.kind == "step"):
+            found[parts.name] = parts, key
+    return [(key, record.curve(key)) for _, key in found.values()]
+
+
+def watched(record: RunRecord) -> list[tuple[str, int, list[Point]]]:
+    """Return the values of validation that tell how good a model is: the loss, or else the first such metric.
+
+    Returns:
+        Key, sign of better, and curve of each.
+    """
+    of_validation = [
+        (key, sign_of_better(parts.name), record.curve(key))
+        for parts, key in metric_curves(record)
+        if parts.stage == "val" and parts.kind != "step" and sign_of_better(parts.name)
+    ]
+    return of_validation[:1]

@@ -1,18 +1,39 @@
-"""What was unusual in a run, in sentences with numbers."""
+"""The findings of a run, sentences with numbers about its unusual sides; those about losses are in `loss_findings`."""
 
 from __future__ import annotations
 
-from lightning_tricks.run_report.core.finding import Check, Finding
-from lightning_tricks.run_report.core.loss_findings import LOSS_CHECKS
-from lightning_tricks.run_report.core.record import RunRecord
-from lightning_tricks.run_report.core.training_findings import TRAINING_CHECKS
-from lightning_tricks.run_report.core.usage_findings import USAGE_CHECKS, ended_early
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
 
-CHECKS: tuple[Check, ...] = (ended_early, *LOSS_CHECKS, *TRAINING_CHECKS, *USAGE_CHECKS)
+from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Reliability
+from lightning_tricks.run_report.core.curves import (
+    LEARNING_RATE,
+    equal_parts,
+    finite,
+    keys_of_topic,
+    sign_of_better,
+)
+from lightning_tricks.run_report.core.loss_findings import loss_not_finite, loss_rises, overfitting, still_improving
+from lightning_tricks.run_report.core.numbers import format_number, format_percent
+from lightning_tricks.run_report.core.record import Finding, RunRecord, note, warning
+
+_FEWEST_STEPS = 20  # below, a share of steps says nothing
+_FEWEST_SAMPLES = 10  # of a class
+_MUCH_WAIT = 10.0  # percent
+_LOW_UTILIZATION = 0.2
+_NEEDS_NO_SCHEDULE = re.compile(r"schedule.?free|lbfgs|prodigy|dadapt", re.IGNORECASE)
+_MEMORY = re.compile(r"(^|[^a-z])(memory|mem|vram|rss|process_ram|allocated)($|[^a-z])")
+_NOT_IN_USE = re.compile(
+    r"(total|free|avail|limit|percent|pct|fraction|util|reserved|cache|buffer|bank|replay)"
+    r"|\.allocated$"  # what torch has allocated since the start, freed or not
+)
 
 
 def find_all(record: RunRecord) -> list[Finding]:
-    """Return what was unusual, warnings first.
+    """Return the findings of a run, warnings first.
 
     Examples:
         >>> from lightning_tricks.run_report import RunRecord
@@ -21,3 +42,298 @@ def find_all(record: RunRecord) -> list[Finding]:
     """
     found = [finding for check in CHECKS for finding in check(record)]
     return sorted(found, key=lambda finding: finding.level != "warning")
+
+
+def ended_early(record: RunRecord) -> Iterator[Finding]:
+    """The run failed, or was stopped."""
+    if record.status == "failed":
+        yield warning(f"The run failed at step {record.step:,}, in epoch {record.epochs}: {record.message}")
+    if record.status == "stopped":
+        yield note(f"The run was stopped at step {record.step:,}, in epoch {record.epochs}.")
+
+
+def skipped_steps(record: RunRecord) -> Iterator[Finding]:
+    """Steps were skipped, as gradients were not finite.
+
+    In true fp16 a GradScaler finds its scale by steps that overflow: a warning needs more than 1 % of them, and 10.
+    """
+    parts = record.parts_of(ClippedSteps)
+    is_scaled = dict(record.trainer).get("precision", "").startswith("16")
+    for part in parts:
+        if part.skipped > (max(10, 0.01 * part.steps) if is_scaled else 0):
+            share = format_percent(part.skipped / max(part.steps, 1))
+            said = (
+                f"{part.skipped:,} of {record.describe_steps(part)} ({share}) were skipped: gradients were NaN or Inf."
+            )
+            yield warning(said)
+
+
+def clipped_steps(record: RunRecord) -> Iterator[Finding]:
+    """A `max_norm` rescaled more than half of the steps, or none, as it is more than ten times the largest norm.
+
+    Clipping by norm is meant for unusual steps. Other methods, such as AGC, are not judged: they change some of the
+    gradients in most steps of a healthy run.
+    """
+    parts = record.parts_of(ClippedSteps)
+    for part in parts:
+        if part.max_norm is None or part.steps < _FEWEST_STEPS:
+            continue
+        prefix = "grad_norm" if len(parts) == 1 else f"grad_norm/{part.optimizer}"
+        norms = [point.value for point in finite(record.curve(f"{prefix}/pre_clip"))]
+        limit = f"max_norm={format_number(part.max_norm)}"
+        if part.clipped > 0.5 * part.steps:
+            usual = median(norms) if norms else 0.0
+            why = f": {limit} is below the median norm of {format_number(usual)}" if part.max_norm < usual else ""
+            yield note(
+                f"{format_percent(part.clipped / part.steps)} of {record.describe_steps(part)} were clipped{why}. "
+                "Most updates were rescaled; a larger max_norm clips only unusual steps."
+            )
+        elif not part.clipped and norms and part.max_norm > 10 * max(norms):
+            largest = format_number(max(norms))
+            whose = f" of optimizer {part.optimizer}" * (len(parts) > 1)
+            yield note(f"No step{whose} was clipped: {limit} is far above the largest logged norm, {largest}.")
+
+
+def weak_classes(record: RunRecord) -> Iterator[Finding]:
+    """A class is recognized much less often than the others.
+
+    Its recall lies below 80 %, and below the median of the other classes by 15 points, and by 4 standard deviations
+    both of these and of what so few samples would have with that median.
+    """
+    for part in record.parts_of(ConfusionMatrix):
+        recalls, totals = part.recalls, [sum(row) for row in part.counts]
+        known = [place for place, total in enumerate(totals) if total >= _FEWEST_SAMPLES]
+        if not part.is_square or len(known) < 2:
+            continue
+        worst = min(known, key=recalls.__getitem__)
+        others = [recalls[place] for place in known if place != worst]
+        usual = median(others)
+        scatter = (
+            1.25 * sum(abs(recall - usual) for recall in others) / len(others)
+        )  # of normal numbers, their deviation
+        smoothed = (usual * totals[worst] + 2) / (totals[worst] + 4)  # as 100 % has no deviation
+        chance = math.sqrt(smoothed * (1 - smoothed) / totals[worst])
+        if recalls[worst] < min(0.8, usual - max(0.15, 4 * scatter, 4 * chance)):
+            row = part.counts[worst]
+            taken = max((place for place in range(len(row)) if place != worst), key=row.__getitem__)
+            said = f"Class {part.classes[worst]!r} has a recall of {format_percent(recalls[worst])} in {part.stage}"
+            said += f" ({row[worst]:,} of {totals[worst]:,}; the median of the others is {format_percent(usual)})"
+            more = f": {row[taken]:,} were predicted as {part.classes[taken]!r}" if row[taken] else ""
+            yield warning(f"{said}{more}.")
+
+
+def learning_rate(record: RunRecord) -> Iterator[Finding]:
+    """The learning rate never changed, or a schedule was cut off while it was still high.
+
+    It was cut off if the rate fell without a break since its peak, ended above half of it, and fell in the last tenth
+    no slower than on average: rates that fall in stairs, or ever more slowly, have no end that a run could miss.
+    """
+    curves = [finite(record.curve(key)) for key in keys_of_topic(record, LEARNING_RATE)]
+    curves = [points for points in curves if len(points) >= _FEWEST_STEPS]
+    schedulers = ", ".join(text for name, text in record.trainer if name.startswith("scheduler"))
+    optimizers = ", ".join(text for name, text in record.trainer if name.startswith("optimizer"))
+    if not curves or record.status != "finished" or "plateau" in schedulers.lower():  # which waits, rightly
+        return
+    if all(point.low == point.high == points[0].value for points in curves for point in points):
+        rates = list(dict.fromkeys(format_number(points[0].value) for points in curves))
+        said = f"The learning rate was {rates[0]}" if len(rates) == 1 else f"The learning rates were {', '.join(rates)}"
+        if schedulers:
+            yield note(f"{said} in all steps: {schedulers} never changed it.")
+        elif not _NEEDS_NO_SCHEDULE.search(optimizers):
+            yield note(f"{said} in all steps: a schedule that ends near 0 often gives a better model.")
+    elif schedulers:
+        for points in curves:
+            last_at = {point.value: point.step for point in points}  # stairs of epochs fall without a break, too
+            stairs = list(last_at.items())[list(last_at).index(max(last_at)) :]
+            if _is_cut_off(stairs):
+                (peak, _), (last, _) = stairs[0], stairs[-1]
+                said = f"The learning rate ended at {format_percent(last / peak)} of its peak of {format_number(peak)}"
+                yield note(f"{said} and was still falling: the schedule is longer than the run.")
+                return
+
+
+def _is_cut_off(stairs: Sequence[tuple[float, int]]) -> bool:
+    """Whether rates, given with the last step of each, end high and fall as fast at the end as on average."""
+    if len(stairs) < 5 or not all(high > low and step < later for (high, step), (low, later) in pairwise(stairs)):
+        return False
+    (peak, start), (before, late), (last, end) = stairs[0], stairs[-1 - max(1, len(stairs) // 10)], stairs[-1]
+    return last >= 0.5 * peak and (before - last) / (end - late) >= 0.95 * (peak - last) / (end - start)
+
+
+def calibration(record: RunRecord) -> Iterator[Finding]:
+    """Confidence is far from accuracy: by 0.05 on average over the bins, and by more than few samples scatter.
+
+    Only a difference of the means that makes most of that says in which direction.
+    """
+    for part in record.parts_of(Reliability):
+        error = part.calibration_error
+        matrices = [other for other in record.parts_of(ConfusionMatrix) if other.stage == part.stage]
+        samples = sum(sum(row) for matrix in matrices for row in matrix.counts) or math.inf
+        if part.label != "accuracy" or not error >= max(0.05, 1.5 / math.sqrt(samples)):
+            continue
+        confidence = sum(mean * weight for mean, weight in zip(part.confidence, part.weight, strict=False))
+        accuracy = sum(right * weight for right, weight in zip(part.share, part.weight, strict=False))
+        word = "is overconfident" if confidence > accuracy else "is underconfident"
+        if abs(confidence - accuracy) < 0.5 * error:
+            word = "is overconfident in some predictions and underconfident in others"
+        yield note(
+            f"The model {word} in {part.stage}: its mean confidence is {format_percent(confidence)}, its accuracy "
+            f"{format_percent(accuracy)} (expected calibration error {error:.2f})."
+        )
+
+
+def data_wait(record: RunRecord) -> Iterator[Finding]:
+    """More than 10 % of the time were lost in waiting for data; with a GPU, time in which it had nothing to do.
+
+    Where `DeviceMonitor` gives a verdict, that is followed. In the middle of a run there are its logged values alone,
+    without the first, whose time includes the start.
+    """
+    uses = record.parts_of(DeviceUse)
+    waits = [
+        (part.data_wait, " ".join(part.verdict))
+        for part in uses
+        if part.data_wait and not any("keeps up" in said for said in part.verdict)
+    ]
+    if not uses:
+        keys = [key for key in record.logged_keys() if re.fullmatch(r"gpu\d+/data_wait", key)]
+        has_gpu = any(key.startswith("gpu") and "/" in key for key in record.logged_keys())
+        for key in keys if has_gpu else ["host/data_wait"]:
+            points = finite(record.curve(key))[1:]
+            waits += [(sum(point.value for point in points) / len(points), "")] if len(points) > 1 else []
+    share, verdict = max(waits, default=(0.0, ""))
+    if share <= _MUCH_WAIT:
+        return
+    remedy = re.search(r"bottleneck; (.*)", verdict)
+    said = f"Training waited for data {format_percent(share / 100)} of the time"
+    yield warning(f"{said}: {remedy[1] if remedy else 'more workers, or cheaper loading, would make it faster.'}")
+
+
+def memory_grows(record: RunRecord) -> Iterator[Finding]:
+    """The memory in use grew all the time: by a tenth at least, in 7 of 9 parts, and in the last 3 at half the pace.
+
+    A cache that fills, a second stage with larger images, or an occasional peak is thus not reported.
+    """
+    for key in record.logged_keys():
+        is_memory = _MEMORY.search(key.lower()) and not _NOT_IN_USE.search(key.lower()) and not sign_of_better(key)
+        points = finite(record.curve(key)) if is_memory else []
+        if len(points) < 12:
+            continue
+        levels = [median([point.value for point in part]) for part in equal_parts(points, 10)]
+        growth = levels[-1] - levels[0]
+        steady = sum(after - before > 0.3 * growth / 9 for before, after in pairwise(levels))
+        if growth > 0.1 * abs(levels[0]) and steady >= 7 and levels[-1] - levels[-4] > 0.5 * growth / 3:
+            scale, unit = (2.0**30, " GiB") if "bytes" in key else (1.0, " GiB" if key.endswith("_gib") else "")
+            said = (
+                f"{key} grew from {format_number(levels[0] / scale)} to {format_number(points[-1].value / scale)}{unit}"
+            )
+            yield warning(
+                f"{said} and was still growing at the end: unless that is intended, something keeps tensors, such as "
+                "a list of losses with their graphs."
+            )
+
+
+def low_utilization(record: RunRecord) -> Iterator[Finding]:
+    """The device did less than a fifth of the matrix products that it could, in the median and without the start."""
+    points = finite(record.curve("flops/mfu"))[1:]
+    if len(points) < 5:
+        return
+    usual = median([point.value for point in points])
+    if usual >= _LOW_UTILIZATION:
+        return
+    lower = "lower precision " if dict(record.trainer).get("precision", "32").startswith(("32", "64")) else ""
+    yield note(
+        f"The model FLOPs utilization was {format_percent(usual)} (median of {len(points):,} values): larger batches, "
+        f"{lower}or torch.compile may use the device better."
+    )
+
+
+def resumes(record: RunRecord) -> Iterator[Finding]:
+    """The run was resumed."""
+    count = len(record.resumes)
+    if not count:
+        return
+    steps = ", ".join(f"{resume.step:,}" for resume in record.resumes[-5:])
+    times = "once, at step" if count == 1 else f"{count:,} times, {'last ' * (count > 5)}at steps"
+    said = f"The run was resumed {times} {steps}"
+    lost = list(dict.fromkeys(name for resume in record.resumes for name in resume.not_restored))
+    if lost:
+        names = ", ".join(lost[:5]) + (f" and {len(lost) - 5:,} more" if len(lost) > 5 else "")
+        yield warning(f"{said}, and not exactly: {names} could not be restored.")
+    else:
+        yield note(f"{said}.")
+
+
+def not_seeded(record: RunRecord) -> Iterator[Finding]:
+    """The run cannot be repeated."""
+    if record.is_seeded or not record.step:
+        return
+    yield note(
+        "The run was not seeded by SeedEverything or seed_everything: unless the script does it in another way, it "
+        "cannot be repeated. SeedEverything(42) seeds it."
+    )
+
+
+def uncommitted_changes(record: RunRecord) -> Iterator[Finding]:
+    """The code is not that of the commit."""
+    git = record.git
+    if git is None:
+        return
+    tracked = [name for name in git.changed if not name.startswith("??")]
+    if not tracked:
+        return
+    files = "1 file differs" if len(tracked) == 1 else f"{len(tracked):,} files differ"
+    where = ": the differences are in the section Code" * bool(git.diff)
+    yield note(f"{files} from commit {git.commit[:10]}{where}.")
+
+
+def limited_data(record: RunRecord) -> Iterator[Finding]:
+    """A limit on batches left out a part of the data: fewer batches were used than the loader has."""
+    limits, batches = dict(record.trainer), dict(record.data)
+    names = (("limit_train_batches", "training"), ("limit_val_batches", "validation"))
+    overfit = limits.get("overfit_batches", "0")
+    if overfit not in ("0", "1"):  # the Trainer then sets both limits by it
+        yield note(f"Only a part of the data was used in training and validation (overfit_batches={overfit}).")
+        return
+    found = [
+        f"{word} ({name}={limits[name]})"
+        for name, word in names
+        if limits.get(name, "1") not in ("1", "0 batches", "0", "None")
+        and _is_part(batches.get(f"{word} batches", ""), limits[name])
+    ]
+    if found:
+        yield note(f"Only a part of the data was used in {' and '.join(found)}.")
+
+
+def _is_part(batches: str, limit: str) -> bool:
+    """Whether a limit left something out, as far as it is known.
+
+    Args:
+        batches: "7 of 20", or "7 of unknown"; "7" or "" in records of earlier versions.
+        limit: "7 batches", or a share.
+    """
+    used, _, there = batches.partition(" of ")
+    if there:
+        return there not in (used, "unknown")
+    return "batches" not in limit or not batches or f"{used.replace(',', '')} batches" == limit
+
+
+# One entry for each sentence that a report may say, in the order in which it says them
+CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
+    ended_early,
+    loss_not_finite,
+    loss_rises,
+    overfitting,
+    still_improving,
+    skipped_steps,
+    clipped_steps,
+    weak_classes,
+    learning_rate,
+    calibration,
+    data_wait,
+    memory_grows,
+    low_utilization,
+    resumes,
+    not_seeded,
+    uncommitted_changes,
+    limited_data,
+)

@@ -61,7 +61,8 @@ def _compare(state: GitState, top: Path, paths: Mapping[str, Path], settings: Ma
     same = ("--no-renames", "--ignore-submodules=dirty")
     status = _git(top, variables, *before, "status", "--porcelain", "-z", *same)
     lines = [line for line in (status or "").split("\0") if line]
-    drivers = {name[7:].rpartition(".")[0] for name in settings if _names_filter(name)}
+    filters = [name for name in settings if name.startswith("filter.") and name.endswith((".clean", ".process"))]
+    drivers = {name[7:].rpartition(".")[0] for name in filters}
     asked = "".join(f"{line[3:]}\0" for line in lines if not line.startswith("??"))
     attributes = _git(top, variables, *before, "check-attr", "-z", "--stdin", "filter", given=asked) if drivers else ""
     if status is None or attributes is None:
@@ -79,10 +80,6 @@ def _compare(state: GitState, top: Path, paths: Mapping[str, Path], settings: Ma
     state.not_compared = [name[:500] for name in unknown[:_MOST_FILES]] if diff is not None else [_EVERYTHING]
     state.diff = hide_in_text((diff or "")[: 2 * _LONGEST_DIFF])[:_LONGEST_DIFF]  # no secret is cut in two
     state.is_cut = len(diff or "") > _LONGEST_DIFF or max(len(changed), len(unknown)) > _MOST_FILES
-
-
-def _names_filter(setting: str) -> bool:
-    return setting.startswith("filter.") and setting.endswith((".clean", ".process"))
 
 
 def _make_git_directory(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lightning_tricks.run_report.core.finding import Finding
+from lightning_tricks.run_report.core.record import Finding
 from lightning_tricks.run_report.core.record_file import PAGE_MARK
 from lightning_tricks.run_report.core.svg import Line
 
@@ -85,7 +85,7 @@ def page(title: str, body: Sequence[str], refresh: bool = False) -> str:
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f'<meta name="generator" content="{PAGE_MARK}">',
-        # also against what a text might contain if it were not escaped
+        # a second protection, beside the escaping of texts
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">',
         '<meta http-equiv="refresh" content="30">' * refresh,
@@ -98,20 +98,23 @@ def page(title: str, body: Sequence[str], refresh: bool = False) -> str:
 
 def section(title: str, parts: Sequence[str]) -> str:
     """Return a section, or "" if it has no parts."""
-    inside = "\n".join(part for part in parts if part)
+    inside = _lines(parts)
     return f"<section><h2>{escape(title)}</h2>\n{inside}</section>" if inside else ""
 
 
-def side_by_side(parts: Sequence[str]) -> str:
-    """Return parts in two columns."""
-    inside = "\n".join(part for part in parts if part)
-    return f'<div class="two">{inside}</div>' if inside else ""
+def side_by_side(parts: Sequence[str], kind: str = "two") -> str:
+    """Return parts in two columns, or "" if there are none."""
+    inside = _lines(parts)
+    return f'<div class="{kind}">{inside}</div>' if inside else ""
 
 
 def stacked(parts: Sequence[str]) -> str:
     """Return parts below each other in one column."""
-    inside = "\n".join(part for part in parts if part)
-    return f'<div class="stack">{inside}</div>' if inside else ""
+    return side_by_side(parts, "stack")
+
+
+def _lines(parts: Sequence[str]) -> str:
+    return "\n".join(part for part in parts if part)
 
 
 def figure(title: str, picture: str, lines: Sequence[Line] = (), note: str = "") -> str:
@@ -149,7 +152,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
 
 
 def folded(summary: str, inside: str) -> str:
-    """Return what is shown only when it is opened."""
+    """Return content that is shown only when it is opened."""
     return f"<details><summary>{escape(summary)}</summary>{inside}</details>" if inside else ""
 
 
@@ -162,8 +165,8 @@ def first_and_folded(pictures: Sequence[str], most: int) -> str:
 
 
 def findings_list(findings: Sequence[Finding]) -> str:
-    """Return what was unusual as a list, or "" if there was nothing."""
-    items = "".join(f'<li class="{one.level}">{escape(one.text)}</li>' for one in findings)
+    """Return findings as a list, or "" if there are none."""
+    items = "".join(f'<li class="{finding.level}">{escape(finding.text)}</li>' for finding in findings)
     return f'<ul class="findings">{items}</ul>' if items else ""
 
 

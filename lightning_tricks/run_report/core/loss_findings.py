@@ -1,43 +1,44 @@
-"""What losses and metrics say about how training went."""
+"""The findings about losses and metrics: how training went."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 from lightning_tricks.run_report.core.curves import (
     LEARNING_RATE,
     best_point,
     equal_parts,
+    finite,
     is_weight,
     keys_of_topic,
+    losses,
     sign_of_better,
     split_key,
+    watched,
 )
-from lightning_tricks.run_report.core.finding import Check, Finding, finite, losses, median, note, warn, watched
 from lightning_tricks.run_report.core.numbers import format_number, format_percent
-from lightning_tricks.run_report.core.record import Point, RunRecord
+from lightning_tricks.run_report.core.record import Finding, Point, RunRecord, note, warning
 
 _PARTS = 10  # of a curve, whose levels are compared: each is a median
 _FEWEST_EPOCHS = 4
 _WHOLE_LOSS = ("loss", "total_loss", "loss_total", "loss/total")
 
 
-def loss_not_finite(record: RunRecord) -> Sequence[Finding]:
+def loss_not_finite(record: RunRecord) -> Iterator[Finding]:
     """A loss was NaN or Inf: such a value is never meant, and its gradients are lost."""
-    found: list[Finding] = []
     for stage in ("train", "val", "test", ""):
         for key, points in losses(record, stage):
             bad = [point for point in points if not math.isfinite(point.value)]
             if bad:
                 where = f"at step {bad[0].step:,} (epoch {bad[0].epoch})"
                 often = f", and in {len(bad):,} of {len(points):,} recorded values" if len(bad) > 1 else ""
-                found += warn(f"{key} was {format_number(bad[0].value)} {where}{often}.")
-    return found
+                yield warning(f"{key} was {format_number(bad[0].value)} {where}{often}.")
 
 
-def loss_rises(record: RunRecord) -> Sequence[Finding]:
-    """The training loss lost what it had gained: training diverged.
+def loss_rises(record: RunRecord) -> Iterator[Finding]:
+    """The training loss rose again by much of its fall: training diverged.
 
     That is so if the level of its last tenth (of at least 10 values) lies above the lowest level, which is not among
     the last two tenths, by more than half of the whole fall before, beyond scatter, and at least doubled if losses are
@@ -59,8 +60,8 @@ def loss_rises(record: RunRecord) -> Sequence[Finding]:
         is_high = last - low > max(0.5 * fall, low, 7 * scatter) and (fall > 0 or last == max(levels))
         if is_high and lowest < _PARTS - 2 and not _has_another_meaning(record, key, step, of_training=True):
             said = f"{key} rose from {format_number(low)} (around step {step:,}) to {format_number(last)} at the end"
-            return warn(f"{said}: training diverged.")
-    return ()
+            yield warning(f"{said}: training diverged.")
+            return
 
 
 def _training_losses(record: RunRecord) -> list[tuple[str, list[Point]]]:
@@ -98,7 +99,7 @@ def _change(points: Sequence[Point], step: int) -> int:
     return int(math.copysign(1, change)) if change and abs(change) > 4 * _deviation(values) else 0
 
 
-def overfitting(record: RunRecord) -> Sequence[Finding]:
+def overfitting(record: RunRecord) -> Iterator[Finding]:
     """The best validation lies long before the end, and no other value of validation got better since then.
 
     Long is a third of the values, and three at least; worse is by a tenth of the whole range, and by more than they
@@ -120,14 +121,13 @@ def overfitting(record: RunRecord) -> Sequence[Finding]:
             word = "lowest" if sign < 0 else "highest"
             changes = [_change(curve, best.step) for _, curve in _training_losses(record)]
             cause = "the model overfits; " if changes and max(changes) <= 0 else ""
-            where, end = (f"epoch {one.epoch}" for one in (best, last))
+            where, end = (f"epoch {point.epoch}" for point in (best, last))
             if len({point.epoch for point in values}) < len(values):  # several validations in an epoch
-                where, end = (f"step {one.step:,}" for one in (best, last))
-            return warn(
+                where, end = (f"step {point.step:,}" for point in (best, last))
+            yield warning(
                 f"{key} was {word} in {where} ({format_number(best.value)}) and ended at {format_number(last.value)} "
                 f"in {end}: {cause}use the checkpoint of {where}, or stop earlier."
             )
-    return ()
 
 
 def _deviation(points: Sequence[Point]) -> float:
@@ -150,14 +150,14 @@ def _is_beyond_noise(values: Sequence[float]) -> bool:
     return abs(median(values[1 + len(values) // 2 :]) - values[0]) > 6 * deviation
 
 
-def still_improving(record: RunRecord) -> Sequence[Finding]:
+def still_improving(record: RunRecord) -> Iterator[Finding]:
     """Validation was at its best at the end, and still getting better at a rate of a tenth of the gain in a quarter.
 
     A learning rate that ended below half of its peak has made the end: then a longer run needs a longer schedule as
     well, and nothing is said.
     """
     if record.status != "finished" or _ended_low(record):
-        return ()
+        return
     for key, sign, points in watched(record):
         values = finite(points)
         if len(values) < 2 * _FEWEST_EPOCHS or best_point(values, sign) != values[-1]:
@@ -167,16 +167,12 @@ def still_improving(record: RunRecord) -> Sequence[Finding]:
         late = sign * (values[-1].value - quarter.value)
         from_best = [point.value for point in reversed(values)]
         if whole > 0 and late > 0.1 * whole and _is_beyond_noise(from_best):
-            return note(
+            yield note(
                 f"{key} was best at the end ({format_number(values[-1].value)}), and "
-                f"{format_percent(late / whole)} of what was gained came in the last quarter: train longer."
+                f"{format_percent(late / whole)} of the improvement came in the last quarter: train longer."
             )
-    return ()
 
 
 def _ended_low(record: RunRecord) -> bool:
     curves = [[point.value for point in finite(record.curve(key))] for key in keys_of_topic(record, LEARNING_RATE)]
     return any(values and values[-1] < 0.5 * max(values) for values in curves)
-
-
-LOSS_CHECKS: tuple[Check, ...] = (loss_not_finite, loss_rises, overfitting, still_improving)

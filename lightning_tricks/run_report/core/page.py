@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
+from lightning_tricks._shared.report_parts import (
+    ClassValues,
+    ClippedSteps,
+    ConfusionMatrix,
+    DeviceUse,
+    Facts,
+    Pictures,
+    Reliability,
+)
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.run_report.core.curves import (
     COST,
     DEVICES,
+    GRADIENTS,
     LEARNING_RATE,
     NOISY,
     KeyParts,
-    Picture,
     best_point,
     keys_of_topic,
+    metric_curves,
     metric_pictures,
     sign_of_better,
     smooth,
@@ -22,31 +34,29 @@ from lightning_tricks.run_report.core.curves import (
 )
 from lightning_tricks.run_report.core.findings import find_all
 from lightning_tricks.run_report.core.html import (
+    facts_table,
     figure,
     findings_list,
     first_and_folded,
     folded,
+    gallery,
     page,
+    paragraph,
+    preformatted,
     section,
     side_by_side,
+    stacked,
     table,
 )
-from lightning_tricks.run_report.core.numbers import format_number, format_seconds, format_time
-from lightning_tricks.run_report.core.part_sections import (
-    class_sections,
-    code_section,
-    cost_parts,
-    device_parts,
-    gradient_figures,
-    picture_sections,
-    repeatability_section,
-    settings_section,
-)
+from lightning_tricks.run_report.core.numbers import format_number, format_percent, format_seconds, format_time
 from lightning_tricks.run_report.core.record import RunRecord
-from lightning_tricks.run_report.core.svg import Line, line_chart
+from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
 
 _COLORS = {"train": 0, "val": 1, "test": 2, "": 6}
 _MOST_PICTURES = 4  # that are not folded
+_MOST_MATRIX = 60  # classes that are drawn
+_MOST_CLASSES = 40  # rows of the table of classes
+_COST_TITLES = ("FLOPs", "Model")
 _STATUS = {
     "running": "had not ended when this page was written",
     "finished": "finished",
@@ -57,53 +67,53 @@ _STATUS = {
 
 def run_page(record: RunRecord) -> str:
     """Return the page of one run as HTML."""
-    pictures = [metric_figure(record, picture) for picture in metric_pictures(record)]
-    pictures = [one for one in pictures if one]
+    figures = [_metric_figure(record, name, curves) for name, curves in metric_pictures(record).items()]
+    left_out = record.keys_left_out
+    costs = [_facts(part) for part in record.parts_of(Facts) if part.title in _COST_TITLES]
     body = [
         _header(record),
         section("What stands out", [findings_list(find_all(record))]),
         section(
             "Loss and metrics",
             [
-                first_and_folded(pictures, _MOST_PICTURES),
-                values_table(record),
-                _note_of_left_out(record),
+                first_and_folded([shown for shown in figures if shown], _MOST_PICTURES),
+                _values_table(record),
+                f'<p class="soft">{left_out:,} more keys were logged and not recorded.</p>' if left_out else "",
             ],
         ),
         section(
             "Learning rate and gradients",
-            [side_by_side([_topic_figure(record, LEARNING_RATE, "learning rate"), *gradient_figures(record)])],
+            [side_by_side([_topic_figure(record, LEARNING_RATE, "learning rate"), *_gradient_figures(record)])],
         ),
-        *class_sections(record),
-        *picture_sections(record),
-        section("Cost", [side_by_side([*cost_parts(record), *_single_figures(record, keys_of_topic(record, COST))])]),
-        section("Devices", [*device_parts(record), *_device_figures(record)]),
-        repeatability_section(record),
-        code_section(record),
-        settings_section(record),
+        *_class_sections(record),
+        *_picture_sections(record),
+        section("Cost", [side_by_side([*costs, *_single_figures(record, keys_of_topic(record, COST))])]),
+        section("Devices", [*_device_parts(record), *_device_figures(record)]),
+        _repeatability_section(record),
+        _code_section(record),
+        _settings_section(record),
     ]
     return page(f"Report of {record.module or 'a run'}", [part for part in body if part], record.status == "running")
 
 
-def metric_figure(record: RunRecord, picture: Picture) -> str:
+def _metric_figure(record: RunRecord, name: str, curves: Sequence[tuple[KeyParts, str]]) -> str:
     """Return the curves of one metric, or "" if there is nothing to draw."""
     lines: list[Line] = []
-    kinds = {(parts.stage, parts.kind) for parts, _ in picture.curves}
-    for parts, key in picture.curves:
+    kinds = {(parts.stage, parts.kind) for parts, _ in curves}
+    for parts, key in curves:
         points = record.curve(key)
-        label, color = _label(parts, len(picture.curves)), _COLORS[parts.stage]
+        label, color = _label(parts, len(curves)), _COLORS[parts.stage]
         is_step = parts.kind == "step" or (parts.kind == "" and _is_of_steps(record, key))
         if is_step and len(points) > NOISY:
             lines.append(Line(label, points, color, is_faint=True))
             if (parts.stage, "epoch") not in kinds:
                 lines.append(Line(f"{label}, running mean" if label else "running mean", smooth(points), color))
         else:
-            best = best_point(points, sign_of_better(picture.name)) if parts.stage in ("val", "test") else None
+            best = best_point(points, sign_of_better(name)) if parts.stage in ("val", "test") else None
             lines.append(Line(label, points, color, best=best if len(points) > 1 else None))
     if not any(len(line.points) > 1 for line in lines):
         return ""
-    chart = line_chart(lines, may_be_log="loss" in picture.name.lower())
-    return figure(picture.name, chart, lines)
+    return figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
 
 
 def _label(parts: KeyParts, count: int) -> str:
@@ -149,29 +159,184 @@ def _header(record: RunRecord) -> str:
 
 def _best_values(record: RunRecord) -> list[tuple[str, str]]:
     tiles = []
-    for picture in metric_pictures(record):
-        for parts, key in picture.curves:
-            points = record.curve(key)
-            best = best_point(points, sign_of_better(picture.name)) if parts.stage == "val" else None
-            if best is not None and parts.kind != "step":
-                tiles.append((f"best {key}, epoch {best.epoch}", format_number(best.value)))
+    for parts, key in metric_curves(record):
+        is_of_epochs = parts.stage == "val" and parts.kind != "step"
+        best = best_point(record.curve(key), sign_of_better(parts.name)) if is_of_epochs else None
+        if best is not None:
+            tiles.append((f"best {key}, epoch {best.epoch}", format_number(best.value)))
     return tiles[:3]
 
 
-def values_table(record: RunRecord) -> str:
+def _values_table(record: RunRecord) -> str:
     """Return a table of the last and the best value of each metric, or ""."""
     rows = []
-    for picture in metric_pictures(record):
-        for parts, key in picture.curves:
-            points = [point for point in record.curve(key) if not math.isnan(point.value)]
-            if points:
-                of_epochs = parts.stage != "test" and parts.kind != "step" and not _is_of_steps(record, key)
-                best = best_point(points, sign_of_better(picture.name)) if of_epochs else None
-                shown = f"{format_number(best.value)} (epoch {best.epoch})" if best is not None else ""
-                rows.append((key, format_number(points[-1].value), shown))
+    for parts, key in metric_curves(record):
+        points = [point for point in record.curve(key) if not math.isnan(point.value)]
+        if points:
+            of_epochs = parts.stage != "test" and parts.kind != "step" and not _is_of_steps(record, key)
+            best = best_point(points, sign_of_better(parts.name)) if of_epochs else None
+            shown = f"{format_number(best.value)} (epoch {best.epoch})" if best is not None else ""
+            rows.append((key, format_number(points[-1].value), shown))
     return folded("Last and best values", table(("value", "last", "best (epochs count from 0)"), rows)) if rows else ""
 
 
-def _note_of_left_out(record: RunRecord) -> str:
-    count = record.keys_left_out
-    return f'<p class="soft">{count:,} more keys were logged and not recorded.</p>' if count else ""
+def _gradient_figures(record: RunRecord) -> list[str]:
+    """Return the norms of the gradients of each optimizer, with clipped and skipped steps."""
+    keys = keys_of_topic(record, GRADIENTS)
+    clipped = {part.optimizer: part for part in record.parts_of(ClippedSteps)}
+    figures = []
+    for key in sorted(key for key in keys if key.endswith("/pre_clip")):
+        prefix = key.removesuffix("pre_clip")
+        number = prefix.removeprefix("grad_norm/").strip("/")
+        part = clipped.get(int(number) if number.isdecimal() else 0)
+        before, after = record.curve(key), record.curve(f"{prefix}post_clip")
+        lines = [Line("before clipping", before, 1), Line("after clipping", after, 0)]
+        lines = [line for line in lines if line.points]
+        rule = None if part is None or part.max_norm is None else (part.max_norm, "max_norm")
+        skips = [point for point in before if not math.isfinite(point.value)]
+        marks = [(point.step, f"not finite at step {point.step:,}") for point in skips[:200]]
+        picture = line_chart(lines, y_label="norm", rule=rule, marks=marks, may_be_log=True)
+        title = "gradient norm" + (f" of optimizer {number}" if number else "")
+        figures.append(figure(title, picture, lines, _clip_note(record, part) if part is not None else ""))
+    return figures
+
+
+def _clip_note(record: RunRecord, part: ClippedSteps) -> str:
+    words = f"{part.clipped:,} of {record.describe_steps(part)} clipped"
+    return words + (f", {part.skipped:,} skipped." if part.skipped else ".")
+
+
+def _class_sections(record: RunRecord) -> list[str]:
+    """Return the confusion matrix, the reliability and the values of single classes of each stage."""
+    parts: list[ConfusionMatrix | Reliability | ClassValues] = [
+        *record.parts_of(ConfusionMatrix),
+        *record.parts_of(Reliability),
+        *record.parts_of(ClassValues),
+    ]
+    sections = []
+    for stage in dict.fromkeys(part.stage for part in parts):
+        matrices = [_matrix(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
+        curves = [_reliability(part) for part in record.parts_of(Reliability) if part.stage == stage]
+        classes = [_classes(part) for part in record.parts_of(ClassValues) if part.stage == stage]
+        if not classes:
+            classes = [_recalls(part) for part in record.parts_of(ConfusionMatrix) if part.stage == stage]
+        sections.append(section(f"Classes ({stage})", [side_by_side([*matrices, stacked([*curves, *classes])])]))
+    return sections
+
+
+def _epoch(part: ConfusionMatrix | Reliability | ClassValues) -> str:
+    """Return the epoch of an evaluation; a test is in none."""
+    return "" if part.stage.endswith("test") else f", epoch {part.epoch}"
+
+
+def _matrix(part: ConfusionMatrix) -> str:
+    if len(part.counts) <= _MOST_MATRIX and part.is_square:
+        return figure("confusion matrix" + _epoch(part), matrix_chart(part.counts, part.classes))
+    wrong = [
+        (count, target, predicted)
+        for target, row in enumerate(part.counts)
+        for predicted, count in enumerate(row)
+        if count and target != predicted
+    ]
+    names = dict(enumerate(part.classes))
+    rows = [
+        (names.get(target, str(target)), names.get(predicted, str(predicted)), f"{count:,}")
+        for count, target, predicted in sorted(wrong, reverse=True)[:20]
+    ]
+    return figure("most frequent confusions", table(("target", "prediction", "count"), rows, texts=2))
+
+
+def _reliability(part: Reliability) -> str:
+    picture = reliability_chart(part.confidence, part.share, part.weight, part.label)
+    note = f"Expected calibration error {part.calibration_error:.3f}. Bars: the share of the samples."
+    return figure("reliability" + _epoch(part), picture, note=note)
+
+
+def _classes(part: ClassValues) -> str:
+    rows = [
+        (name, *("" if value is None else format_number(value) for value in values))
+        for name, values in zip(part.classes, part.values, strict=False)
+        if len(values) == len(part.metrics)
+    ]
+    return figure("metrics of each class" + _epoch(part), _table_of_classes(("class", *part.metrics), rows))
+
+
+def _table_of_classes(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of the first classes, and below it one of the others that is folded."""
+    shown, others = table(columns, rows[:_MOST_CLASSES]), rows[_MOST_CLASSES:]
+    return shown + (folded(f"{len(others)} more classes", table(columns, others)) if others else "")
+
+
+def _recalls(part: ConfusionMatrix) -> str:
+    """Return a table with recall and precision of each class, from a confusion matrix."""
+    columns = replace(part, counts=list(zip(*part.counts, strict=False)))  # its recalls are the precisions
+    rows = [
+        (name, f"{sum(row):,}", *("" if math.isnan(share) else format_percent(share) for share in shares))
+        for name, row, *shares in zip(part.classes, part.counts, part.recalls, columns.recalls, strict=False)
+    ]
+    return figure("classes" + _epoch(part), _table_of_classes(("class", "samples", "recall", "precision"), rows))
+
+
+def _picture_sections(record: RunRecord) -> list[str]:
+    """Return the pictures that callbacks have kept, such as the most confident mistakes."""
+    return [
+        section(part.title, [gallery(part.captions, part.pictures), paragraph(part.note, "soft") if part.note else ""])
+        for part in record.parts_of(Pictures)
+    ]
+
+
+def _facts(part: Facts) -> str:
+    said = "".join(paragraph(sentence, "soft") for sentence in part.sentences)
+    return f"<div>{facts_table(part.facts, part.title)}{said}</div>"
+
+
+def _device_parts(record: RunRecord) -> list[str]:
+    """Return the use of each rank's devices in training."""
+    parts = []
+    uses = record.parts_of(DeviceUse)
+    for part in uses:
+        rank = f"Rank {part.rank}: " if len(uses) > 1 else ""
+        parts += [paragraph(f"{rank}{sentence}") for sentence in part.verdict]
+    rows = [
+        (*([str(part.rank)] if len(uses) > 1 else []), *row)
+        for part in sorted(uses, key=lambda use: use.rank)
+        for row in part.rows
+    ]
+    columns = (*(["rank"] if len(uses) > 1 else []), "device", "quantity", "mean", "maximum")
+    return [*parts, table(columns, rows, texts=len(columns) - 2)] if rows else parts
+
+
+def _repeatability_section(record: RunRecord) -> str:
+    """Return seed, resumes, fingerprint and versions."""
+    others = [_facts(part) for part in record.parts_of(Facts) if part.title not in _COST_TITLES]
+    resumes = [
+        (f"{resume.step:,}", str(resume.epoch), format_time(resume.time), list_names(resume.not_restored[:10], 10))
+        for resume in record.resumes
+    ]
+    columns = ("step", "epoch", "time", "not restored")
+    resumed = f"<div><h3>Resumes</h3>{table(columns, resumes[-50:], texts=4)}</div>" if resumes else ""
+    versions = facts_table(record.versions, "Versions")
+    return section("Repeatability", [side_by_side([*others, resumed, versions])])
+
+
+def _code_section(record: RunRecord) -> str:
+    """Return the git commit and the differences to it."""
+    git = record.git
+    if git is None:
+        return ""
+    facts = [("commit", git.commit), *([("branch", git.branch)] if git.branch else [])]
+    facts.append(("changed files", f"{len(git.changed):,}" if git.changed else "none"))
+    if git.not_compared:
+        files = ", ".join(git.not_compared[:20]) + (", ..." if len(git.not_compared) > 20 else "")
+        facts.append(("not compared", files if files != "." else "the checkout: git did not answer"))
+    changed = preformatted("\n".join(git.changed)) if git.changed else ""
+    cut = paragraph("Only the beginning was kept.", "soft") if git.is_cut else ""
+    diff = folded(f"Differences to the commit ({git.diff.count(chr(10)):,} lines)", preformatted(git.diff) + cut)
+    return section("Code", [facts_table(facts), folded("Changed files", changed), diff if git.diff else ""])
+
+
+def _settings_section(record: RunRecord) -> str:
+    """Return hyper-parameters, the Trainer's arguments and facts about the data."""
+    left = stacked([facts_table(record.arguments, "Hyper-parameters"), facts_table(record.data, "Data")])
+    others = folded(f"All other settings ({len(record.settings):,})", facts_table(record.settings))
+    return section("Settings", [side_by_side([left, facts_table(record.trainer, "Trainer")]), others])

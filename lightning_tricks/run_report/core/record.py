@@ -1,4 +1,4 @@
-"""`RunRecord`: what is known about one run, as plain data."""
+"""`RunRecord`: the facts about one run, as plain data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from lightning_tricks._shared.report_parts import ReportPart, part_name
+from lightning_tricks._shared.report_parts import ClippedSteps, ReportPart, part_name
 
 MOST_KEYS = 1000
 Status = Literal["running", "finished", "stopped", "failed"]
-STATUSES: tuple[Status, ...] = ("running", "finished", "stopped", "failed")
 Part = TypeVar("Part")
 
 
@@ -42,6 +41,29 @@ class Row:
     high: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """Something that was unusual in a run.
+
+    Attributes:
+        level: "warning" if it may make the result worthless or costs much, else "note".
+        text: The sentence.
+    """
+
+    level: Literal["warning", "note"]
+    text: str
+
+
+def warning(text: str) -> Finding:
+    """Return a finding that may make the result worthless or costs much."""
+    return Finding("warning", text)
+
+
+def note(text: str) -> Finding:
+    """Return any other finding."""
+    return Finding("note", text)
+
+
 class Point(NamedTuple):
     """A value of a curve, with the smallest and the largest one that were merged into it."""
 
@@ -60,7 +82,7 @@ class Resume:
         step: The steps done by then, as loggers count them: of several in one batch, as of several optimizers, one.
         epoch: The epoch, counted from 0.
         time: The time, in seconds since 1970.
-        not_restored: What was not restored as it was saved, as far as `AutoResume` says so.
+        not_restored: The names of state that was not restored as it was saved, as far as `AutoResume` says so.
         id: The id of the rows that follow; "" if a later resume went back to a checkpoint before them.
         rows: How many rows were kept.
     """
@@ -96,7 +118,7 @@ class GitState:
         branch: The branch, or "" if there is none.
         changed: The names of changed files, as `git status --short` prints them.
         diff: The differences to the commit.
-        is_cut: Whether the differences are longer than what is kept.
+        is_cut: Whether only the beginning of the differences is kept.
         not_compared: Files whose changes git tells only by running another program; "." where it did not answer.
     """
 
@@ -110,7 +132,7 @@ class GitState:
 
 @dataclass
 class RunRecord:
-    """What is known about one run.
+    """The facts about one run.
 
     Attributes:
         id: The id of the rows up to the first resume, which no other run has.
@@ -124,15 +146,15 @@ class RunRecord:
         epochs: The epochs done.
         is_seeded: Whether a seed was set by Lightning or by `SeedEverything`.
         arguments: Name and text of each hyper-parameter.
-        trainer: Name and text of what the Trainer was told.
+        trainer: Name and text of each argument of the Trainer.
         data: Name and text of facts about the data.
         versions: Name and version of libraries.
         settings: Name and text of all other settings, such as the arguments of callbacks.
-        not_recorded: What a run may differ in and was not recorded, in words.
+        not_recorded: Settings that may differ between runs and were not recorded, in words.
         git: The git checkout, or None.
         resumes: When it was resumed.
-        parts: What the callbacks know.
-        rows: What was logged.
+        parts: The report parts of the callbacks.
+        rows: The logged values.
         keys_left_out: How many keys there were beyond the first 1,000.
         saved_rows: How many rows there were when a checkpoint was saved last.
     """
@@ -162,7 +184,7 @@ class RunRecord:
 
     def segments(self) -> list[tuple[str, int]]:
         """Return the ids of the rows, each with the number of rows before them."""
-        return [(self.id, 0), *((one.id, one.rows) for one in self.resumes if one.id)]
+        return [(self.id, 0), *((resume.id, resume.rows) for resume in self.resumes if resume.id)]
 
     def position(self, rows: int) -> Position:
         """Return the place after the first rows, of which there are so many: all, or as many as a resume has kept."""
@@ -197,6 +219,12 @@ class RunRecord:
     def parts_of(self, kind: type[Part]) -> list[Part]:
         """Return the parts of a kind."""
         return [part for part in self.parts if isinstance(part, kind)]
+
+    def describe_steps(self, part: ClippedSteps) -> str:
+        """Return the steps of an optimizer in words, which say so where they are not those of the axes."""
+        kind = "optimizer steps" if 0 < self.step < part.steps else "steps"
+        whose = f" of optimizer {part.optimizer}" * (len(self.parts_of(ClippedSteps)) > 1)
+        return f"{part.steps:,} {kind}{whose}"
 
     def add_parts(self, parts: Iterable[ReportPart]) -> None:
         """Add parts; each replaces the one of the same name."""

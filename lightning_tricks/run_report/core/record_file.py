@@ -1,25 +1,27 @@
-"""The files of a record: `run.json` for what describes the run, `values.jsonl` for what was logged."""
+"""The files of a record: `run.json` with the description of the run, `values.jsonl` with the logged values."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import types
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import NotAFileError, atomic_write, open_file
 from lightning_tricks._shared.read_budget import Budget, parse_json
 from lightning_tricks._shared.report_parts import PART_KINDS, part_name
-from lightning_tricks.run_report.core.plain_fields import from_plain
-from lightning_tricks.run_report.core.record import STATUSES, Row, RunRecord, RunReportError
+from lightning_tricks.run_report.core.record import Row, RunRecord, RunReportError
 
 PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 RUN_FILE, VALUES_FILE, PAGE_FILE = "run.json", "values.jsonl", "report.html"
 _FORMAT, _VERSION = "lightning_tricks.run_report", 2  # since 2, rows have ids
+Made = TypeVar("Made")
 _OUTSIDE_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -32,7 +34,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        **{one.name: getattr(record, one.name) for one in fields(record) if one.name not in ("rows", "parts")},
+        **{known.name: getattr(record, known.name) for known in fields(record) if known.name not in ("rows", "parts")},
         "git": record.git and asdict(record.git),
         "resumes": [asdict(resume) for resume in record.resumes],
         "parts": [{"kind": part_name(part)[0], **asdict(part)} for part in record.parts],
@@ -62,7 +64,7 @@ def append_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page, atomically; a file that is no page of a report is not replaced.
+    """Write a page, atomically; a file that is not a page of a report is not replaced.
 
     Raises:
         OSError: If it cannot be written.
@@ -71,7 +73,7 @@ def write_page(path: Path, page: str) -> None:
     if path.exists():
         with open_file(path) as stream:
             if PAGE_MARK.encode() not in stream.read(2000):
-                raise RunReportError(f"{path} is no page of a report, and is not replaced: give another path.")
+                raise RunReportError(f"{path} is not a page of a report, so it is not replaced: give another path.")
     with atomic_write(path) as staged:
         staged.write_text(page, encoding="utf-8", errors="replace")  # a path may have what UTF-8 lacks
 
@@ -108,18 +110,12 @@ def _read_run(path: Path) -> RunRecord:
         version = content.pop("version")
         if version not in range(1, _VERSION + 1):
             raise ValueError(f"it has version {version!r}, but this lightning_tricks reads versions up to {_VERSION}")
-        parts = [_read_part(dict(part)) for part in content.pop("parts")]
+        parts = [dict(part) for part in content.pop("parts")]
         record: RunRecord = from_plain(RunRecord, content)
-        if record.status not in STATUSES:
-            raise ValueError(f"{record.status!r} is no status")
+        record.parts = [from_plain(PART_KINDS[part.pop("kind")], part) for part in parts]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunReportError(f"{path} is not a file of RunReport: {str(error)[:200]}.") from error
-    record.parts = parts
     return record
-
-
-def _read_part(content: dict[str, Any]) -> Any:
-    return from_plain(PART_KINDS[content.pop("kind")], content)
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -132,8 +128,8 @@ def _read_rows(path: Path) -> list[Row]:
             try:
                 budget.spend(512)
                 row: Row = from_plain(Row, _decode(parse_json(line, budget)))
-                if row.kind not in ("step", "epoch") or row.count < 1:
-                    raise ValueError("it is no row")
+                if row.count < 1:
+                    raise ValueError("it is not a row")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise RunReportError(f"{path} is damaged in line {number}: {str(error)[:200]}.") from error
             rows.append(row)
@@ -160,3 +156,56 @@ def _decode(value: Any) -> Any:
             return _OUTSIDE_JSON[name]
         return {name: _decode(part) for name, part in value.items()}
     return [_decode(part) for part in value] if isinstance(value, list) else value
+
+
+def from_plain(kind: type[Made], content: dict[str, Any]) -> Made:
+    """Make a dataclass of a dict of its fields.
+
+    Raises:
+        TypeError: If a field is missing or unknown, or its value is of another type.
+
+    Examples:
+        >>> from lightning_tricks.run_report.core.record import Resume
+        >>> from_plain(Resume, {"step": 3, "epoch": 0, "time": 1.5})
+        Resume(step=3, epoch=0, time=1.5, not_restored=[], id='', rows=0)
+    """
+    declared: Any = kind
+    hints = _hints(declared)
+    unknown = content.keys() - hints.keys()
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
+    return kind(**{name: _checked(hints[name], value, name) for name, value in content.items()})
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _first_fitting(arguments, value, name)
+    is_fitting = (origin is Literal and value in arguments) or (hint in (int, str, bool) and type(value) is hint)
+    if is_fitting or hint is Any or (value is None and hint in (None, type(None))):
+        return value
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return from_plain(hint, value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(arguments[1], part, name) for key, part in value.items()}
+    if isinstance(value, list | tuple) and origin is tuple and len(value) == len(arguments):
+        return tuple(_checked(inner, part, name) for inner, part in zip(arguments, value, strict=True))
+    if isinstance(value, list | tuple) and origin in (list, Sequence):
+        return [_checked(arguments[0], part, name) for part in value]
+    raise TypeError(f"{name} must be {getattr(hint, '__name__', hint)}, got {type(value).__name__}")
+
+
+def _first_fitting(hints: Sequence[Any], value: Any, name: str) -> Any:
+    for hint in hints:
+        try:
+            return _checked(hint, value, name)
+        except TypeError:
+            continue
+    raise TypeError(f"{name} must be {' or '.join(map(str, hints))}, got {type(value).__name__}")

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
 
 from lightning_tricks._shared.report_parts import ReportPart
+from lightning_tricks._shared.tensors import read_numbers
 from lightning_tricks.auto_resume.core.directory_lock import DirectoryLock
 from lightning_tricks.run_report.core.page import run_page
-from lightning_tricks.run_report.core.record import Position, Resume, RunRecord, RunReportError, Status
+from lightning_tricks.run_report.core.record import (
+    MOST_KEYS,
+    Position,
+    Resume,
+    Row,
+    RunRecord,
+    RunReportError,
+    Status,
+    thin_rows,
+)
 from lightning_tricks.run_report.core.record_file import (
     PAGE_FILE,
     RUN_FILE,
     VALUES_FILE,
+    append_rows,
     read_record,
     write_page,
     write_rows,
     write_run,
 )
 from lightning_tricks.run_report.core.secret_values import hide_in_text
-from lightning_tricks.run_report.core.value_recorder import ValueRecorder, keep_first_rows
 
 LOCK_FILE = ".lock"
 _FILES = (PAGE_FILE, RUN_FILE, VALUES_FILE)
 _EARLIER, _AT_ONCE = "earlier", "at-once"  # folders for other runs: those before, and those at the same time
+_PENDING = 256  # rows on the device
+_MOST_ROWS = 20_000  # of a kind, on the disk
 _COST = 0.02  # the share of the time that may be spent on pages
 
 
@@ -38,13 +54,13 @@ class RunWriter:
 
     Args:
         folder: The folder, which exists.
-        record: What is known of the run when it starts.
+        record: The record of the run as it starts.
 
     Attributes:
         folder: The folder that it writes into.
         record: The record.
-        values: Takes what is logged.
-        said: What the user should know of how the folder was found, in sentences.
+        values: Takes the logged values.
+        said: Sentences that tell the user in which state the folder was found.
     """
 
     def __init__(self, folder: Path, record: RunRecord) -> None:
@@ -100,8 +116,8 @@ class RunWriter:
         self.record.id, self.record.rows = earlier.id, rows
         self.record.started, self._seconds_before = earlier.started, earlier.seconds
         resume.id, resume.rows = secrets.token_hex(8), position.rows
-        for one in earlier.resumes:
-            one.id = one.id if one.rows <= position.rows else ""
+        for before in earlier.resumes:
+            before.id = before.id if before.rows <= position.rows else ""
         self.record.resumes = [*earlier.resumes, resume]
         self.record.add_parts(earlier.parts)
         self.values = ValueRecorder(self.folder, self.record)
@@ -145,7 +161,7 @@ class RunWriter:
 
         Args:
             status: The status of the run.
-            parts: What the callbacks know.
+            parts: The report parts of the callbacks.
             message: The error, if it failed.
 
         Raises:
@@ -189,8 +205,8 @@ class RunWriter:
         files = [self.folder / name for name in _FILES if (self.folder / name).exists()]
         if not files:
             return
-        others = [one.name.rpartition("-")[2] for one in self.folder.glob(f"{_EARLIER}-*")]
-        number = max((int(one) for one in others if one.isdecimal()), default=0) + 1
+        numbers = [folder.name.rpartition("-")[2] for folder in self.folder.glob(f"{_EARLIER}-*")]
+        number = max((int(number) for number in numbers if number.isdecimal()), default=0) + 1
         target = self.folder / f"{_EARLIER}-{number}"
         target.mkdir()
         for file in files:
@@ -203,3 +219,79 @@ def _may_have(record: RunRecord, position: Position) -> bool:
     rows = keep_first_rows(record.rows, position.rows)
     is_merged = any(row.count > 1 for row in record.rows)  # a row may then lie on both sides
     return is_merged or (len(rows) == position.rows and (rows[-1].step if rows else -1) == position.last_step)
+
+
+class ValueRecorder:
+    """Adds rows of logged values to a record and to its file.
+
+    Args:
+        folder: The folder of the record.
+        record: The record, whose rows the file has already.
+    """
+
+    def __init__(self, folder: Path, record: RunRecord) -> None:
+        self._folder, self._record = folder, record
+        self._pending: list[tuple[Row, dict[str, Any]]] = []
+        self._keys = dict.fromkeys(record.logged_keys())
+        self._keys_left_out: set[str] = set()
+        self._rows_of_earlier = sum(row.count for row in record.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows were added so far, those of the stopped run included."""
+        return self._rows_of_earlier + len(self._pending)
+
+    def add(self, kind: Literal["step", "epoch"], step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """Add a row; its values are numbers or tensors of one element, which nobody changes in place."""
+        known = {name: value for name, value in values.items() if self._is_known(name)}
+        if known:
+            self._pending.append((Row(kind, step, epoch, {}), known))
+        if len(self._pending) >= _PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the pending rows from their devices, all at once, and append them to the file.
+
+        Raises:
+            OSError: If they cannot be written; then they are in the record alone.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        tensors = [value for _, values in pending for value in values.values() if isinstance(value, Tensor)]
+        numbers = iter(read_numbers([tensor.reshape(-1)[:1] for tensor in tensors]))
+
+        def number_of(value: Any) -> float:
+            return next(numbers)[0] if isinstance(value, Tensor) else float(value)
+
+        rows = [
+            replace(row, values={name: number_of(value) for name, value in values.items()}) for row, values in pending
+        ]
+        self._rows_of_earlier += len(rows)
+        self._record.rows += rows
+        self._record.keys_left_out = len(self._keys_left_out)
+        thinned = thin_rows(self._record.rows, _MOST_ROWS)
+        if len(thinned) == len(self._record.rows):
+            append_rows(self._folder, rows)
+        else:
+            self._record.rows = thinned
+            write_rows(self._folder, thinned)
+
+    def _is_known(self, name: str) -> bool:
+        if name not in self._keys:
+            if len(self._keys) >= MOST_KEYS:
+                self._keys_left_out.add(name)
+                return False
+            self._keys[name] = None
+        return True
+
+
+def keep_first_rows(rows: list[Row], count: int) -> list[Row]:
+    """Return the rows of a record that hold the first so many that were added, as some may have been merged."""
+    kept, left = [], count
+    for row in rows:
+        if left < row.count:
+            break
+        kept.append(row)
+        left -= row.count
+    return kept

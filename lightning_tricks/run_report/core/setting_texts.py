@@ -1,17 +1,26 @@
-"""Settings of a run as texts: one for each name, short, without secrets, and what of them was not recorded."""
+"""Settings of a run as texts, one for each name, short and without secrets; versions of packages; settings of torch."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import os
+import platform
+import re
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
+
+import torch
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.configuration import flatten, is_comparable, plain
 from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
 
+_PACKAGES = ("torch", "lightning", "lightning-tricks", "torchmetrics", "torchvision", "transformers", "timm", "numpy")
 _LONGEST_TEXT = 300
 _MOST_ITEMS = 100_000  # of a list whose content is recorded
 _MOST_SETTINGS = 3000
@@ -25,7 +34,7 @@ class SettingTexts:
         texts: Name -> text.
         types_only: The names of those of which only the type was recorded.
         secrets: The names of those whose values were left out, as they may be secret.
-        unknown: What else is known to be set and was not recorded, in words.
+        unknown: Other settings that exist and were not recorded, in words.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -41,7 +50,7 @@ class SettingTexts:
             return
         held, lost = getattr(instance, "__dict__", {}), []
         for name, parameter in list(parameters.items())[1:]:
-            stored = next((one for one in (name, f"_{name}") if one in held), None)
+            stored = next((key for key in (name, f"_{name}") if key in held), None)
             if stored is not None:
                 self.add(name, held[stored], label)
             elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -50,7 +59,7 @@ class SettingTexts:
             self.unknown.append(f"{', '.join(lost)} of {label}")
 
     def not_recorded(self) -> list[str]:
-        """Return what was not recorded, in words."""
+        """Return which settings were not recorded, in words."""
         words = (("values that may be secret: {}", self.secrets), ("more than the type of {}", self.types_only))
         said = [text.format(list_names(names, 20)) for text, names in words if names]
         return [
@@ -60,7 +69,7 @@ class SettingTexts:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Add a value; of mappings, namespaces and dataclasses each part, under names that are joined by dots."""
-        is_long = isinstance(value, list | tuple) and len(value) > 1000  # `plain` leaves out what is in it
+        is_long = isinstance(value, list | tuple) and len(value) > 1000  # whose items `plain` leaves out
         parts = [(name, [plain(item) for item in value[:_MOST_ITEMS]])] if is_long else list(flatten(name, value))
         for path, part in parts:
             words = [name, *(path.removeprefix(f"{name}.").split(".") if path != name else ())]
@@ -106,3 +115,46 @@ def digest(texts: Iterable[str]) -> str:
     for text in texts:
         found.update(text.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()[:12]
+
+
+def versions() -> list[tuple[str, str]]:
+    """Return the versions of Python, the system and the libraries that are installed."""
+    found = [("python", platform.python_version())]
+    for name in _PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found.append(("CUDA", torch.version.cuda))
+    return [*found, ("system", platform.platform())]
+
+
+def other_versions() -> list[tuple[str, str]]:
+    """Return the versions of all other packages that are installed, by the names of their folders."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(folder or os.curdir):  # noqa: PTH208 - a Path for each takes ten times as long
+                parts = re.fullmatch(r"(.+?)-([^-]+)(-py[\d.]+)?\.(dist|egg)-info", entry)
+                if parts is not None:
+                    found.setdefault(parts[1].replace("_", "-").lower(), parts[2])
+    return [(f"version of {name}", version) for name, version in sorted(found.items()) if name not in _PACKAGES]
+
+
+def torch_settings() -> list[tuple[str, str]]:
+    """Return torch's settings that decide whether a run can be repeated, and how fast it is."""
+    return [
+        ("deterministic algorithms", _on_off(torch.are_deterministic_algorithms_enabled())),
+        ("cudnn.benchmark", _on_off(torch.backends.cudnn.benchmark)),
+        ("cudnn.deterministic", _on_off(torch.backends.cudnn.deterministic)),
+        ("float32 matmul precision", torch.get_float32_matmul_precision()),
+        ("cudnn.allow_tf32", _on_off(torch.backends.cudnn.allow_tf32)),
+        ("anomaly detection", _on_off(torch.is_anomaly_enabled())),
+        ("default dtype", str(torch.get_default_dtype())),
+        ("threads of torch", str(torch.get_num_threads())),
+    ]
+
+
+def _on_off(is_on: bool) -> str:
+    return "on" if is_on else "off"

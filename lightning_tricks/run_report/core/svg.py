@@ -7,12 +7,11 @@ at the end of each epoch, and stays small. Texts are escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from lightning_tricks.run_report.core.axes import Scale, make_scale
 from lightning_tricks.run_report.core.curves import thin_points
 from lightning_tricks.run_report.core.numbers import distinct_numbers, format_number
 from lightning_tricks.run_report.core.record import Point
@@ -20,6 +19,79 @@ from lightning_tricks.run_report.core.record import Point
 _WIDTH, _HEIGHT = 540, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 526, 10, 204
 _MOST_MARKERS = 60
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A linear or logarithmic scale from values to pixels.
+
+    Attributes:
+        low: The value at `start`.
+        high: The value at `end`.
+        start: The pixel of the lowest value.
+        end: The pixel of the highest value.
+        is_log: Whether it is logarithmic.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the pixel of a value; values outside lie on the edge."""
+        low, high = self.low, self.high
+        if self.is_log:
+            value, low, high = (math.log10(max(number, 1e-300)) for number in (value, low, high))
+        if math.isnan(value):
+            return self.start
+        share = min(max((value - low) / (high - low), 0.0), 1.0)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, most: int) -> list[float]:
+        """Return at most about `most` round numbers on the scale."""
+        return _log_ticks(self.low, self.high, most) if self.is_log else _linear_ticks(self.low, self.high, most)
+
+
+def make_scale(values: Iterable[float], start: float, end: float, *, may_be_log: bool = False) -> Scale:
+    """Return a scale on which all finite values lie, with a margin; logarithmic where they span three decades.
+
+    Args:
+        values: The values.
+        start: The pixel of the lowest value.
+        end: The pixel of the highest value.
+        may_be_log: Whether the scale may be logarithmic.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if may_be_log and low > 0 and high / low >= 1000:
+        return Scale(low / 1.3, high * 1.3, start, end, is_log=True)
+    if high == low:
+        margin = abs(low) / 10 or 0.5
+    elif math.isfinite(high - low):
+        margin = 0.05 * (high - low)
+    else:  # of the largest numbers there are
+        low, high, margin = low / 4, high / 4, 0.0
+    bottom = 0.0 if 0 <= low <= 0.3 * (high - low) else low - margin  # a scale from zero is easier to read
+    return Scale(bottom, high + margin, start, end)
+
+
+def _linear_ticks(low: float, high: float, most: int) -> list[float]:
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    for factor in (1, 2, 5, 10):
+        if (high - low) / (step * factor) <= most:
+            step *= factor
+            break
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor(high / step + 1e-9) - first + 1
+    return [(first + number) * step if first + number else 0.0 for number in range(max(count, 0))]
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first + 1) / most))
+    return [10.0**power for power in range(first, last + 1, every)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +118,6 @@ class Line:
 def line_chart(
     lines: Sequence[Line],
     *,
-    x_label: str = "step",
     y_label: str = "",
     rule: tuple[float, str] | None = None,
     marks: Sequence[tuple[int, str]] = (),
@@ -56,7 +127,6 @@ def line_chart(
 
     Args:
         lines: The curves.
-        x_label: The name of the horizontal axis.
         y_label: The name of the vertical axis, with its unit.
         rule: A value with its name, at which a horizontal line is drawn.
         marks: Steps with a text each, marked on the horizontal axis.
@@ -67,12 +137,12 @@ def line_chart(
     x = make_scale((point.step for point in all_points), _LEFT, _RIGHT)
     front = [point for line, points in drawn for point in points if not line.is_faint]
     heights = [value for point in front or all_points for value in (point.value, point.low, point.high)]
-    if not make_scale(heights, 0, 1, may_be_log=may_be_log).is_log:  # else what is faint may lie below
+    if not make_scale(heights, 0, 1, may_be_log=may_be_log).is_log:  # else faint curves may lie below
         heights = [value for point in all_points for value in (point.value, point.low, point.high)]
         may_be_log = False
     y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
     whole = [value for value in x.ticks(6) if x.low <= value and value == int(value)]
-    parts = [_frame(x, y, whole, x_label, y_label + " (log)" * y.is_log if y_label else "")]
+    parts = [_frame(x, y, whole, "step", y_label + " (log)" * y.is_log if y_label else "")]
     parts += [_curve(line, points, x, y) for line, points in drawn]
     if rule is not None and math.isfinite(rule[0]):
         height = y(rule[0])
@@ -80,12 +150,12 @@ def line_chart(
         parts.append(_text(_RIGHT, height - 4, rule[1], "end", ' class="label"'))
     for step, words in marks:
         parts.append(f'<path class="mark" d="M{x(step):.1f} {_BOTTOM}l-4 7h8z"><title>{escape(words)}</title></path>')
-    return svg(_WIDTH, _HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
+    return _svg(_HEIGHT, parts, ", ".join(line.label for line in lines if line.label))
 
 
-def svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
+def _svg(height: float, parts: Sequence[str], label: str) -> str:
     """Return a whole picture that is as wide as its place."""
-    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -173,7 +243,7 @@ def matrix_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str
     height = bottom + 22 + (min(6 * longest, 100) if longest > 4 or cell < 18 else 0)
     parts.append(_text(left + size * cell / 2, height + 10, "prediction"))
     parts.append(_text(11, bottom / 2, "target", more=f' transform="rotate(-90 11 {bottom / 2:.0f})"'))
-    return svg(_WIDTH, height + 16, parts, "confusion matrix")
+    return _svg(height + 16, parts, "confusion matrix")
 
 
 def _short(name: str) -> str:
@@ -197,4 +267,4 @@ def reliability_chart(confidence: Sequence[float], share: Sequence[float], weigh
         parts.append(
             f'<circle class="dot c0" cx="{x(a):.1f}" cy="{y(b):.1f}" r="{radius}"><title>{words}</title></circle>'
         )
-    return svg(_WIDTH, _HEIGHT, parts, f"{label} over confidence")
+    return _svg(_HEIGHT, parts, f"{label} over confidence")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def alignment_table(alignment: Alignment, limit: int | None) -> Table:
     """Return a rich table of all tensors and the reasons of at most `limit` matches."""
-    from lightning_tricks._shared.footed_table import FootedTable
+    from lightning_tricks._shared.table_with_notes import TableWithNotes
 
-    table = FootedTable(alignment.diagnosis, title=summary_line(alignment), title_justify="left")
+    table = TableWithNotes(alignment.diagnosis, title=summary_line(alignment), title_justify="left")
     for column in ("in the file", "in the model", "why", "evidence"):
         table.add_column(column, overflow="fold")
     for match in alignment.matches[:limit]:

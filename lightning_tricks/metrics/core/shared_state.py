@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks.metrics.core.groups.base import MetricGroup, State, metrics_in, set_states
+from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, metrics_in, set_states
 from lightning_tricks.metrics.core.metric_properties import can_concat_batches, task_of
 
 

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 
-class FootedTable(Table):
+class TableWithNotes(Table):
     """A table with lines below it, as wide as the terminal; rich wraps a caption where the table ends.
 
     Args:
-        footer: The lines.
+        notes: The lines.
         **options: Arguments of `rich.table.Table`.
     """
 
-    def __init__(self, footer: str, **options: Any) -> None:
+    def __init__(self, notes: str, **options: Any) -> None:
         super().__init__(**options)
-        self.footer = footer
+        self.notes = notes
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, then the lines."""
         yield from super().__rich_console__(console, options)
-        if self.footer:
-            yield Text(self.footer, style="table.caption")
+        if self.notes:
+            yield Text(self.notes, style="table.caption")

@@ -1,0 +1,293 @@
+"""Groups of metrics that share one statistic, so that each batch is counted once for all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_tricks._shared.tensors import to_double
+from lightning_tricks.metrics.core.counts import (
+    binary_cells,
+    cells_to_matrix,
+    count_cells_,
+    count_invalid,
+    count_scores_,
+    multiclass_cells,
+    not_ignored,
+    stat_scores,
+    zero_counts,
+)
+from lightning_tricks.metrics.core.metric_properties import Task, stores_confusion_matrix, task_of, update_arguments
+
+State = Any  # of tensors, lists and dicts of tensors and whole numbers
+
+
+class MetricGroup(ABC):
+    """Metrics that are computed from one statistic, which is updated once for all of them.
+
+    Args:
+        members: The metrics, by key.
+
+    Attributes:
+        members: The metrics, by key.
+        required_inputs: The names of the arguments that an update needs.
+        accepted_inputs: The names of the arguments that an update accepts.
+        can_concat_batches: Whether an update with concatenated batches gives the same result as one for each batch.
+    """
+
+    can_concat_batches = True
+
+    def __init__(self, members: Mapping[str, Metric]) -> None:
+        self.members = dict(members)
+        names = [update_arguments(metric) for metric in members.values()]
+        self.required_inputs = set().union(*(required for required, _ in names))
+        self.accepted_inputs = set().union(*(accepted for _, accepted in names))
+        for metric in members.values():
+            for part in metrics_in(metric):
+                part.distributed_available_fn = _return_false  # the states of ranks are merged by `load`
+
+    @abstractmethod
+    def update(self, inputs: Mapping[str, Any]) -> None:
+        """Add a batch."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return the statistic of all data so far."""
+
+    @abstractmethod
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the statistic by the merged states of several parts of the data; reset it if there are none."""
+
+    @abstractmethod
+    def set_member_states(self) -> None:
+        """Set the states of the members, from which they compute their values."""
+
+    def num_invalid(self) -> Tensor | int:
+        """Return how many elements were invalid, as far as the group counts them."""
+        return 0
+
+
+def set_states(metric: Metric, states: Mapping[str, Any]) -> None:
+    """Set the states of a metric, from which it will compute its value."""
+    # not by `setattr`: the checks of torch.nn.Module for each attribute take longer than the computation
+    vars(metric).update(states, _update_count=1, _computed=None)
+
+
+def metrics_in(metric: Metric) -> list[Metric]:
+    """Return a metric and those that it wraps."""
+    return [part for part in metric.modules() if isinstance(part, Metric)]
+
+
+def _return_false() -> bool:
+    return False
+
+
+def sum_counts(counts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the counts of several parts, or None where no part has any."""
+    some = [part for part in counts if part is not None]
+    return torch.stack(some).sum(0) if some else None
+
+
+class ConfusionMatrixGroup(MetricGroup):
+    """Metrics that are computed from one confusion matrix of whole numbers, which is counted without host reads."""
+
+    def __init__(self, members: Mapping[str, Metric]) -> None:
+        super().__init__(members)
+        first = next(iter(self.members.values()))
+        self.task = cast(Task, task_of(first))
+        self._threshold = getattr(first, "threshold", 0.5)
+        classes = self.task.classes or 0
+        self.shape = {"binary": (2, 2), "multiclass": (classes, classes), "multilabel": (classes, 2, 2)}[self.task.kind]
+        self._size = torch.Size(self.shape).numel()
+        self._counts: Tensor | None = None
+
+    def update(self, inputs: Mapping[str, Any]) -> None:
+        """Count the cells of a batch."""
+        preds, target = inputs["preds"], inputs["target"]
+        if self._counts is None:
+            self._counts = zero_counts(self._size, preds.device)
+        if self.task.kind == "multiclass":
+            cells = multiclass_cells(self.shape[0], preds, target, self.task.ignore_index)
+        else:
+            labels = self.shape[0] if self.task.kind == "multilabel" else 1
+            cells = binary_cells(preds, target, self._threshold, self.task.ignore_index, labels)
+        count_cells_(self._counts, cells)
+
+    def state(self) -> State:
+        """Return the counts."""
+        return self._counts
+
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the counts by the sum of those of several parts."""
+        self._counts = sum_counts(states)
+
+    def matrix(self) -> Tensor:
+        """Return the confusion matrix: rows are targets, columns predictions."""
+        counts = zero_counts(self._size) if self._counts is None else self._counts
+        return cells_to_matrix(counts, *self.shape)
+
+    def set_member_states(self) -> None:
+        """Set the states that each member would have counted itself."""
+        matrix = self.matrix()
+        per_class = matrix[None] if self.task.kind == "binary" else matrix
+        scores = dict(zip(("tp", "fp", "tn", "fn"), stat_scores(per_class), strict=True))
+        for metric in self.members.values():
+            set_states(metric, {"confmat": matrix} if stores_confusion_matrix(metric) else scores)
+
+    def num_invalid(self) -> Tensor | int:
+        """Return how many elements fell into no cell."""
+        return 0 if self._counts is None else count_invalid(self._counts)
+
+
+class ScoreHistogram(MetricGroup):
+    """Histograms of the scores of positives and negatives, from which curves are plotted.
+
+    There is one for each label, or for each of the first 20 classes, and then one more, of the highest score of each
+    sample and whether its class is correct.
+    """
+
+    bins = 300
+    most_classes = 20
+
+    def __init__(self, task: Task) -> None:
+        super().__init__({})
+        self.required_inputs = self.accepted_inputs = {"preds", "target"}
+        self.task = task
+        self._counts: Tensor | None = None
+        self._logits: bool | None = None
+
+    def update(self, inputs: Mapping[str, Any]) -> None:
+        """Count the scores of a batch."""
+        preds, target = inputs["preds"], inputs["target"].long()
+        if not preds.is_floating_point() or preds.ndim != (1 if self.task.kind == "binary" else 2):
+            return
+        if not len(preds):
+            return
+        counted = not_ignored(target, self.task.ignore_index)
+        if self.task.kind == "multiclass":
+            preds, target = self._binarize(preds.float(), target)
+        elif self.task.kind == "binary":
+            preds, target = preds[:, None], target[:, None]
+        if self._counts is None:
+            shape = (preds.shape[1], 2, self.bins)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=preds.device)
+        count_scores_(self._counts, preds, target.clamp(0, 1), counted)
+
+    def _binarize(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if self._logits is None:  # read from the device at the first batch alone
+            sums = preds.sum(1, keepdim=True)
+            are_probabilities = (preds >= 0) & ((sums - 1).abs() < 1e-2)
+            self._logits = not bool((are_probabilities | sums.isnan()).all().item())
+        if self._logits:
+            preds = preds.softmax(1)
+        highest, chosen = preds.max(1, keepdim=True)
+        preds = preds[:, : self.most_classes]
+        is_class = target[:, None] == torch.arange(preds.shape[1], device=preds.device)
+        return torch.cat([preds, highest], 1), torch.cat([is_class, chosen == target[:, None]], 1)
+
+    def state(self) -> State:
+        """Return the counts."""
+        return self._counts
+
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the counts by the sum of those of several parts."""
+        self._counts = sum_counts(states)
+
+    def set_member_states(self) -> None:
+        """Do nothing: there are no members."""
+
+
+class CatGroup(MetricGroup):
+    """Metrics that need all the data, of which one copy is kept: the rows of all batches, by name of the argument."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, members: Mapping[str, Metric]) -> None:
+        super().__init__(members)
+        self.load([])
+
+    def update(self, inputs: Mapping[str, Any]) -> None:
+        """Keep the rows of a batch."""
+        for name, kept in self._rows.items():
+            kept.append(self.flatten_batch(name, inputs[name]))
+
+    def state(self) -> State:
+        """Return the rows."""
+        return {name: torch.cat(kept) for name, kept in self._rows.items() if kept}
+
+    def load(self, states: Sequence[State]) -> None:
+        """Replace the rows by those of several parts of the data."""
+        self._rows: dict[str, list[Tensor]] = {name: [part[name] for part in states if part] for name in self.names}
+
+    def set_member_states(self) -> None:
+        """Set the states that each member would have kept: the rows that it does not ignore."""
+        rows = self.state()
+        for metric in self.members.values():
+            set_states(metric, {name: [part] for name, part in self.member_states(metric, rows).items()})
+
+    @abstractmethod
+    def flatten_batch(self, name: str, batch: Tensor) -> Tensor:
+        """Flatten an argument of a batch to one row for each prediction."""
+
+    @abstractmethod
+    def member_states(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the states that a member would have kept."""
+
+
+class RetrievalGroup(CatGroup):
+    """Retrieval metrics.
+
+    They compute from the ranks of the scores, because torchmetrics counts a relevant document as irrelevant if its
+    score is not above 0, which is common for logits, distances and cosine similarities. The ranks are shares of 1, as
+    scores above 1 are logits to `RetrievalAUROC`, which takes the sigmoid of them, of which high ones are all equal.
+    """
+
+    names = ("indexes", "preds", "target")
+
+    def flatten_batch(self, name: str, batch: Tensor) -> Tensor:
+        """Flatten an argument of a batch."""
+        return batch.flatten()
+
+    def member_states(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ranks in place of scores, and integer targets unless the metric accepts graded relevance."""
+        places = torch.unique(rows["preds"], return_inverse=True)[1] + 1
+        ranks = to_double(places) / max(len(places), 1)
+        graded = getattr(metric, "allow_non_binary_target", False) and rows["target"].is_floating_point()
+        target = rows["target"].float() if graded else rows["target"].long()
+        return _drop_ignored(metric, {"indexes": rows["indexes"].long(), "preds": ranks, "target": target})
+
+
+class CurveGroup(CatGroup):
+    """Metrics of an exact curve, for which every score is a threshold.
+
+    torchmetrics itself would read from the device at each batch, to see whether it holds probabilities or logits.
+    """
+
+    names = ("preds", "target")
+
+    def __init__(self, members: Mapping[str, Metric]) -> None:
+        super().__init__(members)
+        self._kind = cast(Task, task_of(next(iter(members.values())))).kind
+
+    def flatten_batch(self, name: str, batch: Tensor) -> Tensor:
+        """Flatten scores (N, ...), and those of classes or labels (N, C, ...) to (rows, C)."""
+        batch = batch.long() if name == "target" else batch.float() if batch.dtype.itemsize < 4 else batch
+        by_class = self._kind == "multilabel" or (self._kind == "multiclass" and name == "preds")
+        return batch.movedim(1, -1).flatten(0, -2) if by_class else batch.flatten()
+
+    def member_states(self, metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows that are not ignored; with several labels, the metric itself ignores single elements."""
+        return rows if self._kind == "multilabel" else _drop_ignored(metric, rows)
+
+
+def _drop_ignored(metric: Metric, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    ignored = getattr(metric, "ignore_index", None)
+    if ignored is None:
+        return rows
+    counted = rows["target"] != ignored
+    return {name: part[counted] for name, part in rows.items()}

@@ -1,0 +1,134 @@
+"""Errors for keys that the module or another callback logs as well, and for keys of `best=` that no fit logs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_tricks._lightning_compat.logged_values import drop_reset_values, keys_logged_by_others
+from lightning_tricks._shared.ranks import gather_objects
+from lightning_tricks.metrics.core.history import History
+from lightning_tricks.metrics.core.logged_keys import LoggedKeys
+from lightning_tricks.metrics.data_checks import STEPS, MetricsError, num_batches, will_validate
+
+
+class KeyConflicts:
+    """Compares the keys of one run of a monitor with those that the module and other callbacks log.
+
+    Args:
+        name: The name under which the monitor logs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._logged: dict[str, set[str]] = {}
+        self._compared: set[str] = set()
+
+    def logged_by_others(self, trainer: Trainer) -> dict[str, str]:
+        """Return the keys that others have logged on this rank so far in the current stage: key -> hook."""
+        return keys_logged_by_others(trainer, self.name)
+
+    def compare_in_first_batch(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str]
+    ) -> None:
+        """Compare keys with those that the module's step has logged.
+
+        In an evaluation on several ranks, one may have no batch: there all compare when the evaluation ends.
+        """
+        if stage in self._compared:
+            return
+        self._compared.add(stage)
+        if trainer.world_size == 1:
+            self.refuse(pl_module, expected, self.logged_by_others(trainer))
+        elif stage == "train":
+            self.refuse(pl_module, expected, merge_logged_keys(gather_objects(self.logged_by_others(trainer))))
+
+    def note_logged(self, trainer: Trainer, stage: str, keys: set[str]) -> None:
+        """Remember the keys of the monitor at the end of a stage, to find out who logs the same after it."""
+        drop_reset_values(trainer, self.name, keys)
+        self._logged[stage] = self._logged.get(stage, set()) | keys
+
+    def compare_afterwards(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, expected: set[str] | None = None
+    ) -> None:
+        """Compare the keys that the monitor has logged, or will log, with those that others have logged after it."""
+        own = self._logged.pop(stage, set()) if expected is None else expected
+        if not own:
+            return
+        # a training epoch's values are reset before any hook comes; those of an evaluation are not yet
+        others = keys_logged_by_others(trainer, self.name, include_reset=stage == "train")
+        if trainer.world_size > 1:
+            others = merge_logged_keys(gather_objects({key: hook for key, hook in others.items() if key in own}))
+        self.refuse(pl_module, own, others)
+
+    def refuse(self, pl_module: LightningModule, own: set[str], others: Mapping[str, str]) -> None:
+        """Raise a MetricsError if others log one of the keys."""
+        for key in sorted(own & others.keys()):
+            hook, module = others[key], type(pl_module).__name__
+            other = f"{module}.{hook}" if hook in STEPS.values() else f"{hook} of {module} or of another callback"
+            other = hook if hook.startswith("MetricsMonitor") else other
+            raise MetricsError(
+                f"{self.name} and {other} both log {key!r}, and one value would overwrite the other: rename one of "
+                f"the values, leave out the stage (stages=...), or give {self.name.partition('(')[0]} a prefix, such "
+                "as prefix='monitor'."
+            )
+
+
+def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the keys that are logged on any of the ranks: key -> hook."""
+    return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
+
+
+class BestKeys:
+    """The keys whose best value is kept.
+
+    Args:
+        monitor: The name of the monitor, for errors.
+        keys: The keys that it logs.
+        modes: Key -> "min" or "max".
+
+    Raises:
+        ValueError: If no stage logs a key, or a mode is neither "min" nor "max".
+    """
+
+    def __init__(self, monitor: str, keys: LoggedKeys, modes: Mapping[str, str]) -> None:
+        keys.check_best(dict(modes))
+        self._name, self._keys, self._modes = monitor, keys, modes
+
+    def values(self, history: History) -> dict[str, tuple[float, int]]:
+        """Return the best value of each key, and the optimizer steps done by then."""
+        start = "" if self._keys.prefix is None else f"{self._keys.prefix}/"
+        found = history.best({key.removeprefix(start): mode for key, mode in self._modes.items()})
+        return {start + key: value for key, value in found.items()}
+
+    def of_stage(self, stage: str) -> list[str]:
+        """Return the keys of a stage."""
+        return self._keys.keys_of_stage(self._modes, stage)
+
+    def check_fit(self, trainer: Trainer) -> None:
+        """Warn of a key of validation in a fit that does not validate, as a short one that tries whether all works."""
+        if not will_validate(trainer) and (keys := self.of_stage("val")):
+            rank_zero_warn(
+                f"{self._name}: best has the key {keys[0]!r}, but this fit does not validate, so that it has no value: "
+                "give it validation data and a validation_step, let it validate within max_epochs, or use a key of "
+                "train."
+            )
+
+    def check_dataloaders(self, trainer: Trainer) -> None:
+        """Refuse keys that name a dataloader where there is one, or none where there are several."""
+        try:
+            self._keys.check_loaders(self._modes, "train", 1)
+            self._keys.check_loaders(self._modes, "val", len(num_batches(trainer, "val")))
+        except ValueError as error:
+            raise MetricsError(f"{self._name}: {error}") from error
+
+    def check_logged(self, stage: str, logged_keys: Collection[str], has_unmeasured: bool) -> None:
+        """Refuse a key that was not logged at the end of its stage, where that was not known before."""
+        start = self._keys.key(stage, "")
+        logged = [key for key in logged_keys if key.startswith(start)]
+        for key in self.of_stage(stage):
+            if (logged or has_unmeasured) and key not in logged:
+                alternatives = self._keys.describe_alternatives(key, stage, logged)
+                raise MetricsError(f"{self._name}: best has the key {key!r}, {alternatives}")
