@@ -17,8 +17,11 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     NothingLoadedError,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import ambiguous_cases, describe_ambiguity
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import in_words
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import (
+    ambiguous_cases,
+    describe_ambiguity,
+    in_words,
+)
 
 
 def parse_patterns(argument: str, patterns: str | Iterable[str]) -> list[Pattern]:

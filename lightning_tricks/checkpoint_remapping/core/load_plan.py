@@ -32,6 +32,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import
 )
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 from lightning_tricks.checkpoint_remapping.core.position_embeddings import resize_positions
+from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 from lightning_tricks.checkpoint_remapping.core.rule_application import AppliedRules, RulesArgument, apply_rules
 from lightning_tricks.checkpoint_remapping.core.tied_tensors import (
     check_tied,
@@ -40,7 +41,6 @@ from lightning_tricks.checkpoint_remapping.core.tied_tensors import (
     tied_names,
     with_names_of_header,
 )
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
 Patterns = str | Iterable[str]

@@ -12,10 +12,8 @@ import torch
 from lightning_tricks._shared.checks import did_you_mean
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys
-from lightning_tricks.checkpoint_remapping.core.rule_file import read_rules
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, Rules, parse_steps
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, Rules, parse_steps, read_rules
 
 RulesArgument = Rules | str | os.PathLike[str] | None
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

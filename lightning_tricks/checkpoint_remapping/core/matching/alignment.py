@@ -10,14 +10,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.text import format_shape
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import alignment_table, summary_line
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import (
+    Proposals,
+    alignment_table,
+    summary_line,
+)
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
-from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from
-from lightning_tricks.checkpoint_remapping.core.rule_file import write_rules
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.remapping import Remapped, remap_keys, renamed_from, strip_wrappers
+from lightning_tricks.checkpoint_remapping.core.rules import RemapRule, write_rules
 
 if TYPE_CHECKING:
     from rich.table import Table

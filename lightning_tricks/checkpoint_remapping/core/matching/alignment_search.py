@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks.checkpoint_remapping.core.conversions.search import find_conversion
+from lightning_tricks._shared.patterns import LIST_NUMBER
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.reading import Checkpoint
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, Mismatch
-from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import describe_ambiguity, diagnose
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_report import Proposals, describe_ambiguity, diagnose
+from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, Shape, equal_groups, group_layers
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
@@ -25,13 +27,10 @@ from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     match_by_name,
     replace_prefix,
 )
-from lightning_tricks.checkpoint_remapping.core.matching.proposals import Proposals
-from lightning_tricks.checkpoint_remapping.core.matching.resized_layers import find_resized
-from lightning_tricks.checkpoint_remapping.core.matching.rule_evidence import refuse_against_rules
 from lightning_tricks.checkpoint_remapping.core.matching.structure_matching import match_by_structure
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from lightning_tricks.checkpoint_remapping.core.remapping import strip_wrappers
 from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument, apply_rules
-from lightning_tricks.checkpoint_remapping.core.wrappers import strip_wrappers
 
 
 def align(
@@ -272,3 +271,91 @@ def _shifted_starts(found: Matching, prefixes: Prefixes) -> tuple[str, ...]:
 def _begins(name: str, starts: tuple[str, ...]) -> bool:
     """Whether a name is one of these beginnings with a number behind it."""
     return any(name.startswith(start) and name[len(start) : len(start) + 1].isdecimal() for start in starts)
+
+
+def find_resized(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
+    """Return pairs of names whose tensors differ in one size alone, where there is one candidate on each side."""
+    found: list[tuple[Layer, Layer]] = []
+    for sources, targets in equal_groups(group_layers(source_shapes), group_layers(target_shapes), _kinds):
+        for source in sources:
+            fitting = [target for target in targets if _is_resized(source, target)]
+            if len(fitting) == 1 and sum(_is_resized(other, fitting[0]) for other in sources) == 1:
+                found.append((source, fitting[0]))
+    return [
+        (names[0], target.tensors[tensor][0][0])
+        for source, target in sorted(found, key=lambda pair: pair[0].position)
+        for tensor, (names, _) in source.tensors.items()
+    ]
+
+
+def _kinds(layer: Layer) -> frozenset[tuple[str, int]]:
+    """Return the names of a layer's tensors and their numbers of dimensions."""
+    return frozenset((tensor, len(shape)) for tensor, (_, shape) in layer.tensors.items())
+
+
+def _is_resized(source: Layer, target: Layer) -> bool:
+    """Whether every tensor of a layer differs in its first size, or a lone one in any one size."""
+    differ = [
+        [i for i, sizes in enumerate(zip(shape, target.tensors[tensor][1], strict=True)) if sizes[0] != sizes[1]]
+        for tensor, (_, shape) in source.tensors.items()
+    ]
+    return all(dims == [0] for dims in differ) or (len(differ) == 1 and len(differ[0]) == 1)
+
+
+_Numbers = tuple[int, ...]
+
+
+def refuse_against_rules(found: Matching, ruled: Mapping[str, str]) -> Matching:
+    """Return the matches that do not contradict rules; the others are ambiguous.
+
+    A rule that takes `blocks.0.norm1` as `layers.0.ln_2` says that `blocks.1.norm1` is not `layers.1.ln_1`, and one
+    that takes `blocks.0` as `layers.3` says that the blocks are counted from the other end.
+
+    Args:
+        found: The matches.
+        ruled: The names of the model by those of the file to which rules lead.
+    """
+    rules = _Rules(ruled)
+    against = [
+        m
+        for m in found.matches
+        if len(m.sources) == len(m.targets) == 1 and rules.contradict(m.sources[0], m.targets[0])
+    ]
+    groups: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = defaultdict(lambda: ({}, {}))
+    for match in against:
+        (source, target) = (name.rpartition(".")[0] or name for name in (match.sources[0], match.targets[0]))
+        group = groups[source.rpartition(".")[0], target.rpartition(".")[0]]
+        group[0][source] = group[1][target] = None
+    ambiguous = [([*sources], [*targets]) for sources, targets in groups.values()]
+    kept = [match for match in found.matches if match not in against] if against else found.matches
+    return Matching(kept, [*found.ambiguous, *ambiguous])
+
+
+class _Rules:
+    """The kinds of names, with each number of a list left open, to which rules lead, and these numbers."""
+
+    def __init__(self, ruled: Mapping[str, str]) -> None:
+        self._kinds: tuple[dict[str, set[str]], ...] = (defaultdict(set), defaultdict(set))
+        self._numbers: dict[tuple[str, str], list[tuple[_Numbers, _Numbers]]] = defaultdict(list)
+        for names in ruled.items():
+            (source, target), numbers = zip(*map(_kind_and_numbers, names), strict=True)
+            self._kinds[0][source].add(target)
+            self._kinds[1][target].add(source)
+            self._numbers[source, target].append(numbers)
+
+    def contradict(self, source: str, target: str) -> bool:
+        """Whether rules lead from names like one of the file to others than such of the model, or in another order."""
+        kinds, (one, other) = zip(*map(_kind_and_numbers, (source, target)), strict=True)
+        if not (one or other):
+            return False
+        wanted = (self._kinds[0].get(kinds[0]), self._kinds[1].get(kinds[1]))
+        if any(known is not None and kind not in known for known, kind in zip(wanted, reversed(kinds), strict=True)):
+            return True
+        return any(
+            (mine > one) != (theirs > other) or (mine < one) != (theirs < other)
+            for mine, theirs in self._numbers.get(kinds, ())
+        )
+
+
+def _kind_and_numbers(name: str) -> tuple[str, _Numbers]:
+    return LIST_NUMBER.sub("#", name), tuple(map(int, LIST_NUMBER.findall(name)))

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer
 from lightning_tricks.checkpoint_remapping.core.matching.numbering import Numbering
-from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     Fork,
     Parts,
     Side,

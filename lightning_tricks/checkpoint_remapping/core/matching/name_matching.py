@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Shape
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Shape
 from lightning_tricks.checkpoint_remapping.core.matching.matches import SAME_NAME, Match, Matching
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
 

@@ -8,9 +8,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from lightning_tricks.checkpoint_remapping.core.matching.candidates import without_numbers
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer
-from lightning_tricks.checkpoint_remapping.core.matching.sides import (
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, without_numbers
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     NO_NUMBER,
     Fork,
     Parts,

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
-from lightning_tricks.checkpoint_remapping.core.matching.candidates import equal_groups
+from lightning_tricks.checkpoint_remapping.core.matching.context_matching import NeighborMatching
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Shape, group_layers, keep_layouts
-from lightning_tricks.checkpoint_remapping.core.matching.layer_order import is_ordered, sort_naturally
-from lightning_tricks.checkpoint_remapping.core.matching.layer_pairing import (
-    PAIRINGS,
-    Pairing,
-    pair_flattened,
-    pair_last,
+from lightning_tricks.checkpoint_remapping.core.matching.layers import (
+    TEMPLATES,
+    Layer,
+    Pairs,
+    Series,
+    Shape,
+    Template,
+    are_numbered_in_order,
+    equal_groups,
+    equal_series,
+    group_layers,
+    is_ordered,
+    keep_layouts,
+    series_of,
+    sort_naturally,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching, matches_of_layers
-from lightning_tricks.checkpoint_remapping.core.matching.neighbor_matching import NeighborMatching
-from lightning_tricks.checkpoint_remapping.core.matching.sides import Side
+from lightning_tricks.checkpoint_remapping.core.matching.path_context import Side
 from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
     fuse_query_key_value,
     mark_transposed,
@@ -102,3 +111,132 @@ class _StructureMatcher:
             self.neighbors.matched[source] = target
         self.pairs += pairs
         return bool(pairs)
+
+
+Pairing = Callable[[list[Layer], list[Layer]], Pairs]
+
+
+def _by_series(source_template: Template, target_template: Template) -> Pairing:
+    """Return the way that pairs series of layers, numbered by these templates."""
+
+    def pair(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+        sides = series_of(source_layers, source_template), series_of(target_layers, target_template)
+        return [
+            (source, target, reason)
+            for sources, targets in equal_series(*sides)
+            for source_series, target_series, reason in pair_by_evidence(
+                sources, targets, "the only layers of these sizes in this order"
+            )
+            for source, target in zip(source_series, target_series, strict=True)
+        ]
+
+    return pair
+
+
+def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+    """Pair single layers that are the only ones of their size, or that words tell from others of their size."""
+    for sources, targets in equal_series([[layer] for layer in source_layers], [[layer] for layer in target_layers]):
+        for (source,), (target,), reason in pair_by_evidence(sources, targets, "the only layer of this size"):
+            yield source, target, reason
+
+
+def _by_number(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+    """Pair layers of one size in order, where numbers say on both sides which comes first."""
+    for sources, targets in equal_groups(source_layers, target_layers, lambda layer: layer.signature):
+        if len(sources) != len(targets) or len(sources) == 1:
+            continue
+        sources, targets = (sorted(layers, key=lambda layer: layer.position) for layers in (sources, targets))
+        if are_numbered_in_order(sources) and are_numbered_in_order(targets):
+            for source, target in zip(sources, targets, strict=True):
+                yield source, target, "numbered in the same order"
+
+
+# Series come first: they are longer, so that two are less often equal by chance
+PAIRINGS: tuple[Pairing, ...] = (
+    *(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)),
+    _by_size,
+    _by_number,
+)
+
+
+def pair_flattened(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+    """Pair a Linear on flattened features with the convolution that computes the same, as in VGG's classifier."""
+
+    def key(layer: Layer) -> object:
+        if "weight" not in layer.tensors:
+            return layer
+        shape = layer.tensors["weight"][1]
+        return tuple(sorted(layer.tensors)), shape[:1], math.prod(shape)
+
+    for sources, targets in equal_groups(source_layers, target_layers, key):
+        if len(sources) == len(targets) == 1:
+            shapes = sorted((layer[0].tensors["weight"][1] for layer in (sources, targets)), key=len)
+            # the channels of an image, of which there are few, are in different orders
+            if list(map(len, shapes)) == [2, 4] and shapes[1][1] > 4:
+                yield sources[0], targets[0], "a linear layer on flattened features is this convolution"
+
+
+def pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
+    """Pair the last layers left where no two are alike, unless they are square matrices, which fit by chance."""
+    groups = equal_groups(source_layers, target_layers, lambda layer: layer.signature)
+    if len(groups) != len(source_layers) or len(groups) != len(target_layers):
+        return []
+    return [
+        (sources[0], targets[0], "the last layer left")
+        for sources, targets in groups
+        if all(len(set(size)) == len(size) for _, size in sources[0].sizes)
+    ]
+
+
+def pair_by_evidence(
+    sources: list[Series], targets: list[Series], reason_if_unique: str
+) -> Iterator[tuple[Series, Series, str]]:
+    """Pair series of equal sizes: the only two, or those with more words in common than either has with a third.
+
+    Args:
+        sources: Series of the file.
+        targets: Series of the model, all of the same sizes.
+        reason_if_unique: The reason of the match where there is one series on each side.
+
+    Yields:
+        A series of the file, one of the model, and why they belong together.
+    """
+    if len(sources) == len(targets) == 1:
+        if len(sources[0]) > 1 or sources[0][0].has_distinctive_size or _words_in_common(sources[0], targets[0]):
+            yield sources[0], targets[0], reason_if_unique
+        return
+    # A word that all series of a side have tells them apart no better than none
+    several = [side for side in (sources, targets) if len(side) > 1]
+    ignored = frozenset().union(*(frozenset.intersection(*(series[0].words for series in side)) for side in several))
+    while sources and targets:
+        best = _mutually_best(sources, targets, ignored)
+        if not best:
+            return
+        for i, j in best:
+            words = (sources[i][0].words & targets[j][0].words) - ignored
+            yield sources[i], targets[j], f"the same words: {', '.join(sorted(words))}"
+        sources = [series for i, series in enumerate(sources) if i not in {i for i, _ in best}]
+        targets = [series for j, series in enumerate(targets) if j not in {j for _, j in best}]
+        if len(sources) == len(targets) == 1:
+            yield sources[0], targets[0], "the last of their size"
+            return
+
+
+def _mutually_best(sources: list[Series], targets: list[Series], ignored: frozenset[str]) -> list[tuple[int, int]]:
+    """Return the pairs of positions that have more words in common than either has with any other."""
+    scores = {
+        (i, j): _words_in_common(source, target, ignored)
+        for i, source in enumerate(sources)
+        for j, target in enumerate(targets)
+    }
+    return [
+        (i, j)
+        for (i, j), score in scores.items()
+        if score > 0
+        and all(score > scores[k, j] for k in range(len(sources)) if k != i)
+        and all(score > scores[i, k] for k in range(len(targets)) if k != j)
+    ]
+
+
+def _words_in_common(source: Series, target: Series, ignored: frozenset[str] = frozenset()) -> int:
+    return len((source[0].words & target[0].words) - ignored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, GATED, joined_shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, layers_by_parent
+from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import COUNTED_EITHER_WAY, ORDINAL_ROLES, VAGUE_WORDS
 
 Parts = tuple[str, ...]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise, permutations, starmap
 
-from lightning_tricks.checkpoint_remapping.core.matching.layer_grouping import Layer, Pairs, layers_by_parent
-from lightning_tricks.checkpoint_remapping.core.matching.layer_order import are_numbered_in_order
+from lightning_tricks.checkpoint_remapping.core.matching.layers import (
+    Layer,
+    Pairs,
+    are_numbered_in_order,
+    layers_by_parent,
+)
 
 _MOST_IN_A_ROW = 5  # convolutions of which all orders are tried
 
