@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["*"], help="names, or patterns such as timm/resnet*")
     parser.add_argument("--limit", type=int, help="the number of models, evenly spread")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--follow-every", type=int, default=10, help="one in so many refused files is followed")
+    parser.add_argument("--follow-every", type=int, default=25, help="one in so many refused files is followed")
     parser.add_argument("--records", type=Path, help="a file of what was found of each model, which is continued")
     parser.add_argument("--result", type=Path, help="a file for the tables")
     parser.add_argument("--wrong", type=int, default=10, help="how many wrong files are listed of each perturbation")

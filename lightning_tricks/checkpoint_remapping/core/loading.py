@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from lightning_tricks.checkpoint_remapping.core.load_plan import (
     Source,
     plan_loading,
 )
-from lightning_tricks.checkpoint_remapping.core.rule_application import RulesArgument
-from lightning_tricks.checkpoint_remapping.core.tied_tensors import tie_again, tied_in
+from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import tied_names
+from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument
 
 
 def load_weights(
@@ -109,10 +110,10 @@ def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None
     Raises:
         CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
     """
-    tied = tied_in(module)
+    tied = _tied_in(module)
     with unchanged_on_error(module) as before:
         _load(module, tensors, assign, before)
-        tie_again(module, tied, tensors)
+        _tie_again(module, tied, tensors)
 
 
 def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, before: Snapshot | None) -> None:
@@ -160,6 +161,27 @@ def _load_state_dict(module: nn.Module, assign: bool) -> Callable[[Any], Any]:
     except TypeError:
         return partial(nn.Module.load_state_dict, module, **arguments)
     return partial(module.load_state_dict, **arguments)
+
+
+def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[str]) -> None:
+    """Give the names of a group one tensor again, after those that were loaded have replaced some of them."""
+    own = _all_tensors(module) if groups else {}
+    for names in groups:
+        first = next((own[name] for name in names if name in loaded), None)
+        for name in names:
+            if first is not None and own[name] is not first:
+                owner, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, first)
+
+
+def _tied_in(module: nn.Module) -> list[list[str]]:
+    """Return the groups of names under which modules hold one parameter or one buffer."""
+    return tied_names(_all_tensors(module))
+
+
+def _all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return dict(chain(parameters, module.named_buffers(remove_duplicate=False)))
 
 
 def _like(own: Any, tensor: Any) -> Any:

@@ -63,7 +63,7 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     cases = alignment.ambiguous if missing is None else ambiguous_cases(alignment, missing)
     sources, targets = cases[0]
     more = f" (and {len(cases) - 1} more such cases)" if len(cases) > 1 else ""
-    rules = (alignment.proposals.for_layers(*case) for case in cases[:8]) if alignment.proposals else iter(())
+    rules = (alignment.proposals.for_layers(*case) for case in cases[:8])
     rule = next((rule for rule in rules if rule), None)
     hint = "".join(f"; {words}" for words in _tensorflow_names(alignment.clean_names_in_file))
     return (
