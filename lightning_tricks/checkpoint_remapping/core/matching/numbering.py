@@ -107,7 +107,7 @@ class Numbering:
         return all(_are_two_branches(side, *layers, fork) for side, layers, fork in sides)
 
     def _find_whether_counted_the_same_way(self, source: Parts, target: Parts) -> bool:
-        if self.source.counts_backwards(source) != self.target.counts_backwards(target):
+        if self.target.counts_backwards(target):
             return False
         unknown = self.source.may_count_backwards(source) or self.target.may_count_backwards(target)
         # Lists of one name are in one order: `up.0`, but not `up1`

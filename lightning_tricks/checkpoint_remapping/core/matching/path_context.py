@@ -86,10 +86,10 @@ class Side:
 
     Args:
         layers: The layers.
-        ordered: Whether they come in the order in which the model registers them.
+        ordered: Whether they come in the order in which the model registers them; that of a file says nothing.
     """
 
-    def __init__(self, layers: list[Layer], ordered: bool) -> None:
+    def __init__(self, layers: list[Layer], ordered: bool = False) -> None:
         self.ordered = ordered
         self.branches: dict[Parts, list[Layer]] = defaultdict(list)
         self._in_block: Counter[tuple[Parts, object]] = Counter()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
-from lightning_tricks.checkpoint_remapping.core.matching.context_matching import NeighborMatching
+from lightning_tricks.checkpoint_remapping.core.matching.context_matching import ContextMatching
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (
     TEMPLATES,
@@ -26,13 +26,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.layers import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Matching, matches_of_layers
 from lightning_tricks.checkpoint_remapping.core.matching.path_context import Side
-from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import (
-    fuse_query_key_value,
-    mark_transposed,
-    name_gates,
-    stack_experts,
-    unify_positions,
-)
+from lightning_tricks.checkpoint_remapping.core.matching.weight_layouts import unify_layouts
 
 
 def match_by_structure(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Matching:
@@ -49,33 +43,26 @@ class _StructureMatcher:
 
     def __init__(self, source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> None:
         self.source_layers, self.target_layers = group_layers(source_shapes), group_layers(target_shapes)
-        source_ordered, target_ordered = False, is_ordered(target_shapes)
-        # The layouts of one side depend on those of the other: the file comes first
-        self._prepare(self.source_layers, self.target_layers, source_ordered)
-        self._prepare(self.target_layers, self.source_layers, target_ordered)
-        keep_layouts(self.source_layers, self.target_layers)
-        self.neighbors = NeighborMatching((self.source_layers, self.target_layers), (source_ordered, target_ordered))
-        self.sides = Side(self.source_layers, source_ordered), Side(self.target_layers, target_ordered)
-        self.pairs: list[tuple[Layer, Layer, str]] = []
-
-    @staticmethod
-    def _prepare(layers: list[Layer], others: list[Layer], ordered: bool) -> None:
+        ordered = is_ordered(target_shapes)
+        sort_naturally(self.source_layers)
         if not ordered:
-            sort_naturally(layers)
-        unify_positions(layers, others)
-        stack_experts(layers, others)
-        fuse_query_key_value(layers, others)
-        mark_transposed(layers)
-        name_gates(layers)
+            sort_naturally(self.target_layers)
+        # The layouts of one side depend on those of the other: the file comes first
+        unify_layouts(self.source_layers, self.target_layers)
+        unify_layouts(self.target_layers, self.source_layers)
+        keep_layouts(self.source_layers, self.target_layers)
+        self.context = ContextMatching(self.source_layers, self.target_layers, ordered)
+        self.sides = Side(self.source_layers), Side(self.target_layers, ordered)
+        self.pairs: list[tuple[Layer, Layer, str]] = []
 
     def match(self) -> Matching:
         """Return all matches, and what remains ambiguous."""
         # Matrices first: their sizes say more than those of the vectors of a norm or a bias, which then follow them
         self._pair_until_stable(PAIRINGS, lambda layer: layer.has_matrix)
-        by_neighbors = (self.neighbors.pair_norms_of_convolutions, self.neighbors.pair_in_containers)
-        self._pair_until_stable((*by_neighbors, *PAIRINGS, pair_flattened), lambda _: True)
+        by_context = (self.context.pair_norms_of_convolutions, self.context.pair_in_containers)
+        self._pair_until_stable((*by_context, *PAIRINGS, pair_flattened), lambda _: True)
         self._pair(pair_last, lambda _: True)
-        justification = Justification(*self.sides, self.neighbors.matched, self.neighbors.norms)
+        justification = Justification(*self.sides, self.context.matched, self.context.norms)
         left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
         indistinct = justification.indistinct()
         refused = {layer for sources, _ in indistinct for layer in sources}
@@ -99,7 +86,7 @@ class _StructureMatcher:
     def _pair(self, pairing: Pairing, considered: Callable[[Layer], bool]) -> bool:
         """Match what one way pairs; return whether there was something."""
         # Norms without an order look alike to what sees layers alone: only their neighbors may decide
-        left_out = self.neighbors.ambiguous_norms if pairing in PAIRINGS else set()
+        left_out = self.context.ambiguous_norms if pairing in PAIRINGS else set()
         source_layers, target_layers = (
             [layer for layer in layers if considered(layer) and layer not in left_out]
             for layers in (self.source_layers, self.target_layers)
@@ -108,7 +95,7 @@ class _StructureMatcher:
         for source, target, _ in pairs:
             self.source_layers.remove(source)
             self.target_layers.remove(target)
-            self.neighbors.matched[source] = target
+            self.context.matched[source] = target
         self.pairs += pairs
         return bool(pairs)
 

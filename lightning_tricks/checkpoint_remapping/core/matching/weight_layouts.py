@@ -17,7 +17,16 @@ _EXPERT = re.compile(r"(.*experts)\.(?:expert_)?(\d+)\.(\w+)")
 _Made = list[tuple[Layer, list[Layer]]]  # layers that others could be in one, and these others
 
 
-def fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
+def unify_layouts(layers: list[Layer], others: list[Layer]) -> None:
+    """Give the layers of one side the layouts that the other side has, and mark those that are transposed or gates."""
+    _unify_positions(layers, others)
+    _stack_experts(layers, others)
+    _fuse_query_key_value(layers, others)
+    _mark_transposed(layers)
+    _name_gates(layers)
+
+
+def _fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
     """Replace the query, key and value of each attention by one layer, or two of them, if the other model has one.
 
     The parts may differ in their number of heads. What not all of them have, such as biases, remains as it is. A fused
@@ -80,7 +89,7 @@ def _one_after_another(path: str, members: list[Layer]) -> Layer:
     return fused
 
 
-def stack_experts(layers: list[Layer], others: list[Layer]) -> None:
+def _stack_experts(layers: list[Layer], others: list[Layer]) -> None:
     """Replace the experts of a mixture by one layer for each of their matrices, if the other model has them in one.
 
     Three different sizes say which dimension is that of the experts, and that no matrix is transposed.
@@ -134,7 +143,7 @@ def _stacked(path: str, members: list[Layer], count: int, taken_for: str = "") -
     return stacked
 
 
-def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
+def _unify_positions(layers: list[Layer], others: list[Layer]) -> None:
     """Take an nn.Embedding of positions for a parameter, if that is what the other model has."""
     if not any(list(layer.tensors) == [""] and _POSITIONS.search(layer.path) for layer in others):
         return
@@ -143,7 +152,7 @@ def unify_positions(layers: list[Layer], others: list[Layer]) -> None:
             layer.tensors[""] = layer.tensors.pop("weight")
 
 
-def name_gates(layers: list[Layer]) -> None:
+def _name_gates(layers: list[Layer]) -> None:
     """Call w1 a gate where w2 leads back: w1 and w3 are then gate and input of a gated layer, as in Meta's Llama."""
     for family in layers_by_parent(layers).values():
         named = {layer.name: layer for layer in family}
@@ -159,7 +168,7 @@ def _says_its_layout(layer: Layer) -> bool:
     return len(set(weight)) == 2 and bias in (weight[:1], weight[1:])
 
 
-def mark_transposed(layers: list[Layer]) -> None:
+def _mark_transposed(layers: list[Layer]) -> None:
     """Mark the layers whose weight is (in, out), as of Hugging Face's Conv1D.
 
     The length of the bias shows it where a matrix is oblong; square matrices follow the others of their block.
