@@ -208,7 +208,7 @@ def unchanged_on_error(module: nn.Module) -> Iterator[Snapshot | None]:
 
 
 class Snapshot:
-    """The attributes, the values of all tensors and the extra state of a module and of what is inside it."""
+    """The attributes, the values of the tensors and the extra state of a module and its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []
@@ -244,7 +244,7 @@ class Snapshot:
                 container.update(saved)
         with torch.no_grad():
             for tensor, data, values in self._tensors.values():
-                with suppress(RuntimeError):  # what cannot be written was not
+                with suppress(RuntimeError):  # it was not changed either
                     data.copy_(values)
                     if not is_sharded(tensor):
                         tensor.data = data
@@ -258,7 +258,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _can_be_written(tensor: Tensor) -> bool:
-    """Whether a tensor is no view of fewer elements, and none of another inference mode."""
+    """Whether a tensor is neither expanded from fewer elements nor made in another inference mode."""
     is_strided = tensor.layout == torch.strided and not is_sharded(tensor)
     is_expanded = is_strided and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
     return not is_expanded and (torch.is_inference_mode_enabled() or not tensor.is_inference())

@@ -84,7 +84,7 @@ def remap_keys(state_dict: Mapping[str, Any], rules: Rules) -> Remapped:
 
 
 def _without_wrappers(tensors: Remapped, deadline: float) -> Remapped:
-    """Strip what wrappers add to names, which is no rule of the caller."""
+    """Strip what wrappers add to names; names that only change here come from no rule of the caller."""
     clean = strip_wrappers(tensors)
     strip = [RemapRule(old, new) for old, new in clean.items() if new != old]
     if not strip:

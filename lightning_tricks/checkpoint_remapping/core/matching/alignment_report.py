@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -177,25 +178,17 @@ _MOST_TRIED = 8  # pairs of layers for which a rule is tried
 _MOST_STARS = 3  # that a file of rules may have
 
 
+@dataclass(frozen=True)
 class Proposals:
     """Rules that lead from tensors of a file without a match to those of a model without one.
 
-    Args:
-        source_shapes: Shapes of the file's tensors.
-        target_shapes: The same of the model.
-        sources: Names in the file that have no match.
-        targets: Names in the model that have none.
+    Attributes:
+        sources: Shapes of the tensors in the file that have no match.
+        targets: Those in the model.
     """
 
-    def __init__(
-        self,
-        source_shapes: Mapping[str, Shape],
-        target_shapes: Mapping[str, Shape],
-        sources: Iterable[str],
-        targets: Iterable[str],
-    ) -> None:
-        self.sources = {name: source_shapes[name] for name in sources}
-        self.targets = {name: target_shapes[name] for name in targets}
+    sources: Mapping[str, Shape]
+    targets: Mapping[str, Shape]
 
     def for_layers(self, sources: Iterable[str], targets: Iterable[str]) -> Proposal | None:
         """Return a rule that takes one of some layers, or of some parts written as `part.*`, as one of the model's."""

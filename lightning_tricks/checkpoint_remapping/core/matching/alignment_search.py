@@ -243,7 +243,7 @@ class AlignmentSearch:
         return max((completed, by_structure), key=lambda matching: len(matching.targets()))  # the first of equals
 
     def _completed(self, by_names: Matching, prefixes: Prefixes, mismatched: list[tuple[str, str]]) -> Matching:
-        """Return what names match and, of what is left, what structure does.
+        """Return the matches by names, and those by structure of the rest.
 
         A bias is no evidence beside a weight of the same name and another shape, if that weight is found elsewhere.
         Nor is a number, if other numbers behind the same words are found to differ: they count from elsewhere.
@@ -288,6 +288,7 @@ class AlignmentSearch:
         unmatched_sources, unmatched_targets = self._left(
             sources | {source for source, _ in mismatched}, targets | {target for _, target in mismatched}
         )
+        left = self._left(sources, targets)
         computed = [own for name, own in self.model_names.items() if name in self.computed & unmatched_targets.keys()]
         # Rules for prefixes would lead to the names without wrappers' parts, and change the names that rules made
         rules_are_prefixes = not self.pinned and all(clean == name for clean, name in self.model_names.items())
@@ -299,7 +300,7 @@ class AlignmentSearch:
             ambiguous=tuple((tuple(sources), tuple(targets)) for sources, targets in found.ambiguous),
             diagnosis=diagnose(found, self.source_shapes, self.target_shapes, self.clean_names, prefixes, computed),
             computed=tuple(computed),
-            proposals=Proposals(self.source_shapes, self.target_shapes, *self._left(sources, targets)),
+            proposals=Proposals(*left),
             _shapes={own: self.target_shapes[name] for name, own in self.model_names.items()},
             _clean_names=self.clean_names,
             _prefixes=prefixes if rules_are_prefixes else None,
@@ -324,7 +325,7 @@ class AlignmentSearch:
 
 
 def _shifted_starts(found: Matching, prefixes: Prefixes) -> tuple[str, ...]:
-    """Return what precedes the numbers in which names differ that were matched with each other."""
+    """Return the beginnings of matched names that differ in the number behind the beginning."""
     starts = set()
     for match in found.matches:
         other = re.split(r"(\d+)", match.targets[0])

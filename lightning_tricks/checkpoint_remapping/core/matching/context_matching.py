@@ -45,7 +45,7 @@ class ContextMatching:
                 yield source, target, "the norm of the same convolution"
 
     def pair_in_containers(self, source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
-        """Pair what is left of a size in containers whose other layers were matched with each other.
+        """Pair the layers of one size that are left in containers whose other layers were matched with each other.
 
         That is one layer on each side, or the BatchNorms of a block, which follow each other as its convolutions do.
         """

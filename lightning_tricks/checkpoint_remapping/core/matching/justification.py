@@ -165,7 +165,7 @@ class Justification:
         )
 
     def _are_halves(self, one: Layer, other: Layer) -> bool:
-        """Whether the two are gate and input of a gated layer: what leads back from it stands beside either."""
+        """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
         siblings = [layer for layer in self.source.siblings(one) if layer.has_matrix]
         if other not in siblings or len(siblings) != 3:
             return False

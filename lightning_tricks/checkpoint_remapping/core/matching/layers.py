@@ -26,7 +26,7 @@ class Layer:
     transposed: bool = False
     said: frozenset[str] = frozenset()  # words that the layers beside it give to it
     parts: dict[str, list[Shape]] = field(default_factory=dict)  # the shapes of those that a tensor is made of
-    taken_for: str = ""  # what their order is taken for
+    taken_for: str = ""  # the order of its parts that is taken for granted, in words
     layout: tuple[object, ...] = ()  # where its sizes are one, if that tells it from others
 
     @property

@@ -75,7 +75,7 @@ def _container(name: str) -> str:
 
 
 def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[str]:
-    """Return what precedes numbers that one side counts from elsewhere: there equal names are different parts."""
+    """Return the beginnings of names that one side counts from elsewhere: equal names there are different parts."""
     counted: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for side, names in enumerate((source_names, target_names)):
         for name in names:

@@ -84,8 +84,8 @@ class _StructureMatcher:
             pass
 
     def _pair(self, pairing: Pairing, considered: Callable[[Layer], bool]) -> bool:
-        """Match what one way pairs; return whether there was something."""
-        # Norms without an order look alike to what sees layers alone: only their neighbors may decide
+        """Match the pairs that one way finds; return whether there were any."""
+        # Ways that see single layers cannot tell norms without an order apart: only their neighbors may decide
         left_out = self.context.ambiguous_norms if pairing in PAIRINGS else set()
         source_layers, target_layers = (
             [layer for layer in layers if considered(layer) and layer not in left_out]

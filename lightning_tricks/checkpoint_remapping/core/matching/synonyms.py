@@ -41,7 +41,7 @@ _ROLES = {
     "position": r"pos",
     "segment": r"token\.type|segment",
 }
-# What is first and what is second means something where there are two
+# First and second mean something only where there are two
 ORDINAL_ROLES = frozenset({"first norm", "second norm", "third norm", "widening layer", "narrowing layer"})
 # Words that stand for different parts in different projects, or for any part
 VAGUE_WORDS = frozenset(

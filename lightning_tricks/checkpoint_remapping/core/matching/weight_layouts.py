@@ -60,7 +60,7 @@ def _replace(layers: list[Layer], members: list[Layer], made: list[Layer]) -> No
 
 
 def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> _Made:
-    """Return what these parts of each attention would be in one layer."""
+    """Return the layer that would hold these parts of each attention, with the layers of the parts."""
     siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
     for layer in layers:
         parent, _, name = layer.path.rpartition(".")
@@ -102,7 +102,7 @@ def _stack_experts(layers: list[Layer], others: list[Layer]) -> None:
 
 
 def _stackable(layers: list[Layer]) -> _Made:
-    """Return what the matrices of experts would be in one tensor, gates with inputs first, and the layers of each."""
+    """Return the layers that would hold the matrices of all experts, gates with inputs first, and those of each."""
     experts: dict[str, dict[str, dict[int, Layer]]] = defaultdict(lambda: defaultdict(dict))
     for layer in layers:
         found = _EXPERT.fullmatch(layer.path)
@@ -127,7 +127,7 @@ def _stackable(layers: list[Layer]) -> _Made:
 
 
 def _gate_roles(name: str, names: list[str]) -> list[str]:
-    """Return what a matrix of a gated layer is: `w1`, beside `w2` and `w3`, is the gate."""
+    """Return the roles of a matrix in a gated layer: `w1`, beside `w2` and `w3`, is the gate."""
     if sorted(names) == ["w1", "w2", "w3"]:
         return [{"w1": "gate", "w2": "down", "w3": "up"}[name]]
     return [role for role in ("gate", "up", "down") if name in (role, f"{role}_proj")]
@@ -144,7 +144,7 @@ def _stacked(path: str, members: list[Layer], count: int, taken_for: str = "") -
 
 
 def _unify_positions(layers: list[Layer], others: list[Layer]) -> None:
-    """Take an nn.Embedding of positions for a parameter, if that is what the other model has."""
+    """Treat an nn.Embedding of positions as a parameter, if the other model has a parameter."""
     if not any(list(layer.tensors) == [""] and _POSITIONS.search(layer.path) for layer in others):
         return
     for layer in layers:
